@@ -1,0 +1,38 @@
+# Everything a newcomer needs: `make demo` and `make test` set themselves up with python3.11+ alone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check mutants bench clean
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest -n 2 --cov=atoll --cov-report= -q
+	$(BIN)/python -m coverage report --include='src/atoll/core/*' --show-missing --skip-covered --fail-under=100
+
+check: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+# Seeds known bugs one at a time; each must turn a test red.
+mutants: $(READY)
+	$(BIN)/python tests/mutants.py
+
+bench: $(READY)
+	$(BIN)/python benchmarks/codec.py
+	$(BIN)/python benchmarks/overhead.py
+
+# The constraints pin what CI runs; the exact torch pin also keeps a CPU machine from fetching CUDA.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("atoll needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist out .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage

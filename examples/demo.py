@@ -1,0 +1,204 @@
+"""Four workers, five ways to keep them in step, one table and one picture.
+
+    python examples/demo.py [--steps 400] [--out out/demo]
+
+Every worker is a copy of a small byte-level language model with its own files of the Python standard library's
+source, which is on every machine that can run this. All methods see the same data in the same order; what differs is
+what the workers tell each other, and how often.
+"""
+
+import argparse
+import copy
+import math
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from atoll import Crew, DataParallel, Delayed, DiLoCo, Eager, Nesterov, OuterLoop, Streaming, Sync, local
+from atoll.core.fragments import Blocks
+
+WORKERS = 4
+CONTEXT = 96
+BATCH = 8
+METHODS: dict[str, Sync | DataParallel] = {
+    "data-parallel": DataParallel(),
+    "DiLoCo": DiLoCo(period=20),
+    "Streaming, 4 bit": Streaming(period=20, fragments=Blocks(each=1), outer=Nesterov(0.6)),
+    "Eager, 4 bit": Eager(period=20),
+    "Delayed, 4 bit": Delayed(period=20),
+}
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each behind a norm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, time, width] -> the same."""
+        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, 2))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        hidden: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
+        return hidden
+
+
+class ByteModel(nn.Module):
+    """A decoder over bytes."""
+
+    def __init__(self, width: int = 96, depth: int = 4, heads: int = 4) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, 256, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[batch, time] -> logits [batch, time, 256]."""
+        x = self.token(tokens) + self.place.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def corpus() -> tuple[list[Tensor], Tensor]:
+    """One training text per worker and a held-out one, as bytes; files are dealt out whole."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    texts = [b"".join(f.read_bytes() for f in files[worker :: WORKERS + 1]) for worker in range(WORKERS + 1)]
+    *shards, held_out = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts]
+    return shards, held_out
+
+
+def batches(text: Tensor, seed: int) -> Iterator[Tensor]:
+    """Endless random windows [BATCH, CONTEXT + 1]."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(0, len(text) - CONTEXT - 1, (BATCH,), generator=generator)
+        yield torch.stack([text[s : s + CONTEXT + 1] for s in starts.tolist()]).long()
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    """Mean cross-entropy in nats per byte."""
+    return functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+@dataclass
+class Outcome:
+    """What one method reached."""
+
+    steps: list[int]
+    losses: list[float]
+    bytes_sent: int
+    model: nn.Module
+
+
+def train(sync: Sync | DataParallel, start: nn.Module, shards: list[Tensor], held_out: Tensor, steps: int) -> Outcome:
+    """Train all workers in turn and evaluate what they agree on."""
+    models = [copy.deepcopy(start) for _ in range(WORKERS)]
+    inner = [torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1) for model in models]
+    loops = [OuterLoop(model, sync, link) for model, link in zip(models, local(WORKERS), strict=True)]
+    streams = [batches(shard, seed) for seed, shard in enumerate(shards)]
+    crew, checks, losses = Crew(loops), [], []
+    fixed = [next(batches(held_out, seed=1000 + i)) for i in range(12)]
+
+    def evaluate() -> float:
+        with loops[0].anchor() as model, torch.no_grad():
+            return sum(loss_of(model, batch).item() for batch in fixed) / len(fixed)
+
+    for step in range(1, steps + 1):
+        rate = min(step / 20, 0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
+        for model, optimizer, stream in zip(models, inner, streams, strict=True):
+            optimizer.param_groups[0]["lr"] = 2e-3 * rate
+            optimizer.zero_grad()
+            loss_of(model, next(stream)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        crew.average_gradients()
+        for optimizer in inner:
+            optimizer.step()
+        crew.step()
+        if step % 20 == 0:
+            checks.append(step)
+            losses.append(evaluate())
+            print(f"\r  step {step:4}/{steps}   held-out loss {losses[-1]:.3f}", end="", flush=True)
+    sent = loops[0].counters.bytes_sent
+    crew.finish()
+    checks.append(steps)
+    losses.append(evaluate())
+    return Outcome(checks, losses, sent, models[0])
+
+
+def sample(model: nn.Module, prompt: str, length: int = 160) -> str:
+    """Continue a prompt, byte by byte."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.tensor([list(prompt.encode())])
+    with torch.no_grad():
+        for _ in range(length):
+            odds = (model(tokens[:, -CONTEXT:])[0, -1] / 0.7).softmax(0)
+            tokens = torch.cat([tokens, torch.multinomial(odds, 1, generator=generator)[None]], dim=1)
+    return bytes(tokens[0].tolist()).decode(errors="replace")
+
+
+def picture(outcomes: dict[str, Outcome], path: Path) -> None:
+    """Held-out loss against steps, and bytes sent per worker on a log axis."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (curves, bars) = pyplot.subplots(1, 2, figsize=(11, 4.2), width_ratios=(3, 2), layout="constrained")
+    for number, (name, outcome) in enumerate(outcomes.items()):
+        curves.plot(outcome.steps, outcome.losses, label=name, color=f"C{number}")
+        bars.barh(name, outcome.bytes_sent / 1e6, color=f"C{number}")
+    curves.set(xlabel="inner steps", ylabel="held-out loss, nats per byte", title="What the workers agree on")
+    curves.legend(frameon=False)
+    bars.set(xscale="log", xlabel="MB sent per worker", title="What it costs to agree")
+    bars.invert_yaxis()
+    for axes in (curves, bars):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--out", type=Path, default=Path("out/demo"))
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    start = ByteModel()
+    shards, held_out = corpus()
+    values = sum(p.numel() for p in start.parameters())
+    print(
+        f"{WORKERS} workers, {values / 1e6:.2f} million parameters, {sum(map(len, shards)) / 1e6:.1f} MB of Python source"
+    )
+    outcomes: dict[str, Outcome] = {}
+    began = time.perf_counter()
+    for name, sync in METHODS.items():
+        print(name)
+        outcomes[name] = train(sync, start, shards, held_out, arguments.steps)
+        print()
+    print(f"\n{'method':18} {'held-out loss':>13} {'against DP':>11} {'sent per worker':>16} {'fewer bytes':>12}")
+    reference = outcomes["data-parallel"]
+    for name, outcome in outcomes.items():
+        print(
+            f"{name:18} {outcome.losses[-1]:13.3f} {outcome.losses[-1] / reference.losses[-1] - 1:+11.1%} "
+            f"{outcome.bytes_sent / 1e6:13.2f} MB {reference.bytes_sent / outcome.bytes_sent:11.0f}x"
+        )
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    picture(outcomes, arguments.out / "demo.png")
+    print(f"\npicture: {arguments.out / 'demo.png'}   training took {time.perf_counter() - began:.0f} s")
+    print("a sample of the streaming model:\n")
+    print(sample(outcomes["Streaming, 4 bit"].model, "def main("))
+
+
+if __name__ == "__main__":
+    main()

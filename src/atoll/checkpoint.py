@@ -1,0 +1,394 @@
+"""Everything a worker is, in one atomic, versioned folder.
+
+    root/
+      .lock                    held while somebody saves
+      .saving-1f6e02ab/        a save under way, or what a crash left of one; the next save sweeps it
+      step-000000100/
+        tensors.safetensors    every tensor, named by its path in the state
+        manifest.json          format, version, step, the tree around the tensors, their length and SHA-256
+      step-000000100.old/      set aside while step 100 is saved again; read if that save died half-way
+
+A folder gets its `step-` name once all of it is on disk, so it is there whole or not at all. Later damage is
+caught by SHA-256; the manifest ends with the digest of every byte before it. CRC-32 would be twice as fast
+(2.2 against 0.9 GB/s, where writing makes 0.8), but may miss what SHA-256 never does, and `sha256sum` is
+everywhere. It guards against accidents, not forgers; yet reading runs nothing and opens only those two files.
+"""
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import secrets
+import shutil
+import struct
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from atoll.errors import CheckpointError, ConfigError
+
+FORMAT: Final = "atoll-checkpoint"
+VERSION: Final = 1
+MANIFEST: Final = "manifest.json"
+TENSORS: Final = "tensors.safetensors"
+MAX_DEPTH: Final = 100  # levels of nesting, far below where Python's recursion limit would strike
+
+_STEP_FOLDER = re.compile(r"step-([0-9]{9}|[1-9][0-9]{9,})(\.old)?")
+_UNREADABLE = (OSError, LookupError, TypeError, ValueError, SafetensorError, struct.error)
+_DTYPE_NAMES = """
+    bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 bfloat16 float16 float32 float64 complex64
+    float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu
+"""
+_DTYPES = frozenset(getattr(torch, name) for name in _DTYPE_NAMES.split())
+
+
+def save(root: Path | str, step: int, state: Mapping[str, Any], *, keep: int = 2) -> Path:
+    """Write `state` as root/step-000000123 atomically and drop all but the newest `keep` good ones.
+
+    `state` nests dicts (keys str or int), lists and tuples of None, bool, int, float, str, bytes and tensors.
+    All come back bit for bit, dict subclasses as dict, each tensor as a plain one with its own CPU memory.
+    Damaged folders are neither counted nor dropped. With `keep` of 2 or more, others may load meanwhile.
+    """
+    if type(step) is not int or step < 0:
+        raise ConfigError(f"step must be an int of at least 0, got {step!r}: it names the folder")
+    if keep < 1:
+        raise ConfigError(f"keep must be at least 1, got {keep}: the checkpoint just written always stays")
+    tensors: dict[str, Tensor] = {}
+    tree = _encode(dict(state), "", tensors)  # what cannot be saved is refused before the disk is touched
+    root = Path(root)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _only_saver(root):
+            _recover(root)
+            folder = _write(root, step, tree, tensors)
+            for surplus in [good for good in _step_folders(root) if _looks_whole(good)][keep:]:
+                if surplus != folder:  # after a rollback, the one just written may be the oldest
+                    _discard(surplus)
+    except (OSError, SafetensorError) as fault:
+        problem = f"step {step} cannot be saved under {root}: {fault}"
+        raise CheckpointError(f"{problem}; make room or change root, what was there is intact") from fault
+    return folder
+
+
+def load(root_or_folder: Path | str, step: int | None = None) -> tuple[int, dict[str, Any]]:
+    """Step and state of the newest whole checkpoint under a root, or of exactly `step`, or of a step folder.
+
+    A damaged newer one is passed over with a warning that says why; with nothing loadable, CheckpointError
+    lists each candidate and its fault.
+    """
+    place = Path(os.path.realpath(root_or_folder))
+    found = [place] if _STEP_FOLDER.fullmatch(place.name) else _step_folders(place)
+    faults: list[str] = []
+    for folder in [folder for folder in found if step in (None, _step_of(folder))]:
+        try:
+            state = _read(folder)
+        except CheckpointError as fault:
+            faults.append(str(fault))
+            continue
+        for fault_of_newer in faults:
+            warnings.warn(f"{fault_of_newer}; loading {folder} instead", RuntimeWarning, stacklevel=2)
+        return _step_of(folder), state
+    wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+    reasons = faults or [f"it holds {', '.join(folder.name for folder in found) or 'no step folder'}"]
+    raise CheckpointError("\n  - ".join([f"no {wanted} can be loaded from {place}:", *reasons]))
+
+
+def steps(root: Path | str) -> tuple[int, ...]:
+    """Steps under `root` that look whole (tensors are not read), ascending; none if there is no root yet."""
+    found = _step_folders(Path(root)) if Path(root).exists() else []
+    return tuple(sorted({_step_of(folder) for folder in found if _looks_whole(folder)}))
+
+
+def rng_state() -> dict[str, Any]:
+    """Where the global randomness of torch (CPU, and CUDA once it is in use), Python and NumPy stands."""
+    name, key, *rest = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(key)), *rest),
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Go back to where `rng_state` was taken, so that the next random numbers are the same."""
+    if (saved := len(state["cuda"])) > (visible := torch.cuda.device_count()):
+        problem = f"the random state is of {saved} CUDA devices, but {visible} are visible"
+        raise CheckpointError(f"{problem}: resume with {saved}, or set 'cuda' to [] for other numbers there")
+    name, key, *rest = state["numpy"]
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state_all(state["cuda"])
+    random.setstate(state["python"])
+    np.random.set_state((name, key.numpy(), *rest))
+
+
+# The tree: JSON holds None, bool, str, list, 64-bit ints and finite floats as they are. Anything else is an
+# object of one key that says what it is: dict (as pairs, to keep int keys), tuple, tensor, bytes, int, float.
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int = 0) -> Any:
+    """`value` as JSON; its tensors and bytes move to `tensors` and leave behind the name they got there."""
+    if depth > MAX_DEPTH:
+        raise CheckpointError(f"{path} is nested more than {MAX_DEPTH} levels deep: does it contain itself?")
+    kind = type(value)  # exact types: an IntEnum or a named tuple would come back as something else
+    if value is None or kind is bool:
+        return value
+    if kind is str and value == value.encode(errors="replace").decode():  # lone surrogates fit no file
+        return value
+    if kind is int:  # JSON readers differ past 64 bits, and Python refuses decimals of thousands of digits
+        return value if -(2**63) <= value < 2**63 else {"int": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
+    if kind is bytes:
+        return {"bytes": _stow(torch.from_numpy(np.frombuffer(bytearray(value), np.uint8)), path, tensors)}
+    if isinstance(value, Tensor):
+        return {"tensor": _stow(value, path, tensors)}
+    if kind is list or kind is tuple:
+        items = [_encode(item, f"{path}[{i}]", tensors, depth + 1) for i, item in enumerate(value)]
+        return items if kind is list else {"tuple": items}
+    if isinstance(value, dict):
+        return {"dict": [_encode_pair(key, item, path, tensors, depth + 1) for key, item in value.items()]}
+    holds = "dict, list, tuple, None, bool, int, float, str (valid Unicode), bytes and torch.Tensor"
+    raise CheckpointError(f"{path} is a {kind.__qualname__}; a checkpoint holds {holds}: convert it first")
+
+
+def _encode_pair(key: Any, item: Any, path: str, tensors: dict[str, Tensor], depth: int) -> list[Any]:
+    """One entry of a dict as [key, value]."""
+    where = f"a key of {path or 'the state'}"
+    if type(key) is str:
+        below = f"{path}.{key}" if path else key
+    elif type(key) is int and -(2**63) <= key < 2**63:
+        below = f"{path}[{key}]"
+    else:
+        raise CheckpointError(f"{where} is a {type(key).__qualname__}; keys must be str or 64-bit int")
+    return [_encode(key, where, tensors, depth), _encode(item, below, tensors, depth)]
+
+
+def _stow(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
+    """Put `tensor`, dense and on the CPU, into `tensors` under its path if that is free; return its name."""
+    dense = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    if not dense or tensor.is_meta or tensor.dtype not in _DTYPES:
+        what = f"a {type(tensor).__qualname__} ({tensor.dtype}, {tensor.layout}, on {tensor.device})"
+        raise CheckpointError(f"{path} is {what}; safetensors holds plain dense tensors: convert it first")
+    name = path
+    while name in tensors or name == "__metadata__":  # "a.b" may be one key or two; the other is reserved
+        name += "'"
+    tensors[name] = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return name
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`tensors`, each with memory of its own, as safetensors wants it; only those that share are copied."""
+    owned: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage().data_ptr()
+        owned[name] = tensor.clone() if memory in seen else tensor
+        seen.add(memory)
+    return owned
+
+
+def _decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The value that `_encode` was given."""
+    if isinstance(node, list):
+        return [_decode(item, tensors) for item in node]
+    if not isinstance(node, dict):
+        return node
+    ((kind, body),) = node.items()
+    match kind:
+        case "dict":
+            return {_decode(key, tensors): _decode(item, tensors) for key, item in body}
+        case "tuple":
+            return tuple(_decode(item, tensors) for item in body)
+        case "tensor":
+            return tensors[body]
+        case "bytes":
+            return tensors[body].numpy().tobytes()
+        case "int":
+            return int(body, 16)
+        case "float":
+            return struct.unpack(">d", bytes.fromhex(body))[0]
+    raise ValueError(f"the tree holds a {kind!r}, which version {VERSION} does not know")
+
+
+# One folder: how it is written, and every reason not to believe it.
+
+
+def _write(root: Path, step: int, tree: Any, tensors: dict[str, Tensor]) -> Path:
+    """Write a whole checkpoint and return its folder, which gets its name only once all is on disk."""
+    folder = _temporary_name(root)
+    data, manifest = folder / TENSORS, folder / MANIFEST
+    try:
+        folder.mkdir()
+        save_file(_unshared(tensors), data)
+        body = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": step,
+            "written_by": _versions(),
+            "files": {TENSORS: {"bytes": data.stat().st_size, "sha256": _sha256_of(data)}},
+            "state": tree,
+        }
+        text = json.dumps(body, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        manifest.write_bytes(_sealed(text.encode().removesuffix(b"}")))
+        shutil.copymode(manifest, data)  # safetensors hides the file from all others, whatever the umask
+        for path in (data, manifest, folder):
+            _flush(path)
+        return _put_in_place(folder, root / f"step-{step:09d}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # there is none left unless something failed
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """The state in `folder`, every byte of it checked, or CheckpointError that says what is wrong where."""
+    data = folder / TENSORS
+    try:
+        manifest = _read_manifest(folder)
+        if _sha256_of(data) != manifest["files"][TENSORS]["sha256"]:
+            raise CheckpointError(f"{data} is damaged: its SHA-256 is not the one in {MANIFEST}")
+        # Cloned because load_file maps the file: what was checked must not change under the reader.
+        tensors = {name: tensor.clone() for name, tensor in load_file(data).items()}
+        return dict(_decode(manifest["state"], tensors))
+    except _UNREADABLE as fault:
+        raise CheckpointError(f"{folder} cannot be read: {fault!r}") from fault
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of `folder`, checked against itself, the folder's name and the length of the data file."""
+    path, data = folder / MANIFEST, folder / TENSORS
+    for file in (path, data):
+        if file.is_symlink() or not file.is_file():  # a link would lead out of the folder, a pipe never end
+            raise CheckpointError(f"{file} is missing or no plain file: copy the whole checkpoint again")
+    sealed = path.read_bytes()
+    try:
+        manifest = json.loads(sealed)
+    except (ValueError, RecursionError) as fault:
+        raise CheckpointError(f"{path} is damaged: it is no longer JSON ({fault})") from fault
+    # Format and version come before the seal: another format or a later version may be sealed in another way.
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not the manifest of an {FORMAT}: something else wrote it")
+    if (version := manifest.get("version")) != VERSION:
+        problem = f"{path} is of format version {version!r}, written by a newer atoll"
+        raise CheckpointError(f"{problem}; this one reads version {VERSION}: upgrade it")
+    if sealed != _sealed(sealed[: -len(_sealed(b""))]):
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one at its end")
+    if (written := manifest["step"]) != _step_of(folder):
+        raise CheckpointError(f"{path} is of step {written}: the folder was renamed, give it its old name")
+    if (names := list(manifest["files"])) != [TENSORS]:
+        raise CheckpointError(f"{path} names the files {names}, but only {TENSORS} can belong to it")
+    if (length := data.stat().st_size) != (whole := manifest["files"][TENSORS]["bytes"]):
+        raise CheckpointError(f"{data} is torn: it has {length} bytes of {whole}")
+    return manifest
+
+
+def _looks_whole(folder: Path) -> bool:
+    """Whether all but the bytes of the tensors, which take long to read, has been found good."""
+    try:
+        _read_manifest(folder)
+    except (CheckpointError, *_UNREADABLE):
+        return False
+    return True
+
+
+def _sealed(body: bytes) -> bytes:
+    """A JSON object still open at its end, closed with the SHA-256 of every byte before."""
+    return body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
+
+
+def _sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Versions of what writes a checkpoint, for people to read; an uninstalled library is left out."""
+    libraries = ("atoll", "torch", "numpy", "safetensors")
+    return {name: package.version for name in libraries for package in distributions(name=name)}
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file's bytes, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# The folders of one root: who may write, what is a checkpoint, and how one comes and goes.
+
+
+@contextmanager
+def _only_saver(root: Path) -> Iterator[None]:
+    """Hold the root's lock, which dies with its holder: what is temporary under it was left by the dead."""
+    with (root / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as fault:
+            raise CheckpointError(f"{root} is in use by another save: give each worker its own") from fault
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a child forked meanwhile would keep it past the closing
+
+
+def _step_folders(root: Path) -> list[Path]:
+    """Step folders under `root`, newest first; one set aside comes right after the one that replaced it."""
+    try:
+        folders = [entry for entry in root.iterdir() if _STEP_FOLDER.fullmatch(entry.name) and entry.is_dir()]
+    except OSError as fault:
+        raise CheckpointError(f"{root} cannot be listed ({fault.strerror}): give the root saved to") from fault
+    return sorted(folders, key=lambda folder: (-_step_of(folder), folder.name))
+
+
+def _step_of(folder: Path) -> int:
+    """The step in a step folder's name."""
+    return int(folder.name.removeprefix("step-").removesuffix(".old"))
+
+
+def _temporary_name(root: Path) -> Path:
+    """A name under `root` that nobody else uses and no reader takes for a checkpoint."""
+    return root / f".saving-{secrets.token_hex(4)}"
+
+
+def _recover(root: Path) -> None:
+    """Sweep what dead saves left, and give a checkpoint set aside but never replaced its name back."""
+    for leftover in root.glob(".saving-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    for folder in _step_folders(root):
+        if folder.suffix == ".old" and folder.with_suffix("").exists():
+            _discard(folder)
+        elif folder.suffix == ".old":
+            folder.rename(folder.with_suffix(""))
+
+
+def _put_in_place(temporary: Path, folder: Path) -> Path:
+    """Give a finished checkpoint its name; one of the same step can be read as .old until that is done."""
+    set_aside = folder.with_suffix(".old")
+    if folder.exists():  # POSIX renames nothing onto a folder that has files in it
+        folder.rename(set_aside)
+    temporary.rename(folder)
+    _flush(folder.parent)
+    if set_aside.exists():
+        _discard(set_aside)
+    return folder
+
+
+def _discard(folder: Path) -> None:
+    """Delete a checkpoint, its name first, so that a crash half-way leaves no torn one."""
+    shutil.rmtree(folder.rename(_temporary_name(folder.parent)), ignore_errors=True)

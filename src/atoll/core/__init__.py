@@ -1,0 +1,1 @@
+"""The arithmetic: torch and integers; no files, clock, environment, logging or process group."""

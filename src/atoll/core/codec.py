@@ -1,0 +1,274 @@
+"""Vector <-> bytes: the formats a delta can travel in, their exact sizes, and their rounding.
+
+A payload is a uint8 tensor. Plain formats are the values themselves, little-endian. Block formats share one
+power-of-two unit among BLOCK consecutive values: first one byte per block (the unit's biased exponent), then the
+codes, two to a byte for 4-bit formats (the even value in the low half). `docs/wire.md` has the layout in full.
+
+Work goes in cache-sized pieces and on the bits of the floats, where a power of two is an integer shift and
+rounding is an integer addition: exact, the same on every processor, and an order faster than logarithms.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atoll.errors import ConfigError, NonFiniteError
+
+BLOCK = 128
+"""Consecutive values that share one unit."""
+PIECE = 1 << 17
+"""Values worked on at a time, a multiple of BLOCK: their temporaries stay in a core's cache."""
+
+_EXPONENT = 23  # fp32: where the exponent starts
+_MAGNITUDE = 0x7FFF_FFFF  # fp32: all but the sign
+_TOO_LARGE = 0x7F00_0000  # fp32 2 ** 127: rounding what lies beyond could give infinity
+_SQRT2 = 1.4142136573791504  # the smallest fp32 number above the square root of 2
+_LOWEST_UNIT, _HIGHEST_UNIT = 7, 254  # biased exponents: every level of every format is then a normal number
+
+
+def pieces(numel: int) -> Iterator[slice]:
+    """Cut a vector [numel] into the ranges that are worked on one after the other."""
+    for start in range(0, numel, PIECE):
+        yield slice(start, min(start + PIECE, numel))
+
+
+# ---------------------------------------------------------------------- plain formats
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """Every value on its own, as a float of `dtype`."""
+
+    dtype: torch.dtype
+
+    def payload_bytes(self, numel: int) -> int:
+        return numel * self.dtype.itemsize
+
+    def encode(self, vector: Tensor, generator: torch.Generator | None) -> Tensor:
+        cast = vector.to(self.dtype)
+        for piece in pieces(vector.numel()):
+            low, high = torch.aminmax(cast[piece])
+            if not math.isfinite(low) or not math.isfinite(high):
+                _refuse(vector[piece], f"exceeds {self.dtype}, which ends at {torch.finfo(self.dtype).max:.5g}")
+        return cast.view(torch.uint8)
+
+    def decode(self, payload: Tensor, numel: int, piece: slice) -> Tensor:
+        size = self.dtype.itemsize
+        return payload[piece.start * size : piece.stop * size].view(self.dtype)
+
+
+# ---------------------------------------------------------------------- block formats
+
+Quantise = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(values [rows, BLOCK] fp32, units [rows, 1] as biased exponents, uniform noise or None) -> codes uint8."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """BLOCK values share a unit: the smallest power of two that keeps the largest of them in range."""
+
+    quantise: Quantise
+    levels: tuple[float, ...] | None
+    """What each 4-bit code stands for, in units; None for int8, whose codes are the numbers themselves."""
+    nearest_range: float
+    """Values below this many units round to a level; beyond, the unit must double."""
+    exact_range: float
+    """The highest level: stochastic rounding must not need a level above it."""
+
+    def payload_bytes(self, numel: int) -> int:
+        return -(-numel // BLOCK) + (numel if self.levels is None else -(-numel // 2))
+
+    def encode(self, vector: Tensor, generator: torch.Generator | None) -> Tensor:
+        numel, blocks = vector.numel(), -(-vector.numel() // BLOCK)
+        payload = torch.empty(self.payload_bytes(numel), dtype=torch.uint8, device=vector.device)
+        units, codes = payload[:blocks], payload[blocks:]
+        for piece in pieces(numel):
+            values = _rows(vector[piece])
+            noise = None
+            if generator is not None:
+                noise = torch.rand(values.shape, generator=generator).to(values.device)
+            unit = self._unit(vector[piece], values, stochastic=noise is not None)
+            units[_block_range(piece)] = unit.view(-1)
+            code = self.quantise(values, unit, noise).view(-1)
+            where = self._code_range(piece)
+            codes[where] = (code if self.levels is None else _pack(code))[: where.stop - where.start]
+        return payload
+
+    def decode(self, payload: Tensor, numel: int, piece: slice) -> Tensor:
+        blocks = -(-numel // BLOCK)
+        unit = _power_of_two(payload[:blocks][_block_range(piece)].view(-1, 1).int())
+        code = payload[blocks:][self._code_range(piece)]
+        if self.levels is None:
+            values = code.view(torch.int8).to(torch.float32)
+        else:
+            values = _pairs(self.levels, payload.device).index_select(0, code.int()).view(torch.float32)
+        size = piece.stop - piece.start
+        padded = torch.nn.functional.pad(values[:size], (0, -size % BLOCK)) if size % BLOCK else values[:size]
+        return (padded.view(-1, BLOCK) * unit).view(-1)[:size]
+
+    def _code_range(self, piece: slice) -> slice:
+        return piece if self.levels is None else slice(piece.start // 2, -(-piece.stop // 2))
+
+    def _unit(self, source: Tensor, values: Tensor, *, stochastic: bool) -> Tensor:
+        """Biased exponents [rows, 1] int32 of the smallest unit with max |value| inside the range."""
+        peak = (values.view(torch.int32) & _MAGNITUDE).amax(1, keepdim=True)
+        if int(peak.max()) >= _TOO_LARGE:
+            _refuse(source, "exceeds 4 and 8-bit formats, which end at 1.7e38")
+        # Bits of positive floats are ordered like the floats, and doubling adds 1 << _EXPONENT. So the number of
+        # doublings that bring `limit` above `peak` (for nearest) or up to it (for exact) is a subtraction and a shift.
+        limit = _bits(self.exact_range) + 1 if stochastic else _bits(self.nearest_range)
+        return ((peak - limit) >> _EXPONENT).add_(1 + 127).clamp_(_LOWEST_UNIT, _HIGHEST_UNIT)
+
+
+def _rows(values: Tensor) -> Tensor:
+    """fp32 [rows, BLOCK], the last row filled up with zeros."""
+    values = values.to(torch.float32)
+    fill = -values.numel() % BLOCK
+    return (torch.nn.functional.pad(values, (0, fill)) if fill else values).view(-1, BLOCK)
+
+
+def _block_range(piece: slice) -> slice:
+    return slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
+
+
+def _bits(value: float) -> int:
+    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
+
+
+def _power_of_two(biased: Tensor) -> Tensor:
+    """fp32 2 ** (biased - 127) from int32 biased exponents 1 to 254."""
+    return (biased << _EXPONENT).view(torch.float32)
+
+
+def _pack(codes: Tensor) -> Tensor:
+    """Two 4-bit codes to a byte, the even one low: [n] uint8 -> [n / 2] uint8."""
+    both = codes.view(torch.int16)
+    return (both | (both >> 4)).to(torch.uint8)
+
+
+def _pairs(levels: tuple[float, ...], device: torch.device) -> Tensor:
+    """[256] int64: the two fp32 levels that each packed byte stands for, side by side, so one look-up finds both."""
+    table = torch.tensor(levels, device=device)
+    return torch.stack([table.repeat(16), table.repeat_interleave(16)], dim=1).view(torch.int64).view(-1)
+
+
+def _sign(values: Tensor) -> Tensor:
+    """8 where the sign bit is set, 0 elsewhere, uint8."""
+    return (values.view(torch.int32) >> 28).to(torch.uint8).bitwise_and_(8)
+
+
+def _to_e3m0(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
+    """Sign, and 0 or 1 + the exponent above the smallest of seven powers of two, the highest being the unit."""
+    magnitude = values.view(torch.int32) & _MAGNITUDE
+    smallest = unit - 6
+    if noise is None:
+        # Nearest in log space: the exponent goes up from mantissa sqrt(2) on.
+        exponent = magnitude.add_((1 << _EXPONENT) - (_bits(_SQRT2) & 0x7F_FFFF))
+        code = (exponent >> _EXPONENT).sub_(smallest - 1).clamp_(0, 7)
+    else:
+        # The mantissa is linear between two powers of two, so adding uniform bits carries with the right chance.
+        carried = magnitude + (noise * (1 << _EXPONENT)).int()
+        above = (carried >> _EXPONENT).sub_(smallest - 1)
+        below = (values.abs() * _power_of_two(254 - smallest) + noise).int()
+        code = torch.where(magnitude >= smallest << _EXPONENT, above, below)
+    return _sign(values).bitwise_or_(code.to(torch.uint8))
+
+
+def _to_e2m1(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
+    """Sign, and the number of the level among 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
+    scaled = values.abs().mul_(_power_of_two(254 - unit))
+    # This curve turns the uneven levels into the whole numbers 0 to 7.
+    even = torch.minimum(torch.minimum(scaled * 2, scaled + 2), scaled.mul_(0.5).add_(4))
+    return _sign(values).bitwise_or_(even.add_(0.5 if noise is None else noise).to(torch.int8).view(torch.uint8))
+
+
+def _to_integer(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
+    """The nearest whole number of units, as a two's complement byte."""
+    scaled = values * _power_of_two(254 - unit)
+    whole = scaled.round_() if noise is None else scaled.add_(noise).floor_()
+    return whole.to(torch.int8).view(torch.uint8)
+
+
+def _to_int4(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
+    return _to_integer(values, unit, noise) & 15
+
+
+def _with_signs(magnitudes: tuple[float, ...]) -> tuple[float, ...]:
+    return magnitudes + tuple(-m for m in magnitudes)
+
+
+_FORMATS: dict[str, _Plain | _Blocks] = {
+    "fp64": _Plain(torch.float64),
+    "fp32": _Plain(torch.float32),
+    "bf16": _Plain(torch.bfloat16),
+    "fp16": _Plain(torch.float16),
+    "int8": _Blocks(_to_integer, None, nearest_range=127.5, exact_range=127.0),
+    "int4": _Blocks(_to_int4, (*map(float, range(8)), *map(float, range(-8, 0))), nearest_range=7.5, exact_range=7.0),
+    "e3m0": _Blocks(
+        _to_e3m0,
+        _with_signs((0.0, *(2.0**k for k in range(-6, 1)))),
+        nearest_range=_SQRT2,
+        exact_range=1.0,
+    ),
+    "e2m1": _Blocks(
+        _to_e2m1, _with_signs((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)), nearest_range=7.0, exact_range=6.0
+    ),
+}
+
+
+def _refuse(values: Tensor, reason: str) -> None:
+    """Raise the NonFiniteError that says what is wrong with the first bad value of this piece."""
+    bad = values[~torch.isfinite(values)]
+    if bad.numel():
+        raise NonFiniteError(f"a value is {float(bad[0])}")
+    raise NonFiniteError(f"the value {float(values[values.abs().argmax()]):.5g} {reason}")
+
+
+# ---------------------------------------------------------------------- the public value
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How a delta travels: a format, and what is done about its rounding."""
+
+    format: str = "fp32"
+    """fp64, fp32, bf16, fp16, int8, int4, e3m0 (sign and exponent, 4 bit) or e2m1 (4 bit, one mantissa bit)."""
+    stochastic: bool = False
+    """Round up or down at random so that the expected value is exact; block formats only."""
+    feedback: bool = False
+    """Add what rounding lost in one round to the next (error feedback), at one more vector per fragment."""
+
+    def __post_init__(self) -> None:
+        if self.format not in _FORMATS:
+            raise ConfigError(f"codec must be one of {', '.join(_FORMATS)}; got {self.format!r}")
+        if self.stochastic and not isinstance(_FORMATS[self.format], _Blocks):
+            raise ConfigError(f"stochastic rounding is for int8, int4, e3m0 and e2m1; codec is {self.format!r}")
+        if self.feedback and self.format in ("fp64", "fp32"):
+            raise ConfigError(f"feedback is for codecs that lose something; {self.format!r} does not")
+
+    def payload_bytes(self, numel: int) -> int:
+        """Exact size of the payload of a vector [numel]."""
+        return _FORMATS[self.format].payload_bytes(numel)
+
+    def encode(self, vector: Tensor, seed: int = 0) -> Tensor:
+        """The payload [payload_bytes] uint8 of a vector [n]; `seed` feeds stochastic rounding.
+
+        Raises NonFiniteError on a NaN, an infinity, or a value too large for the format. A plain format whose
+        dtype is the vector's shares its memory.
+        """
+        generator = torch.Generator().manual_seed(seed) if self.stochastic else None
+        return _FORMATS[self.format].encode(vector, generator)
+
+    def decode_piece(self, payload: Tensor, numel: int, piece: slice) -> Tensor:
+        """Values [piece] of the vector [numel] behind a payload; a piece starts at a multiple of PIECE."""
+        return _FORMATS[self.format].decode(payload, numel, piece)
+
+    def decode(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The vector [numel] behind a payload."""
+        vector = torch.empty(numel, dtype=dtype, device=payload.device)
+        for piece in pieces(numel):
+            vector[piece] = self.decode_piece(payload, numel, piece)
+        return vector

@@ -1,0 +1,135 @@
+"""Parameters of one fragment <-> one flat vector. Past this file there are no names, shapes or DTensors."""
+
+import zlib
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from atoll.errors import ConfigError
+
+_ROW = 1024
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by name; tied ones once."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def state_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The dtype of anchors and of all that is computed from them: fp32, or fp64 where parameters are fp64."""
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor: all of it, or the local shard of a DTensor."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def gather(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The local parts of all tensors, end to end, as one new vector on the first one's device."""
+    parts = [local_part(tensor) for tensor in tensors]
+    vector = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=parts[0].device)
+    for piece, part in zip(vector.split([part.numel() for part in parts]), parts, strict=True):
+        piece.view(part.shape).copy_(part)
+    return vector
+
+
+def scatter(vector: Tensor, tensors: Sequence[Tensor]) -> None:
+    """The inverse of gather: writes into the tensors, rounding to their dtypes."""
+    parts = [local_part(tensor) for tensor in tensors]
+    for piece, part in zip(vector.split([part.numel() for part in parts]), parts, strict=True):
+        part.copy_(piece.view(part.shape))
+
+
+class Flat:
+    """A window on some of a model's parameters as one vector [numel], in the order of `names`.
+
+    The model is asked for its parameters on every use, so a parameter that was replaced is seen; one that was
+    frozen, removed or reshaped is an error.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str], dtype: torch.dtype) -> None:
+        live = trainable(model)
+        self.names = tuple(names)
+        self.dtype = dtype
+        self._model = model
+        self._shapes = [local_part(live[name]).shape for name in self.names]
+        self.numel = sum(shape.numel() for shape in self._shapes)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The live parameters, in order; a ConfigError names one that is no longer what it was."""
+        live = trainable(self._model)
+        for name, shape in zip(self.names, self._shapes, strict=True):
+            if name not in live:
+                raise ConfigError(
+                    f"parameter {name!r} was frozen or removed after the outer loop was made: "
+                    "make a new OuterLoop when the set of trained parameters changes"
+                )
+            if local_part(live[name]).shape != shape:
+                now = tuple(local_part(live[name]).shape)
+                raise ConfigError(
+                    f"parameter {name!r} has shape {now} and had {tuple(shape)} when the outer loop was made: "
+                    "make a new OuterLoop after resizing a model"
+                )
+        return [live[name] for name in self.names]
+
+    def read(self) -> Tensor:
+        """The parameters' values as a new vector."""
+        return gather(self.parameters(), self.dtype)
+
+    def write(self, vector: Tensor) -> None:
+        """Set the parameters' values, rounded to their own dtypes."""
+        scatter(vector, self.parameters())
+
+    def read_gradients(self) -> Tensor:
+        """The gradients as a new vector; a parameter without one counts as zeros."""
+        return gather([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters()], self.dtype)
+
+    def write_gradients(self, vector: Tensor) -> None:
+        """Set every parameter's gradient."""
+        for p in self.parameters():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        scatter(vector, [p.grad for p in self.parameters() if p.grad is not None])
+
+    def layout(self) -> str:
+        """What a worker's copy must match: number of parameters and values, and a checksum of names and shapes."""
+        exact = "; ".join(f"{n} {tuple(shape)}" for n, shape in zip(self.names, self._shapes, strict=True))
+        return f"{len(self.names)} parameters, {self.numel} values, checksum {zlib.crc32(exact.encode()):08x}"
+
+    def locate(self, index: int) -> str:
+        """The name of the parameter that holds value number `index` of the vector."""
+        for name, shape in zip(self.names, self._shapes, strict=True):
+            if index < shape.numel():
+                return name
+            index -= shape.numel()
+        raise IndexError(index)
+
+
+def check_coverage(model: nn.Module, windows: Iterable[Flat]) -> None:
+    """Raise a ConfigError that names any trained parameter in no window: it would silently never be synchronised."""
+    covered = {name for window in windows for name in window.names}
+    missed = [name for name in trainable(model) if name not in covered]
+    if missed:
+        raise ConfigError(
+            f"parameter {missed[0]!r} ({len(missed)} in all) is trained but in no fragment: it was added or unfrozen "
+            "after the outer loop was made; make a new OuterLoop when the set of trained parameters changes"
+        )
+
+
+def fingerprint(vector: Tensor) -> int:
+    """64 bits that are equal for equal vectors and, short of malice, differ for different ones.
+
+    A sum of the bits as wrapping int64 words, each row of words with its own odd factor so that place matters.
+    """
+    paired = vector.numel() // 2 * 2  # two fp32 values make one word
+    even = vector[:paired].view(torch.int64)
+    rows = even[: even.numel() // _ROW * _ROW].view(-1, _ROW).sum(1)
+    factors = torch.arange(1, 2 * rows.numel() + 1, 2, device=vector.device)
+    rest = even[rows.numel() * _ROW :].sum() + vector[paired:].double().view(torch.int64).sum()
+    return int((rows * factors).sum() + rest)

@@ -1,0 +1,162 @@
+"""The outer step and the merges: state in, state out, on vectors of any length.
+
+Only multiplications, additions, divisions and square roots that IEEE 754 rounds exactly, one operation at a time
+(never a fused multiply-add): workers with different processors must get the same bits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from atoll.errors import ConfigError
+
+Slots = tuple[Tensor, ...]
+"""The outer optimizer's vectors beside the anchor: none, (velocity,) or (velocity, variance)."""
+
+
+def weighted_mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Mean of [n] vectors by weight, summed in the order given, so every worker gets the same bits."""
+    total = deltas[0] * weights[0]
+    for delta, weight in zip(deltas[1:], weights[1:], strict=True):
+        total += delta * weight
+    return total.div_(sum(weights))
+
+
+def _positive(name: str, value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name} must be a finite number above 0, got {value}")
+
+
+def _fraction(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise ConfigError(f"{name} must be at least 0 and below 1, got {value}: at 1 the past never fades")
+
+
+@dataclass(frozen=True, slots=True)
+class SGD:
+    """Plain outer steps: at lr 1 the anchor becomes the mean of the workers (FedAvg)."""
+
+    slot_names: ClassVar[tuple[str, ...]] = ()
+    lr: float = 1.0
+
+    def __post_init__(self) -> None:
+        _positive("outer lr", self.lr)
+
+    def step(self, anchor: Tensor, slots: Slots, mean: Tensor, count: int) -> tuple[Tensor, Slots]:
+        """The anchor and slots after one round with this mean delta."""
+        return anchor - self.lr * mean, slots
+
+    def remember(self, own: Tensor, delta: Tensor) -> Tensor:
+        """The worker's own memory after one more delta of its own; nothing is remembered without momentum."""
+        return delta
+
+    def reach(self, own: Tensor, delta: Tensor) -> Tensor:
+        """How far a worker's own stream of deltas moves the anchor in one round, by its share and before lr."""
+        return delta
+
+
+@dataclass(frozen=True, slots=True)
+class Momentum:
+    """Heavy-ball momentum: the anchor moves by the velocity."""
+
+    slot_names: ClassVar[tuple[str, ...]] = ("velocity",)
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        _positive("outer lr", self.lr)
+        _fraction("outer momentum", self.momentum)
+
+    def step(self, anchor: Tensor, slots: Slots, mean: Tensor, count: int) -> tuple[Tensor, Slots]:
+        """The anchor and velocity after one round with this mean delta."""
+        velocity = self.remember(slots[0], mean)
+        return anchor - self.lr * self.reach(velocity, mean), (velocity,)
+
+    def remember(self, own: Tensor, delta: Tensor) -> Tensor:
+        """The decayed sum of deltas after one more."""
+        return self.momentum * own + delta
+
+    def reach(self, own: Tensor, delta: Tensor) -> Tensor:
+        """The direction of the step, given the velocity that already includes `delta`."""
+        return own
+
+
+@dataclass(frozen=True, slots=True)
+class Nesterov(Momentum):
+    """Nesterov momentum, as torch.optim.SGD(nesterov=True): the default of all three papers."""
+
+    @staticmethod
+    def for_workers(workers: int, momentum: float = 0.9) -> "Nesterov":
+        """The best outer lr by number of workers found by the scaling-law study: 0.4, 0.6, 0.6, 0.8 at 1, 2, 4, 8."""
+        if workers < 1:
+            raise ConfigError(f"workers must be at least 1, got {workers}")
+        return Nesterov(0.4 if workers == 1 else 0.6 if workers <= 4 else 0.8, momentum)
+
+    def reach(self, own: Tensor, delta: Tensor) -> Tensor:
+        """The direction of the step, given the velocity that already includes `delta`."""
+        return delta + self.momentum * own
+
+
+@dataclass(frozen=True, slots=True)
+class Adam:
+    """Adam on the mean delta; the DiLoCo paper found it unstable unless eps is large, hence 0.1."""
+
+    slot_names: ClassVar[tuple[str, ...]] = ("velocity", "variance")
+    lr: float = 0.3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 0.1
+
+    def __post_init__(self) -> None:
+        _positive("outer lr", self.lr)
+        _positive("outer eps", self.eps)
+        _fraction("outer beta1", self.beta1)
+        _fraction("outer beta2", self.beta2)
+
+    def step(self, anchor: Tensor, slots: Slots, mean: Tensor, count: int) -> tuple[Tensor, Slots]:
+        """The anchor and both moments after round number `count` (from 1), which corrects their bias."""
+        velocity = self.beta1 * slots[0] + (1 - self.beta1) * mean
+        variance = self.beta2 * slots[1] + (1 - self.beta2) * (mean * mean)
+        size = (variance / (1 - self.beta2**count)).sqrt_() + self.eps
+        return anchor - self.lr * (velocity / (1 - self.beta1**count) / size), (velocity, variance)
+
+
+OuterOptimizer = SGD | Momentum | Nesterov | Adam
+LinearOuter = SGD | Momentum | Nesterov
+"""Outer optimizers whose steps add up: the sum of the workers' steps is the step of their sum. Eager needs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """An applied round reaches the live parameters as alpha * local + (1 - alpha) * anchor."""
+
+    alpha: float = 0.0
+    """How much of the worker's own progress since the send survives: 0 none, 1 all (never synchronised)."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ConfigError(f"alpha must be between 0 and 1, got {self.alpha}")
+
+
+@dataclass(frozen=True, slots=True)
+class EagerMerge:
+    """The anchor lags one period behind; each worker adds its own newest delta on top at once."""
+
+
+Merge = Blend | EagerMerge
+
+
+def blend(local: Tensor, anchor: Tensor, alpha: float) -> Tensor:
+    """Live parameters [n] after an applied round."""
+    return alpha * local + (1 - alpha) * anchor
+
+
+def eager_start(outer: LinearOuter, anchor: Tensor, own: Tensor, delta: Tensor, share: float) -> Tensor:
+    """Where a worker starts its next period [n]: the lagging anchor plus what its own unseen delta will do to it.
+
+    `delta` is the worker's newest delta as decoded from its own payload, `own` its memory including that delta,
+    `share` the part of the mean that is the worker's own (1/M when all weigh the same).
+    """
+    return anchor - (outer.lr * share) * outer.reach(own, delta)

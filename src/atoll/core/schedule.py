@@ -1,0 +1,59 @@
+"""When each fragment is sent and applied: integers in, integers out.
+
+The step number is an argument, so any step can be asked about: the loop, the planner and a property test cannot
+disagree. Steps are counted from 1: step t is the t-th completed inner step.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from atoll.errors import ConfigError
+
+
+class Due(NamedTuple):
+    """What happens after one inner step: fragment numbers, ascending."""
+
+    send: tuple[int, ...]
+    """Fragments whose delta leaves now."""
+    apply: tuple[int, ...]
+    """Fragments whose round, sent `delay` steps ago, is applied now (after the sends)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Send times spread evenly over the period, and the applies that follow each by `delay` inner steps."""
+
+    period: int
+    """Inner steps between two sends of the same fragment (H in the papers)."""
+    fragments: int
+    """How many fragments take turns (P)."""
+    delay: int
+    """Inner steps between a fragment's send and its apply (tau); 0 to period."""
+
+    def __post_init__(self) -> None:
+        if self.period < 1:
+            raise ConfigError(f"period must be at least 1 inner step, got {self.period}")
+        if self.fragments < 1:
+            raise ConfigError(f"fragments must be at least 1, got {self.fragments}")
+        if not 0 <= self.delay <= self.period:
+            raise ConfigError(
+                f"delay must be between 0 and period ({self.period}), got {self.delay}: "
+                "a round must be applied no later than the next one of its fragment is sent"
+            )
+
+    def offset(self, fragment: int) -> int:
+        """Inner steps by which this fragment trails fragment 0 (t_p): 0 to period - 1."""
+        return fragment * self.period // self.fragments
+
+    def is_send(self, fragment: int, step: int) -> bool:
+        """Whether this fragment is sent after this step; every fragment trains a full period before its first."""
+        since = step - self.offset(fragment)
+        return since >= self.period and since % self.period == 0
+
+    def due(self, step: int) -> Due:
+        """What is sent and applied after this step, the same for every worker with this schedule."""
+        everyone = range(self.fragments)
+        return Due(
+            send=tuple(f for f in everyone if self.is_send(f, step)),
+            apply=tuple(f for f in everyone if self.is_send(f, step - self.delay)),
+        )

@@ -1,0 +1,98 @@
+"""Vectors on one side, a link on the other: encodes and decodes, counts what passes, refuses what does not fit."""
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from atoll.core.codec import Codec, pieces
+from atoll.core.flat import Flat, fingerprint
+from atoll.core.outer import weighted_mean
+from atoll.errors import LinkError, NonFiniteError
+from atoll.link.base import Contribution, Link, Pending, Round, RoundId
+from atoll.state import Counters
+
+
+class Exchange:
+    """One worker's rounds: vectors of `windows[fragment].numel` values go out, means come back."""
+
+    def __init__(self, link: Link, codec: Codec, weight: float, windows: Sequence[Flat]) -> None:
+        self.link = link
+        self.codec = codec
+        self.weight = weight
+        self.counters = Counters()
+        self._windows = windows
+
+    def contribution(
+        self, round_id: RoundId, vector: Tensor, *, anchor: Tensor | None = None, version: int = 0
+    ) -> Contribution | None:
+        """What this worker puts into a round, None while it is absent; NonFiniteError names the parameter."""
+        if not self.link.present(round_id.step):
+            return None
+        try:
+            # Another seed for every payload, and the same one when a run is repeated.
+            seed = (round_id.step * len(self._windows) + round_id.fragment) * self.link.workers + self.link.worker
+            payload = self.codec.encode(vector, seed)
+        except NonFiniteError as error:
+            worst = int(vector.abs().nan_to_num(torch.inf).argmax())
+            name = self._windows[round_id.fragment].locate(worst)
+            raise NonFiniteError(
+                f"worker {self.link.worker}, {describe(round_id)}, parameter {name!r}: {error}"
+            ) from error
+        print_of_anchor = 0 if anchor is None else fingerprint(anchor)
+        return Contribution(self.link.worker, self.weight, payload, version, print_of_anchor)
+
+    def open(self, round_id: RoundId, contribution: Contribution | None) -> Pending:
+        """Send a contribution on its way."""
+        if contribution is not None:
+            self.counters.rounds_sent += 1
+            self.counters.bytes_sent += contribution.payload.numel()
+        return self.link.open(round_id, contribution)
+
+    def collect(self, pending: Pending) -> Round:
+        """Wait for a round; LinkError if payloads do not fit or the members no longer share one anchor."""
+        start = time.perf_counter()
+        outcome = pending.wait()
+        self.counters.wait_s += time.perf_counter() - start
+        self._check(outcome)
+        others = [c.payload.numel() for c in outcome.contributions if c.worker != self.link.worker]
+        self.counters.bytes_received += sum(others)
+        self.counters.rounds_applied += bool(outcome.contributions)
+        return outcome
+
+    def _check(self, outcome: Round) -> None:
+        expected = self.codec.payload_bytes(self._windows[outcome.round_id.fragment].numel)
+        leaders: dict[int, Contribution] = {}
+        for c in outcome.contributions:
+            if c.payload.numel() != expected:
+                sent = f"worker {c.worker} sent {c.payload.numel()} bytes where {expected} were due"
+                raise LinkError(f"{describe(outcome.round_id)}: {sent}")
+            # Workers with unequal delays may hold different versions of the anchor; equal versions must be equal.
+            leader = leaders.setdefault(c.anchor_version, c)
+            if c.anchor_fingerprint != leader.anchor_fingerprint:
+                who = f"workers {leader.worker} and {c.worker}"
+                cause = f"have diverged after {c.anchor_version} rounds" if c.anchor_version else "started differently"
+                raise LinkError(f"{describe(outcome.round_id)}: {who} have different anchors: they {cause}")
+
+    def means(self, outcome: Round) -> Iterator[tuple[slice, Tensor]]:
+        """The mean of a round with members, piece by piece: temporaries stay in cache, no full mean is stored."""
+        fragment, members = outcome.round_id.fragment, outcome.contributions
+        for piece in pieces(self._windows[fragment].numel):
+            decoded = [self.decode_piece(member.payload, fragment, piece) for member in members]
+            yield piece, weighted_mean(decoded, [member.weight for member in members])
+
+    def decode_piece(self, payload: Tensor, fragment: int, piece: slice) -> Tensor:
+        """One of the `pieces` of the vector behind a payload of this fragment."""
+        window = self._windows[fragment]
+        return self.codec.decode_piece(payload, window.numel, piece).to(window.dtype)
+
+    def decode(self, payload: Tensor, fragment: int) -> Tensor:
+        """The vector behind a payload of this fragment."""
+        window = self._windows[fragment]
+        return self.codec.decode(payload, window.numel, window.dtype)
+
+
+def describe(round_id: RoundId) -> str:
+    """A round in words."""
+    return f"step {round_id.step}, fragment {round_id.fragment}"

@@ -1,0 +1,1 @@
+"""What carries rounds between workers."""

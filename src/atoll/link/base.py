@@ -1,0 +1,66 @@
+"""The whole contract between the outer loop and what carries its rounds."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class RoundId(NamedTuple):
+    """One exchange of one fragment: the inner step it was sent after, and the fragment's number."""
+
+    step: int
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one worker puts into a round."""
+
+    worker: int
+    weight: float
+    """Its part in the mean, before normalisation."""
+    payload: Tensor
+    """The encoded delta, uint8; not changed after it is handed over."""
+    anchor_version: int
+    """Rounds applied so far to the anchor that the delta was taken from."""
+    anchor_fingerprint: int
+    """Of that anchor's bits; workers with the same version must have the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A completed exchange, the same on every worker: who took part, in ascending worker order."""
+
+    round_id: RoundId
+    contributions: tuple[Contribution, ...]
+
+
+class Pending(Protocol):
+    """A round under way."""
+
+    def wait(self) -> Round:
+        """Block until the round is complete; LinkError names the worker that is missing."""
+
+
+class Link(Protocol):
+    """One worker's end of what carries rounds; it moves bytes and does no arithmetic."""
+
+    worker: int
+    workers: int
+
+    def join(self, terms: Mapping[str, str], weight: float) -> None:
+        """Say what all must agree on; LinkError names the first difference to another worker."""
+
+    def present(self, step: int) -> bool:
+        """Whether this worker is a member during this inner step."""
+
+    def trains(self, step: int) -> bool:
+        """Whether it makes this inner step: false when absent, or when slower and skipping it."""
+
+    def share(self, step: int) -> float:
+        """This worker's part, 0 to 1, of a mean over all who are present at this step."""
+
+    def open(self, round_id: RoundId, contribution: Contribution | None) -> Pending:
+        """Start a round; None takes part in nothing and still learns the result."""

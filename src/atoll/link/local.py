@@ -1,0 +1,222 @@
+"""Workers inside one process: research, tests, the demo. A real link, with faults given as data.
+
+Each worker may run in a thread of its own (`run`), or one caller may step them all in turn (`atoll.Crew`). The
+result is the same to the bit: nothing depends on who comes first.
+"""
+
+import random
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from atoll.errors import ConfigError, LinkError
+from atoll.link.base import Contribution, Pending, Round, RoundId
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absence:
+    """A worker that is not there from inner step `first` to `last`, both included; last=None means for good.
+
+    Absence(worker=3, first=1, last=50) joins late; Absence(worker=3, first=51) leaves after step 50.
+    """
+
+    worker: int
+    first: int = 1
+    last: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.first < 1 or (self.last is not None and self.last < self.first):
+            raise ConfigError(f"an absence lasts from first >= 1 to last >= first, got {self.first} to {self.last}")
+
+    def covers(self, worker: int, step: int) -> bool:
+        """Whether this worker is away during this inner step."""
+        return worker == self.worker and self.first <= step and (self.last is None or step <= self.last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """What goes wrong, as data: the same faults on every run."""
+
+    drop: float = 0.0
+    """Chance that one worker's payload of one round is lost; it then keeps its own parameters."""
+    seed: int = 0
+    """Decides which payloads are lost."""
+    absences: tuple[Absence, ...] = ()
+    """Who is away, and when."""
+    speeds: Mapping[int, float] = field(default_factory=dict)
+    """Worker -> the share of inner steps it has time for, above 0 up to 1; others make all of them."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.drop <= 1:
+            raise ConfigError(f"drop must be a chance between 0 and 1, got {self.drop}")
+        for worker, speed in self.speeds.items():
+            if not 0 < speed <= 1:
+                raise ConfigError(f"speed of worker {worker} must be above 0 and at most 1, got {speed}")
+
+    def lost(self, worker: int, round_id: RoundId) -> bool:
+        """Whether this worker's payload of this round is lost."""
+        return random.Random(f"{self.seed} {worker} {round_id.step} {round_id.fragment}").random() < self.drop
+
+    def present(self, worker: int, step: int) -> bool:
+        """Whether this worker is there during this inner step."""
+        return not any(absence.covers(worker, step) for absence in self.absences)
+
+    def trains(self, worker: int, step: int) -> bool:
+        """Whether this worker makes this inner step."""
+        speed = self.speeds.get(worker, 1.0)
+        return self.present(worker, step) and int(step * speed) > int((step - 1) * speed)
+
+
+class _Board:
+    """Where the workers of one process leave their contributions for each other."""
+
+    def __init__(self, workers: int, faults: Faults, timeout_s: float) -> None:
+        self.workers = workers
+        self.faults = faults
+        self.timeout_s = timeout_s
+        self.changed = threading.Condition()
+        self.terms: dict[int, tuple[Mapping[str, str], float]] = {}
+        self.threads: dict[int, int] = {}
+        self.gone: dict[int, str] = {}
+        self.rounds: dict[RoundId, dict[int, Contribution | None]] = {}
+        self.taken: dict[RoundId, set[int]] = {}
+
+    def join(self, worker: int, terms: Mapping[str, str], weight: float) -> None:
+        with self.changed:
+            for other, (theirs, _) in self.terms.items():
+                for key in {**terms, **theirs}:
+                    if terms.get(key) != theirs.get(key):
+                        raise LinkError(
+                            f"worker {worker} and worker {other} differ in {key}: "
+                            f"{terms.get(key)} against {theirs.get(key)}"
+                        )
+            self.terms[worker] = (terms, weight)
+            self.threads[worker] = threading.get_ident()
+            self.changed.notify_all()
+
+    def share(self, worker: int, step: int) -> float:
+        members = [w for w in range(self.workers) if self.faults.present(w, step)]
+        with self.changed:
+            self.wait_for(f"step {step}", worker, lambda: [w for w in members if w not in self.terms])
+            return self.terms[worker][1] / sum(self.terms[w][1] for w in members)
+
+    def post(self, worker: int, round_id: RoundId, contribution: Contribution | None) -> None:
+        arrives = self.faults.present(worker, round_id.step) and not self.faults.lost(worker, round_id)
+        with self.changed:
+            self.rounds.setdefault(round_id, {})[worker] = contribution if arrives else None
+            self.changed.notify_all()
+
+    def take(self, worker: int, round_id: RoundId) -> Round:
+        members = [w for w in range(self.workers) if self.faults.present(w, round_id.step)]
+        with self.changed:
+            posted = self.rounds[round_id]
+            self.wait_for(
+                f"the round of step {round_id.step}, fragment {round_id.fragment}",
+                worker,
+                lambda: [w for w in members if w not in posted],
+            )
+            contributions = tuple(c for _, c in sorted(posted.items()) if c is not None)
+            self.taken.setdefault(round_id, set()).add(worker)
+            if len(self.taken[round_id] | self.gone.keys()) == self.workers:
+                del self.rounds[round_id], self.taken[round_id]
+            return Round(round_id, contributions)
+
+    def wait_for(self, what: str, worker: int, missing: Callable[[], list[int]]) -> None:
+        """Wait, holding the lock, until nobody is missing."""
+        while absent := missing():
+            for other in absent:
+                if other in self.gone:
+                    raise LinkError(f"{what}: worker {other} left without sending: {self.gone[other]}")
+                if self.threads.get(other) == threading.get_ident():
+                    raise LinkError(
+                        f"{what}: worker {worker} waits for worker {other}, which the same thread steps: "
+                        "step them together with atoll.Crew(loops).step()"
+                    )
+            if not self.changed.wait(self.timeout_s):
+                raise LinkError(f"{what}: nothing from worker {absent} in {self.timeout_s:g} s")
+
+    def leave(self, worker: int, reason: str) -> None:
+        with self.changed:
+            self.gone.setdefault(worker, reason)
+            self.changed.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    board: _Board
+    worker: int
+    round_id: RoundId
+
+    def wait(self) -> Round:
+        return self.board.take(self.worker, self.round_id)
+
+
+class LocalLink:
+    """One worker's end of a link inside this process; `local` makes all of them."""
+
+    def __init__(self, board: _Board, worker: int) -> None:
+        self.worker = worker
+        self.workers = board.workers
+        self._board = board
+
+    def join(self, terms: Mapping[str, str], weight: float) -> None:
+        """Say what all must agree on; LinkError names the first difference to another worker."""
+        self._board.join(self.worker, terms, weight)
+
+    def present(self, step: int) -> bool:
+        """Whether this worker is a member during this inner step."""
+        return self._board.faults.present(self.worker, step)
+
+    def trains(self, step: int) -> bool:
+        """Whether it makes this inner step: false when absent, or when slower and skipping it."""
+        return self._board.faults.trains(self.worker, step)
+
+    def share(self, step: int) -> float:
+        """This worker's part, 0 to 1, of a mean over all who are present at this step."""
+        return self._board.share(self.worker, step)
+
+    def open(self, round_id: RoundId, contribution: Contribution | None) -> Pending:
+        """Start a round; None takes part in nothing and still learns the result."""
+        self._board.post(self.worker, round_id, contribution)
+        return _Pending(self._board, self.worker, round_id)
+
+    def close(self, reason: str = "it finished") -> None:
+        """Leave for good: whoever waits for this worker gets a LinkError with the reason."""
+        self._board.leave(self.worker, reason)
+
+
+def local(workers: int, *, faults: Faults | None = None, timeout_s: float = 600.0) -> list[LocalLink]:
+    """The ends of a link between `workers` workers of this process, in worker order."""
+    if workers < 1:
+        raise ConfigError(f"workers must be at least 1, got {workers}")
+    faults = faults or Faults()
+    for worker in (*(absence.worker for absence in faults.absences), *faults.speeds):
+        if not 0 <= worker < workers:
+            raise ConfigError(f"faults name worker {worker}; workers are 0 to {workers - 1}")
+    board = _Board(workers, faults, timeout_s)
+    return [LocalLink(board, worker) for worker in range(workers)]
+
+
+def run(work: Callable[[LocalLink], Result], links: list[LocalLink]) -> list[Result]:
+    """Run `work(link)` for every worker, each in its own thread; one that fails takes the others down with it."""
+
+    def worker(link: LocalLink) -> Result:
+        try:
+            return work(link)
+        except BaseException as error:
+            link.close(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            link.close()
+
+    with ThreadPoolExecutor(len(links), thread_name_prefix="atoll-worker") as pool:
+        futures = [pool.submit(worker, link) for link in links]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    # The first cause, rather than the LinkErrors it brought about in the others.
+    for error in sorted(errors, key=lambda e: isinstance(e, LinkError)):
+        raise error
+    return [future.result() for future in futures]

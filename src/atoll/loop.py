@@ -1,0 +1,394 @@
+"""OuterLoop: the one loop that runs the whole family, and the only place where core, link and a live model meet.
+
+After every inner step, on every worker, in this order:
+
+    send    each fragment due:  delta = start - local;  payload = encode(delta);  the link opens a round
+    apply   each fragment due:  mean of the decoded payloads;  the outer step moves the anchor
+    merge   blend: local = alpha * local + (1 - alpha) * anchor
+            eager: local = anchor + what the worker's own newest delta will do to it
+
+The clock is `step()`, never an optimizer hook: a loss scaler that skips an optimizer step must not shift one
+worker's schedule. The inner optimizer and its state are never touched.
+
+Every operation is a generator that yields once it has sent and before it waits, so that one caller can take several
+workers through it in turn (`Crew`).
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.core.codec import Codec, pieces
+from atoll.core.flat import Flat, check_coverage, state_dtype, trainable
+from atoll.core.fragments import Whole, describe, split, unsynchronised_buffers
+from atoll.core.outer import SGD, Adam, Blend, LinearOuter, OuterOptimizer, blend, eager_start
+from atoll.core.schedule import Schedule
+from atoll.errors import AtollError, ConfigError
+from atoll.exchange import Exchange
+from atoll.link.base import Link, Round, RoundId
+from atoll.state import Counters, Flight, FragmentState
+from atoll.sync import DataParallel, Sync
+
+
+class OuterLoop:
+    """Keeps a model in step with the other workers' copies of it.
+
+    Make it once the model has its starting parameters, the same on every worker, and call `step()` once per
+    training iteration, after the inner optimizer's step; call `finish()` at the end. `weight` is this worker's part
+    in every mean, for instance the number of examples in its shard.
+    """
+
+    def __init__(self, model: nn.Module, sync: Sync | DataParallel, link: Link, *, weight: float = 1.0) -> None:
+        if not 0 < weight < float("inf"):
+            raise ConfigError(f"weight of worker {link.worker} must be a finite number above 0, got {weight}")
+        self.model = model
+        self.sync = sync
+        self.link = link
+        self.steps = 0
+        self.fragments = split(model, sync.fragments if isinstance(sync, Sync) else Whole())
+        dtype = state_dtype(trainable(model).values())
+        self._windows = [Flat(model, fragment.parameters, dtype) for fragment in self.fragments]
+        assert isinstance(sync.codec, Codec)  # a Sync turns names into codecs
+        self._exchange = Exchange(link, sync.codec, weight, self._windows)
+        self._states: list[FragmentState] = []
+        self._flights: dict[RoundId, Flight] = {}
+        if isinstance(sync, Sync):
+            self._schedule = Schedule(sync.period, len(self._windows), sync.delay_of(link.worker, link.workers))
+            self._states = [
+                FragmentState.fresh(window, sync.outer.slot_names, eager=sync.eager, feedback=sync.codec.feedback)
+                for window in self._windows
+            ]
+        self._joined = self._lent = self._finished = self._averaged = False
+        if buffers := unsynchronised_buffers(model):
+            warnings.warn(
+                f"{len(buffers)} buffers such as {buffers[0]!r} change in training but are not parameters: "
+                "each worker keeps its own",
+                stacklevel=2,
+            )
+
+    # ------------------------------------------------------------------ what a training script calls
+
+    @property
+    def trains(self) -> bool:
+        """Whether this worker makes the coming inner step; always, unless the link has it absent or slow."""
+        return self.link.trains(self.steps + 1)
+
+    @property
+    def counters(self) -> Counters:
+        """Rounds, bytes and seconds of waiting so far."""
+        return self._exchange.counters
+
+    def step(self) -> None:
+        """Count one inner step; send and apply what is due after it."""
+        Crew([self]).step()
+
+    def average_gradients(self) -> None:
+        """Under DataParallel, replace the gradients by their mean over the workers; otherwise do nothing.
+
+        Call it between backward() and the inner optimizer's step (after unscaling, before clipping).
+        """
+        Crew([self]).average_gradients()
+
+    def finish(self) -> None:
+        """Bring every worker to the same final model, which holds the work of all.
+
+        Rounds in flight are applied; what was trained since the last send is exchanged once more and plainly
+        averaged, so that no work is lost and no momentum overshoots; the live parameters become the anchor.
+        """
+        Crew([self]).finish()
+
+    @contextmanager
+    def anchor(self) -> Iterator[nn.Module]:
+        """Lend the outer parameters: inside, the model holds the anchor; afterwards its own parameters again."""
+        if self._lent:
+            raise AtollError("anchor() is already in use: leave the first `with` block before entering another")
+        local = [state.window.read() for state in self._states]
+        self._lent = True
+        try:
+            for state in self._states:
+                state.window.write(state.anchor)
+            yield self.model
+        finally:
+            for state, values in zip(self._states, local, strict=True):
+                state.window.write(values)
+            self._lent = False
+
+    def describe(self) -> str:
+        """A readable table of the fragments."""
+        return describe(self.fragments)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the loop is, rounds in flight included; the model and the inner optimizer save themselves."""
+        return {
+            "steps": self.steps,
+            "worker": self.link.worker,
+            "terms": self._terms(),
+            "fragments": [state.state_dict() for state in self._states],
+            "flights": [{"id": tuple(round_id), **flight.state_dict()} for round_id, flight in self._flights.items()],
+            "counters": asdict(self.counters),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what state_dict gave, to the bit; call it before the first step."""
+        if self._joined:
+            raise AtollError("load_state_dict() must come before the first step of a new OuterLoop")
+        if state["worker"] != self.link.worker:
+            raise ConfigError(f"this is the state of worker {state['worker']}; this is worker {self.link.worker}")
+        for key, mine in self._terms().items():
+            if state["terms"].get(key) != mine:
+                raise ConfigError(f"{key} was {state['terms'].get(key)} when the state was saved, and is {mine} now")
+        self.steps = state["steps"]
+        for fragment, saved in zip(self._states, state["fragments"], strict=True):
+            fragment.load_state_dict(saved)
+        self._flights = {
+            RoundId(*saved["id"]): Flight.from_state_dict(saved, self.link.worker, self._exchange.weight)
+            for saved in state["flights"]
+        }
+        self._exchange.counters = Counters(**state["counters"])
+
+    def _terms(self) -> dict[str, str]:
+        """What all workers, and a run and its continuation, must agree on."""
+        layouts = {f"layout of fragment {number}": window.layout() for number, window in enumerate(self._windows)}
+        return {**self.sync.terms(), **layouts}
+
+    # ------------------------------------------------------------------ one step
+
+    def _step(self) -> Iterator[None]:
+        self._begin()
+        step = self.steps + 1
+        if isinstance(self.sync, DataParallel):
+            self._end_gradient_step()
+            return
+        due = self._schedule.due(step)
+        deltas = [self._delta(fragment) for fragment in due.send]
+        self._send([RoundId(step, fragment) for fragment in due.send], deltas)
+        self.steps = step
+        yield
+        missed = {f: self._apply(RoundId(step - self._schedule.delay, f)) for f in due.apply}
+        if self.sync.eager and self.link.present(step):
+            for fragment in due.send:
+                self._restart(fragment, missed.get(fragment))
+        self._flights = {
+            round_id: f for round_id, f in self._flights.items() if round_id.step + max(self.sync.delays) > step
+        }
+        if self.link.present(step + 1) and not self.link.present(step):
+            self._arrive()
+
+    def _begin(self) -> None:
+        """Check that this is the moment, and meet the other workers if it is the first."""
+        if self._lent:
+            raise AtollError("the model holds the anchor: leave the `with outer.anchor()` block first")
+        if self._finished:
+            raise AtollError("finish() has been called: make a new OuterLoop to train on")
+        if not self._joined:
+            self.link.join(self._terms(), self._exchange.weight)
+            self._joined = True
+            for round_id, flight in self._flights.items():  # a resumed run takes up what was in flight
+                flight.pending = self.link.open(round_id, flight.contribution)
+
+    # ------------------------------------------------------------------ send
+
+    def _delta(self, fragment: int) -> Tensor:
+        """Where the worker started minus where it is, plus what rounding has kept back."""
+        state = self._states[fragment]
+        delta = state.window.read()
+        for piece in pieces(delta.numel()):
+            torch.sub(self._start(fragment, piece), delta[piece], out=delta[piece])
+        return delta if state.residual is None else delta.add_(state.residual)
+
+    def _start(self, fragment: int, piece: slice) -> Tensor:
+        """Where the work since the last send began: at the anchor, or at the worker's own start under eager."""
+        state = self._states[fragment]
+        if state.newest is None or state.own is None:
+            return state.anchor[piece]
+        newest = self._exchange.decode_piece(state.newest, fragment, piece)
+        return eager_start(self._linear_outer, state.anchor[piece], state.own[piece], newest, state.share)
+
+    def _send(self, ids: Sequence[RoundId], deltas: Sequence[Tensor]) -> None:
+        """Encode all, then open all: a value that cannot be sent is refused before anything has changed."""
+        check_coverage(self.model, self._windows)
+        states = [self._states[round_id.fragment] for round_id in ids]
+        contributions = [
+            self._exchange.contribution(round_id, delta, anchor=state.anchor, version=state.version)
+            for round_id, delta, state in zip(ids, deltas, states, strict=True)
+        ]
+        for round_id, delta, state, sent in zip(ids, deltas, states, contributions, strict=True):
+            flight = Flight(sent)
+            if sent is not None and state.own is not None:
+                state.newest = sent.payload
+            if sent is not None and state.residual is not None:
+                rounded_off = delta.sub_(self._exchange.decode(sent.payload, round_id.fragment))
+                # An eager worker keeps what was sent and a blending one all of its work: only there must the residual
+                # go back to what it was if the payload is lost.
+                flight.restore = None if state.own is not None else state.residual - rounded_off
+                state.residual = rounded_off
+            flight.pending = self._exchange.open(round_id, sent)
+            self._flights[round_id] = flight
+
+    # ------------------------------------------------------------------ apply and merge
+
+    def _apply(self, round_id: RoundId) -> Tensor | None:
+        """Let a round move the anchor, and blend; returns this worker's payload if it did not arrive."""
+        assert isinstance(self.sync, Sync)
+        state, flight = self._states[round_id.fragment], self._flights[round_id]
+        assert flight.pending is not None
+        outcome = self._exchange.collect(flight.pending)
+        flight.applied = True
+        self._outer_step(self.sync.outer, state, outcome)
+        if any(c.worker == self.link.worker for c in outcome.contributions):
+            if isinstance(self.sync.merge, Blend):
+                self._blend(state, self.sync.merge.alpha)
+            return None
+        if flight.contribution is None or flight.forgotten:
+            return None
+        # The worker keeps its own parameters, so its next delta carries the work of this one.
+        self.counters.rounds_missed += 1
+        if state.residual is not None and flight.restore is not None:
+            state.residual.add_(flight.restore)
+        return flight.contribution.payload
+
+    def _outer_step(self, outer: OuterOptimizer, state: FragmentState, outcome: Round) -> None:
+        if not outcome.contributions:
+            return
+        state.version += 1
+        for piece, mean in self._exchange.means(outcome):
+            slots = tuple(slot[piece] for slot in state.slots.values())
+            state.anchor[piece], moved = outer.step(state.anchor[piece], slots, mean, state.version)
+            for slot, new in zip(slots, moved, strict=True):
+                slot.copy_(new)
+
+    def _blend(self, state: FragmentState, alpha: float) -> None:
+        if alpha == 0:
+            state.window.write(state.anchor)
+            return
+        local = state.window.read()
+        for piece in pieces(local.numel()):
+            local[piece] = blend(local[piece], state.anchor[piece], alpha)
+        state.window.write(local)
+
+    def _restart(self, fragment: int, missed: Tensor | None) -> None:
+        """Eager: begin the next period from the lagging anchor plus what the newest own delta will do to it.
+
+        `missed` is the payload of the round before, if it did not arrive: it leaves the worker's own momentum, which
+        may only know what the others will know, and stays in the live parameters as work not yet sent.
+        """
+        state = self._states[fragment]
+        assert state.newest is not None and state.own is not None
+        state.share = self.link.share(self.steps)
+        local = torch.empty_like(state.anchor)
+        for piece in pieces(local.numel()):
+            newest = self._exchange.decode_piece(state.newest, fragment, piece)
+            lost = 0.0 if missed is None else self._exchange.decode_piece(missed, fragment, piece)
+            state.own[piece] = self._linear_outer.remember(state.own[piece] - lost, newest)
+            local[piece] = self._start(fragment, piece) - lost
+        state.window.write(local)
+
+    @property
+    def _linear_outer(self) -> LinearOuter:
+        assert isinstance(self.sync, Sync) and not isinstance(self.sync.outer, Adam)  # as Sync has checked
+        return self.sync.outer
+
+    def _arrive(self) -> None:
+        """Join, or come back: take the anchor, and nothing of one's own."""
+        for state in self._states:
+            state.forget()
+        for flight in self._flights.values():
+            flight.forgotten = True
+
+    # ------------------------------------------------------------------ the end
+
+    def _finish(self) -> Iterator[None]:
+        self._begin()
+        self._finished = True
+        if isinstance(self.sync, DataParallel):
+            return
+        unsent = [f for f in range(len(self._states)) if not self._schedule.is_send(f, self.steps)]
+        # An eager worker started from the anchor as it is before the last rounds come in; a blending one blends first.
+        if self.sync.eager:
+            deltas = [self._delta(fragment) for fragment in unsent]
+        missed = {
+            round_id.fragment: self._apply(round_id) for round_id, flight in self._flights.items() if not flight.applied
+        }
+        if not self.sync.eager:
+            deltas = [self._delta(fragment) for fragment in unsent]
+        for fragment, delta in zip(unsent, deltas, strict=True):
+            lost = missed.get(fragment) if self.sync.eager else None
+            if lost is not None:
+                delta.add_(self._exchange.decode(lost, fragment))
+        last = [RoundId(self.steps + 1, fragment) for fragment in unsent]
+        self._send(last, deltas)
+        yield
+        for round_id in last:
+            pending = self._flights[round_id].pending
+            assert pending is not None
+            self._outer_step(SGD(1.0), self._states[round_id.fragment], self._exchange.collect(pending))
+        for state in self._states:
+            state.window.write(state.anchor)
+        self._flights.clear()
+
+    # ------------------------------------------------------------------ data-parallel
+
+    def _average_gradients(self) -> Iterator[None]:
+        if isinstance(self.sync, Sync):
+            return
+        self._begin()
+        if self._averaged:
+            raise AtollError("average_gradients() was called twice in one step; call step() once an iteration")
+        check_coverage(self.model, self._windows)
+        round_id, window = RoundId(self.steps + 1, 0), self._windows[0]
+        if not self.link.present(round_id.step):
+            raise ConfigError(
+                f"worker {self.link.worker} is absent at step {round_id.step}: DataParallel has no anchor for it to "
+                "come back to"
+            )
+        gradients = window.read_gradients()
+        pending = self._exchange.open(round_id, self._exchange.contribution(round_id, gradients))
+        yield
+        gradients = torch.zeros_like(gradients)  # if every payload was lost, nobody moves
+        outcome = self._exchange.collect(pending)
+        if outcome.contributions:
+            for piece, mean in self._exchange.means(outcome):
+                gradients[piece] = mean
+        window.write_gradients(gradients)
+        self._averaged = True
+
+    def _end_gradient_step(self) -> None:
+        if not self._averaged:
+            raise AtollError(
+                "average_gradients() was not called since the last step(): under DataParallel call it between "
+                "backward() and the inner optimizer's step, or the workers drift apart"
+            )
+        self._averaged = False
+        self.steps += 1
+
+
+class Crew:
+    """The workers of one process that one caller steps together: all send, then all apply."""
+
+    def __init__(self, loops: Sequence[OuterLoop]) -> None:
+        self.loops = list(loops)
+
+    def step(self) -> None:
+        """One `OuterLoop.step()` for every worker."""
+        _in_turn([loop._step() for loop in self.loops])
+
+    def average_gradients(self) -> None:
+        """One `OuterLoop.average_gradients()` for every worker."""
+        _in_turn([loop._average_gradients() for loop in self.loops])
+
+    def finish(self) -> None:
+        """One `OuterLoop.finish()` for every worker."""
+        _in_turn([loop._finish() for loop in self.loops])
+
+
+def _in_turn(parts: list[Iterator[None]]) -> None:
+    """Take each to its next yield, round after round, until all have ended."""
+    ended = object()
+    with torch.no_grad():
+        while parts:
+            parts = [part for part in parts if next(part, ended) is not ended]

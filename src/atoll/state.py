@@ -1,0 +1,131 @@
+"""What one worker remembers between two steps, and how it is written down."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from atoll.core.flat import Flat
+from atoll.link.base import Contribution, Pending
+
+
+@dataclass(slots=True)
+class Counters:
+    """What one worker's outer loop has done so far."""
+
+    rounds_sent: int = 0
+    rounds_applied: int = 0
+    rounds_missed: int = 0
+    """Rounds that were completed without the payload this worker had sent."""
+    bytes_sent: int = 0
+    """Payload bytes handed to the link, counted once however many workers receive them."""
+    bytes_received: int = 0
+    """Payload bytes of the other workers."""
+    wait_s: float = 0.0
+    """Seconds spent blocked on the link."""
+
+
+@dataclass(slots=True)
+class FragmentState:
+    """One fragment on one worker; all vectors are [numel] in the window's dtype."""
+
+    window: Flat
+    """The live parameters."""
+    anchor: Tensor
+    """The fragment as last agreed by all: the same bits on every worker."""
+    slots: dict[str, Tensor]
+    """The outer optimizer's vectors, such as the velocity: the same bits on every worker."""
+    version: int = 0
+    """Rounds applied to the anchor."""
+    residual: Tensor | None = None
+    """Error feedback: what rounding has lost and the next delta will carry."""
+    own: Tensor | None = None
+    """Eager: the worker's own momentum, fed by its own deltas alone."""
+    newest: Tensor | None = None
+    """Eager: the payload of the worker's newest delta."""
+    share: float = 0.0
+    """Eager: the worker's expected part, 0 to 1, of the mean which that delta enters."""
+
+    @classmethod
+    def fresh(cls, window: Flat, slot_names: Iterable[str], *, eager: bool, feedback: bool) -> Self:
+        """The state before the first step: the anchor is where the live parameters are."""
+        anchor = window.read()
+        return cls(
+            window,
+            anchor,
+            {name: torch.zeros_like(anchor) for name in slot_names},
+            residual=torch.zeros_like(anchor) if feedback else None,
+            own=torch.zeros_like(anchor) if eager else None,
+        )
+
+    def forget(self) -> None:
+        """Become the state of a worker that has just arrived: it has the anchor and nothing of its own."""
+        self.residual = None if self.residual is None else torch.zeros_like(self.residual)
+        self.own = None if self.own is None else torch.zeros_like(self.own)
+        self.newest = None
+        self.window.write(self.anchor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the live parameters, copied, so that training on does not tear it."""
+        return {
+            "parameters": list(self.window.names),
+            "anchor": self.anchor.clone(),
+            "slots": {name: slot.clone() for name, slot in self.slots.items()},
+            "version": self.version,
+            "residual": _copy(self.residual),
+            "own": _copy(self.own),
+            "newest": _copy(self.newest),
+            "share": self.share,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what state_dict gave."""
+        self.anchor.copy_(state["anchor"])
+        for name, slot in self.slots.items():
+            slot.copy_(state["slots"][name])
+        self.version = state["version"]
+        self.residual = _copy(state["residual"])
+        self.own = _copy(state["own"])
+        self.newest = _copy(state["newest"])
+        self.share = state["share"]
+
+
+@dataclass(slots=True)
+class Flight:
+    """A round this worker has sent to and that some worker has yet to apply."""
+
+    contribution: Contribution | None
+    """What it sent; None if it was absent and only follows."""
+    restore: Tensor | None = None
+    """Error feedback: what to add to the residual if the payload turns out to be lost."""
+    applied: bool = False
+    """This worker is done with it, and keeps it only for workers with a longer delay."""
+    forgotten: bool = False
+    """The worker was away after sending: if the payload is lost, it has no parameters that still hold the work."""
+    pending: Pending | None = None
+    """Where the result will come from; None until the link is joined after a resume."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the pending round, which is opened anew on resume with the same contribution."""
+        sent = self.contribution
+        return {
+            "payload": None if sent is None else sent.payload.clone(),
+            "anchor": None if sent is None else (sent.anchor_version, sent.anchor_fingerprint),
+            "restore": _copy(self.restore),
+            "applied": self.applied,
+            "forgotten": self.forgotten,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], worker: int, weight: float) -> Self:
+        """A flight as state_dict gave it, sent by this worker."""
+        sent = None
+        if state["payload"] is not None:
+            sent = Contribution(worker, weight, state["payload"], *state["anchor"])
+        return cls(sent, _copy(state["restore"]), state["applied"], state["forgotten"])
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()

@@ -1,0 +1,136 @@
+"""The algorithms as values: four independent axes and an outer optimizer, with one preset per paper.
+
+A `Sync` is checked when it is made, so nothing downstream checks it again. Every axis of every preset can be set:
+`Streaming(period=50, codec="int8")`, `DiLoCo(codec="e3m0")`, `Eager(fragments=Blocks())`.
+"""
+
+from dataclasses import dataclass, fields
+
+from atoll.core.codec import Codec
+from atoll.core.fragments import Blocks, FragmentPolicy, Whole
+from atoll.core.outer import Adam, Blend, EagerMerge, Merge, Nesterov, OuterOptimizer
+from atoll.core.schedule import Schedule
+from atoll.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sync:
+    """When, what and how workers exchange, and what becomes of it."""
+
+    period: int
+    """Inner steps between two sends of the same fragment (H)."""
+    fragments: FragmentPolicy = Whole()
+    """What is synchronised together (P of them)."""
+    delay: int | tuple[int, ...] = 0
+    """Inner steps between a fragment's send and its apply (tau), 0 to period; a tuple has one per worker."""
+    codec: Codec | str = "fp32"
+    """How a delta travels; the name of a format is enough."""
+    merge: Merge = Blend()
+    """How an applied round reaches the live parameters."""
+    outer: OuterOptimizer = Nesterov()
+    """The outer optimizer that turns mean deltas into anchor steps."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.codec, str):
+            object.__setattr__(self, "codec", Codec(self.codec))
+        for delay in self.delays:
+            Schedule(self.period, 1, delay)
+        if self.eager:
+            if set(self.delays) != {self.period}:
+                raise ConfigError(
+                    f"delay must equal period ({self.period}) under the eager merge, got {self.delay}: a worker adds "
+                    "its newest delta at the moment the previous round arrives; for other delays use merge=Blend(...)"
+                )
+            if isinstance(self.outer, Adam):
+                raise ConfigError(
+                    "outer must be Nesterov, Momentum or SGD under the eager merge, got Adam: a worker's own part of "
+                    "a step can only be told apart when steps add up"
+                )
+
+    @property
+    def delays(self) -> tuple[int, ...]:
+        """Every delay in use; never empty."""
+        if isinstance(self.delay, int):
+            return (self.delay,)
+        if not self.delay:
+            raise ConfigError("delay must be a number or one number per worker, got ()")
+        return self.delay
+
+    def delay_of(self, worker: int, workers: int) -> int:
+        """This worker's delay in inner steps."""
+        if len(self.delays) not in (1, workers):
+            raise ConfigError(f"delay has {len(self.delays)} entries for {workers} workers: give one, or one each")
+        return self.delays[worker % len(self.delays)]
+
+    @property
+    def eager(self) -> bool:
+        """Whether the merge is the eager one."""
+        return isinstance(self.merge, EagerMerge)
+
+    def terms(self) -> dict[str, str]:
+        """What all workers must agree on, readable."""
+        return {field.name: str(getattr(self, field.name)) for field in fields(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataParallel:
+    """The baseline: gradients are averaged on every step, before the inner optimizer uses them."""
+
+    codec: Codec | str = "fp32"
+    """How a gradient travels; the name of a format is enough."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.codec, str):
+            object.__setattr__(self, "codec", Codec(self.codec))
+
+    def terms(self) -> dict[str, str]:
+        """What all workers must agree on, readable."""
+        return {"gradients": str(self.codec)}
+
+
+def DiLoCo(  # noqa: N802 - presets read like the papers' names
+    *,
+    period: int = 500,
+    fragments: FragmentPolicy = Whole(),
+    delay: int | tuple[int, ...] = 0,
+    codec: Codec | str = "fp32",
+    merge: Merge = Blend(0.0),
+    outer: OuterOptimizer = Nesterov(0.7, 0.9),
+) -> Sync:
+    """DiLoCo (arXiv 2311.08105): everything at once, every `period` inner steps, and everybody waits."""
+    return Sync(period=period, fragments=fragments, delay=delay, codec=codec, merge=merge, outer=outer)
+
+
+def Streaming(  # noqa: N802
+    *,
+    period: int = 100,
+    fragments: FragmentPolicy = Blocks(),
+    delay: int | tuple[int, ...] = 1,
+    codec: Codec | str = "e3m0",
+    merge: Merge = Blend(0.5),
+    outer: OuterOptimizer = Nesterov(0.4, 0.9),
+) -> Sync:
+    """Streaming DiLoCo (arXiv 2501.18512): fragments in turn, in 4 bits, while training goes on."""
+    return Sync(period=period, fragments=fragments, delay=delay, codec=codec, merge=merge, outer=outer)
+
+
+def Eager(  # noqa: N802
+    *,
+    period: int = 30,
+    fragments: FragmentPolicy = Whole(),
+    codec: Codec | str = "e3m0",
+    outer: OuterOptimizer = Nesterov(0.4, 0.9),
+) -> Sync:
+    """Eager Updates (arXiv 2502.12996): the exchange hides behind a whole period; one's own delta is used at once."""
+    return Sync(period=period, fragments=fragments, delay=period, codec=codec, merge=EagerMerge(), outer=outer)
+
+
+def Delayed(  # noqa: N802
+    *,
+    period: int = 30,
+    fragments: FragmentPolicy = Whole(),
+    codec: Codec | str = "e3m0",
+    outer: OuterOptimizer = Nesterov(0.4, 0.9),
+) -> Sync:
+    """The baseline that Eager beats: every round is applied one period late, and nothing makes up for it."""
+    return Sync(period=period, fragments=fragments, delay=period, codec=codec, merge=Blend(0.0), outer=outer)

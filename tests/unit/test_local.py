@@ -1,0 +1,177 @@
+"""The link inside one process: agreement, faults as data, and errors instead of hangs."""
+
+import threading
+
+import pytest
+import torch
+
+from atoll import Crew, DiLoCo, Eager, Faults, OuterLoop, Streaming, local
+from atoll.errors import ConfigError, LinkError
+from atoll.link.base import Contribution, RoundId
+from atoll.link.local import Absence, LocalLink, run
+from harness import Problem, Toy, by_part, inner_step, toy, train
+
+
+def contribution(worker: int, value: int = 0) -> Contribution:
+    return Contribution(worker, 1.0, torch.full((4,), value, dtype=torch.uint8), 0, 0)
+
+
+def test_members_come_in_worker_order_whoever_sends_first() -> None:
+    links = local(3)
+    at = RoundId(1, 0)
+    pending = {w: links[w].open(at, contribution(w)) for w in (2, 0, 1)}
+    for w in range(3):
+        assert [c.worker for c in pending[w].wait().contributions] == [0, 1, 2]
+
+
+def test_rounds_are_forgotten_once_everybody_has_them() -> None:
+    links = local(2)
+    for step in range(50):
+        pending = [link.open(RoundId(step, 0), contribution(link.worker)) for link in links]
+        for p in pending:
+            p.wait()
+    assert not links[0]._board.rounds and not links[0]._board.taken
+
+
+def test_lost_payloads_follow_the_seed() -> None:
+    faults = Faults(drop=0.3, seed=11)
+    lost = [faults.lost(w, RoundId(s, f)) for w in range(5) for s in range(200) for f in range(3)]
+    assert lost == [
+        Faults(drop=0.3, seed=11).lost(w, RoundId(s, f)) for w in range(5) for s in range(200) for f in range(3)
+    ]
+    assert 0.27 < sum(lost) / len(lost) < 0.33
+    other = [Faults(drop=0.3, seed=12).lost(w, RoundId(s, f)) for w in range(5) for s in range(200) for f in range(3)]
+    assert lost != other
+
+
+def test_a_slow_worker_makes_its_share_of_steps() -> None:
+    faults = Faults(speeds={1: 0.3})
+    assert sum(faults.trains(1, t) for t in range(1, 1001)) == 300
+    assert sum(faults.trains(0, t) for t in range(1, 1001)) == 1000
+
+
+def test_absences() -> None:
+    faults = Faults(absences=(Absence(worker=1, first=1, last=4), Absence(worker=2, first=3)))
+    assert [faults.present(1, t) for t in (1, 4, 5)] == [False, False, True]
+    assert [faults.present(2, t) for t in (2, 3, 1000)] == [True, False, False]
+    assert faults.present(0, 3)
+    assert not faults.trains(1, 2)
+
+
+def test_shares_follow_who_is_present() -> None:
+    links = local(3, faults=Faults(absences=(Absence(worker=2, first=5),)))
+    for link, weight in zip(links, (1.0, 3.0, 4.0), strict=True):
+        link.join({}, weight)
+    assert links[1].share(4) == 3 / 8
+    assert links[1].share(5) == 3 / 4
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: local(0), "workers must be at least 1, got 0"),
+        (lambda: Faults(drop=1.5), "drop must be a chance between 0 and 1, got 1.5"),
+        (lambda: Faults(speeds={1: 0.0}), "speed of worker 1 must be above 0 and at most 1, got 0.0"),
+        (lambda: Absence(worker=0, first=5, last=4), "an absence lasts from first >= 1 to last >= first, got 5 to 4"),
+        (lambda: Absence(worker=0, first=0), "an absence lasts"),
+        (lambda: local(2, faults=Faults(speeds={2: 0.5})), "faults name worker 2; workers are 0 to 1"),
+        (lambda: local(2, faults=Faults(absences=(Absence(worker=-1),))), "faults name worker -1"),
+    ],
+)
+def test_refusals(make, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_workers_with_different_settings_are_told_what_differs() -> None:
+    links = local(2)
+    problem = Problem(workers=2)
+    a = OuterLoop(Toy(problem.start, problem.sizes), DiLoCo(period=5), links[0])
+    b = OuterLoop(Toy(problem.start, problem.sizes), DiLoCo(period=6), links[1])
+    with pytest.raises(LinkError, match="worker 1 and worker 0 differ in period: 6 against 5"):
+        Crew([a, b]).step()
+
+
+def test_workers_with_different_models_are_told_so() -> None:
+    links = local(2)
+    problem = Problem(workers=2)
+    a = OuterLoop(Toy(problem.start, (5, 5)), DiLoCo(period=5), links[0])
+    b = OuterLoop(Toy(problem.start, (2, 8)), DiLoCo(period=5), links[1])
+    with pytest.raises(LinkError, match="differ in layout of fragment 0: 2 parameters, 10 values, checksum"):
+        Crew([a, b]).step()
+
+
+def test_workers_that_start_differently_are_told_so() -> None:
+    problem = Problem(workers=2)
+    loops = problem.loops(DiLoCo(period=2))
+    toy(loops[1]).descend(problem.start, 0.5)
+    again = OuterLoop(loops[1].model, DiLoCo(period=2), local(2)[1])
+    links = local(2)
+    loops = [OuterLoop(loops[0].model, DiLoCo(period=2), links[0]), OuterLoop(again.model, DiLoCo(period=2), links[1])]
+    with pytest.raises(LinkError, match="workers 0 and 1 have different anchors: they started differently"):
+        train(loops, 2, 0.1)
+
+
+def test_an_anchor_that_diverges_is_found_in_the_next_round() -> None:
+    loops = Problem(workers=3).loops(Streaming(period=4, fragments=by_part(4)))
+    train(loops, 10, 0.1)
+    loops[2]._states[1].anchor[0] += 1e-6
+    with pytest.raises(
+        LinkError, match=r"fragment 1: workers 0 and 2 have different anchors: they have diverged after"
+    ):
+        train(loops, 8, 0.1)
+
+
+def test_one_caller_who_forgets_the_crew_is_told_at_once() -> None:
+    loops = Problem(workers=2).loops(DiLoCo(period=3))
+    for _ in range(2):
+        for loop in loops:
+            loop.step()
+    with pytest.raises(LinkError, match="step 3, fragment 0: worker 0 waits for worker 1, which the same thread steps"):
+        loops[0].step()
+
+
+def test_a_worker_that_fails_takes_the_others_down_with_its_reason() -> None:
+    problem = Problem(workers=3)
+    seen: list[str] = []
+
+    def work(link: LocalLink) -> None:
+        loop = OuterLoop(Toy(problem.start, problem.sizes), DiLoCo(period=4), link)
+        try:
+            for step in range(8):
+                inner_step(loop, 0.1)
+                if link.worker == 1 and step == 5:
+                    raise ValueError("out of coffee")
+                loop.step()
+        except LinkError as error:
+            seen.append(str(error))
+            raise
+
+    with pytest.raises(ValueError, match="out of coffee"):
+        run(work, local(3))
+    assert len(seen) == 2
+    assert all("worker 1 left without sending: ValueError: out of coffee" in message for message in seen)
+
+
+def test_a_worker_that_never_comes_is_named() -> None:
+    links = local(2, timeout_s=0.05)
+    with pytest.raises(LinkError, match=r"step 7, fragment 2: nothing from worker \[1\] in 0.05 s"):
+        links[0].open(RoundId(7, 2), contribution(0)).wait()
+
+
+def test_an_eager_worker_waits_for_late_comers_to_know_its_share() -> None:
+    problem = Problem(workers=2)
+    links = local(2, timeout_s=10)
+    started = threading.Event()
+
+    def work(link: LocalLink) -> float:
+        if link.worker == 1:
+            started.wait()
+        loop = OuterLoop(Toy(problem.start, problem.sizes), Eager(period=1), link, weight=1.0 + link.worker)
+        started.set()
+        for _ in range(3):
+            inner_step(loop, 0.1)
+            loop.step()
+        return link.share(3)
+
+    assert run(work, links) == [1 / 3, 2 / 3]

@@ -1,0 +1,313 @@
+"""The loop as a training script sees it."""
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import atoll
+from atoll import Crew, DataParallel, Delayed, DiLoCo, Eager, Faults, Nesterov, OuterLoop, Streaming, Sync, local
+from atoll.core.codec import Codec
+from atoll.core.fragments import Balanced, Blocks
+from atoll.core.outer import SGD, Adam, Blend, EagerMerge
+from atoll.errors import AtollError, ConfigError, NonFiniteError
+from atoll.link.local import Absence
+from harness import Problem, Toy, bits, by_part, inner_step, snapshot, toy, train
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def train_classifier(model: nn.Module, inner: torch.optim.Optimizer, outer: OuterLoop, steps: int) -> list[float]:
+    generator = torch.Generator().manual_seed(outer.link.worker)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(16, 6, generator=generator)
+        loss = nn.functional.cross_entropy(model(x), (x.sum(1) > 0).long())
+        inner.zero_grad()
+        loss.backward()
+        inner.step()
+        outer.step()
+        losses.append(loss.item())
+    return losses
+
+
+class TestInnerOptimizers:
+    """Any inner optimizer works and keeps its state to itself."""
+
+    @pytest.mark.parametrize("name", ["AdamW", "Muon", "SGD", "Adafactor"])
+    def test_state_is_never_touched(self, name: str) -> None:
+        model = small_model()
+        parameters = [p for p in model.parameters() if name != "Muon" or p.ndim == 2]
+        inner = getattr(torch.optim, name)(parameters, lr=0.02)
+        outer = OuterLoop(model, DiLoCo(period=4), local(1)[0])
+        losses = train_classifier(model, inner, outer, 3)
+        before = copy.deepcopy(inner.state_dict())
+        gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        outer.step()  # the fourth: sends and applies
+        assert outer.counters.rounds_applied == 1
+        after = inner.state_dict()
+        assert after["param_groups"] == before["param_groups"]
+        for key, entry in before["state"].items():
+            for field, value in entry.items():
+                assert torch.equal(torch.as_tensor(after["state"][key][field]), torch.as_tensor(value)), (key, field)
+        for p, g in zip(model.parameters(), gradients, strict=True):
+            assert p.grad is None if g is None else torch.equal(p.grad, g)
+        losses += train_classifier(model, inner, outer, 40)
+        assert np.mean(losses[-5:]) < losses[0]
+
+
+class TestAnchor:
+    def test_lends_the_outer_parameters_and_gives_the_own_ones_back(self) -> None:
+        loops = Problem(workers=2).loops(Streaming(period=4, fragments=by_part(4), codec="int8"))
+        train(loops, 11, 0.1)
+        before = bits(loops[0])
+        live, anchor, _ = snapshot(loops[0])
+        with loops[0].anchor() as model:
+            assert model is loops[0].model
+            np.testing.assert_array_equal(toy(loops[0]).vector(), anchor)
+        np.testing.assert_array_equal(toy(loops[0]).vector(), live)
+        assert not np.array_equal(live, anchor)
+        assert bits(loops[0]) == before
+
+    def test_gives_back_after_an_error(self) -> None:
+        (loop,) = Problem(workers=1).loops(DiLoCo(period=4))
+        train([loop], 3, 0.1)
+        live = toy(loop).vector()
+        with pytest.raises(ZeroDivisionError), loop.anchor():
+            raise ZeroDivisionError
+        np.testing.assert_array_equal(toy(loop).vector(), live)
+        train([loop], 3, 0.1)
+
+    def test_no_step_and_no_second_loan_inside(self) -> None:
+        (loop,) = Problem(workers=1).loops(DiLoCo(period=4))
+        with loop.anchor():
+            with pytest.raises(AtollError, match="the model holds the anchor"):
+                loop.step()
+            with pytest.raises(AtollError, match="already in use"), loop.anchor():
+                pass
+
+    def test_under_data_parallel_it_is_the_model_itself(self) -> None:
+        (loop,) = Problem(workers=1).loops(DataParallel())
+        live = toy(loop).vector()
+        with loop.anchor():
+            np.testing.assert_array_equal(toy(loop).vector(), live)
+
+
+class TestFinish:
+    @pytest.mark.parametrize(
+        "sync",
+        [
+            DiLoCo(period=5),
+            Streaming(period=6, fragments=by_part(4), delay=4),
+            Streaming(period=6, fragments=by_part(4), delay=(1, 3, 6)),
+            Eager(period=5),
+            Eager(period=6, fragments=by_part(4), codec=Codec("int8", feedback=True)),
+            Delayed(period=5),
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("steps", [0, 3, 5, 13, 20])
+    @pytest.mark.parametrize("drop", [0.0, 0.4])
+    def test_everyone_ends_with_the_same_model(self, sync: Sync, steps: int, drop: float) -> None:
+        problem = Problem(workers=3, faults=Faults(drop=drop, seed=steps))
+        loops = problem.loops(sync)
+        train(loops, steps, problem.inner)
+        Crew(loops).finish()
+        for loop in loops:
+            live, anchor, _ = snapshot(loop)
+            np.testing.assert_array_equal(live, anchor)
+            np.testing.assert_array_equal(live, toy(loops[0]).vector())
+        with pytest.raises(AtollError, match="finish"):
+            loops[0].step()
+
+    def test_no_work_is_lost(self) -> None:
+        """One worker at lr 1 without momentum: the final model is where plain training went."""
+        problem = Problem(workers=1)
+        for merge, delay in ((Blend(0.0), 0), (EagerMerge(), 4)):
+            sync = Sync(period=4, delay=delay, codec="fp64", merge=merge, outer=SGD(1.0))
+            (loop,) = problem.loops(sync)
+            alone = Toy(problem.start, problem.sizes)
+            bare = OuterLoop(alone, DiLoCo(period=10**6), local(1)[0])
+            train([loop], 14, 0.1)
+            train([bare], 14, 0.1)
+            loop.finish()
+            np.testing.assert_allclose(toy(loop).vector(), alone.vector(), rtol=1e-12)
+
+    def test_the_last_partial_period_is_a_plain_mean(self) -> None:
+        problem = Problem(workers=2)
+        loops = problem.loops(DiLoCo(period=5, codec="fp64"))
+        train(loops, 7, 0.1)
+        mean = np.mean([toy(loop).vector() for loop in loops], axis=0)
+        Crew(loops).finish()
+        np.testing.assert_allclose(toy(loops[0]).vector(), mean, rtol=1e-12)
+
+    def test_right_after_a_round_there_is_nothing_to_send(self) -> None:
+        loops = Problem(workers=2).loops(DiLoCo(period=5))
+        train(loops, 10, 0.1)
+        sent = loops[0].counters.rounds_sent
+        Crew(loops).finish()
+        assert loops[0].counters.rounds_sent == sent == 2
+
+
+class TestCounting:
+    @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "e3m0"])
+    def test_bytes_are_the_formula(self, codec: str) -> None:
+        problem = Problem(sizes=(300, 77, 4, 129), workers=3, steps=25, dtype=torch.float32)
+        sync = Streaming(period=6, fragments=by_part(4), delay=2, codec=codec)
+        loops = problem.loops(sync)
+        train(loops, problem.steps, problem.inner)
+        sends = [sum((t - f * 6 // 4) in range(6, 26, 6) for t in range(1, 26)) for f in range(4)]
+        expected = sum(n * Codec(codec).payload_bytes(size) for n, size in zip(sends, problem.sizes, strict=True))
+        for loop in loops:
+            assert loop.counters.bytes_sent == expected
+            assert loop.counters.rounds_sent == sum(sends)
+        applied = loops[0].counters.rounds_applied
+        assert applied == sum((t - f * 6 // 4) in range(6, 24, 6) for f in range(4) for t in range(1, 24))
+        assert loops[0].counters.wait_s >= 0
+
+    def test_received_bytes_are_the_others(self) -> None:
+        loops = Problem(sizes=(100,), workers=4, dtype=torch.float32).loops(DiLoCo(period=3))
+        train(loops, 6, 0.1)
+        assert {loop.counters.bytes_received for loop in loops} == {2 * 3 * 400}
+
+
+class TestDtypes:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_low_precision_parameters_have_an_fp32_anchor(self, dtype: torch.dtype) -> None:
+        loops = Problem(workers=2, dtype=dtype).loops(DiLoCo(period=3, outer=Nesterov(0.7, 0.9)))
+        train(loops, 9, 0.05)
+        for loop in loops:
+            state = loop.state_dict()["fragments"][0]
+            assert state["anchor"].dtype == state["slots"]["velocity"].dtype == torch.float32
+            live = torch.cat([p.detach().flatten() for p in loop.model.parameters()])
+            assert torch.equal(live, state["anchor"].to(dtype))
+            assert not torch.equal(live.float(), state["anchor"])
+
+
+class TestBadNumbers:
+    @pytest.mark.parametrize("sync", [DiLoCo(period=3), Streaming(period=3, fragments=by_part(4)), Eager(period=3)])
+    def test_a_nan_is_refused_by_name_and_nothing_changes(self, sync: Sync) -> None:
+        loops = Problem(workers=1, dtype=torch.float32).loops(sync)
+        train(loops, 2, 0.1)
+        inner_step(loops[0], 0.1)
+        with torch.no_grad():
+            next(iter(loops[0].model.parameters()))[1] = float("nan")
+        before = bits(loops[0])
+        pattern = r"worker 0, step 3, fragment 0, parameter 'parts.0.values': a value is nan"
+        with pytest.raises(NonFiniteError, match=pattern):
+            loops[0].step()
+        assert bits(loops[0]) == before
+        assert loops[0].steps == 2
+
+    def test_a_nan_gradient_too(self) -> None:
+        (loop,) = Problem(workers=1).loops(DataParallel())
+        for p in loop.model.parameters():
+            p.grad = torch.full_like(p, float("inf"))
+        with pytest.raises(NonFiniteError, match="a value is inf"):
+            loop.average_gradients()
+
+
+class TestDataParallel:
+    def test_forgetting_to_average_is_an_error(self) -> None:
+        (loop,) = Problem(workers=1).loops(DataParallel())
+        with pytest.raises(AtollError, match="average_gradients\\(\\) was not called"):
+            loop.step()
+
+    def test_averaging_twice_is_an_error(self) -> None:
+        (loop,) = Problem(workers=1).loops(DataParallel())
+        loop.average_gradients()
+        with pytest.raises(AtollError, match="called twice"):
+            loop.average_gradients()
+
+    def test_an_absent_worker_is_an_error(self) -> None:
+        problem = Problem(workers=2, faults=Faults(absences=(Absence(worker=1, first=1, last=3),)))
+        with pytest.raises(ConfigError, match="worker 1 is absent at step 1: DataParallel has no anchor"):
+            Crew(problem.loops(DataParallel())).average_gradients()
+
+    def test_averaging_is_nothing_under_other_presets(self) -> None:
+        (loop,) = Problem(workers=1).loops(DiLoCo())
+        loop.average_gradients()
+        assert all(p.grad is None for p in loop.model.parameters())
+
+    def test_finish_changes_nothing(self) -> None:
+        (loop,) = Problem(workers=1).loops(DataParallel())
+        live = toy(loop).vector()
+        loop.finish()
+        np.testing.assert_array_equal(toy(loop).vector(), live)
+
+
+class TestModels:
+    def test_a_parameter_unfrozen_later_is_an_error_not_a_silent_divergence(self) -> None:
+        model = small_model()
+        frozen = next(iter(model.parameters())).requires_grad_(False)
+        loop = OuterLoop(model, DiLoCo(period=2), local(1)[0])
+        loop.step()
+        frozen.requires_grad_(True)
+        with pytest.raises(ConfigError, match=r"parameter '0.weight' \(1 in all\) is trained but in no fragment"):
+            loop.step()
+
+    def test_tied_weights_travel_once(self) -> None:
+        model = small_model()
+        model[2].weight = nn.Parameter(torch.randn(16, 16))
+        model.append(nn.Linear(2, 2))
+        model.tied = nn.Linear(16, 16, bias=False)
+        model.tied.weight = model[2].weight
+        loop = OuterLoop(model, DiLoCo(period=1), local(1)[0])
+        loop.step()
+        assert loop.counters.bytes_sent == 4 * sum(p.numel() for p in model.parameters())
+
+    def test_batch_norm_statistics_are_named_in_a_warning(self) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        with pytest.warns(UserWarning, match="3 buffers such as '1.running_mean' change in training"):
+            OuterLoop(model, DiLoCo(), local(1)[0])
+
+    def test_no_warning_without_them(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            OuterLoop(small_model(), DiLoCo(), local(1)[0])
+
+    def test_describe(self) -> None:
+        loop = OuterLoop(small_model(), Streaming(fragments=Balanced(count=2)), local(1)[0])
+        assert "share" in loop.describe()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DiLoCo(period=0), "period must be at least 1 inner step, got 0"),
+        (lambda: Streaming(period=10, delay=11), r"delay must be between 0 and period \(10\), got 11"),
+        (lambda: Streaming(period=10, delay=(1, 11)), r"delay must be between 0 and period \(10\), got 11"),
+        (lambda: Streaming(delay=()), r"delay must be a number or one number per worker, got \(\)"),
+        (lambda: DiLoCo(codec="fp4"), "codec must be one of"),
+        (lambda: DataParallel(codec="fp4"), "codec must be one of"),
+        (lambda: DiLoCo(merge=EagerMerge()), r"delay must equal period \(500\) under the eager merge, got 0"),
+        (lambda: Eager(outer=Adam()), "outer must be Nesterov, Momentum or SGD under the eager merge, got Adam"),
+        (lambda: Problem(workers=2).loops(DiLoCo(delay=(1, 2, 3))), "delay has 3 entries for 2 workers"),
+        (lambda: Problem(workers=1, weights=(-1.0,)).loops(DiLoCo()), "weight of worker 0 must be a finite number"),
+        (lambda: Problem(workers=1).loops(Streaming(fragments=Blocks(count=9))), "count"),
+    ],
+)
+def test_impossible_settings_say_why(make, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_presets_are_the_papers() -> None:
+    diloco, streaming, eager, delayed = DiLoCo(), Streaming(), Eager(), Delayed()
+    assert (diloco.period, diloco.delay, diloco.outer, diloco.codec) == (500, 0, Nesterov(0.7, 0.9), Codec("fp32"))
+    assert (streaming.period, streaming.delay, streaming.merge) == (100, 1, Blend(0.5))
+    assert (streaming.outer, streaming.codec, streaming.fragments) == (Nesterov(0.4, 0.9), Codec("e3m0"), Blocks())
+    assert (eager.period, eager.delay, eager.merge, eager.outer) == (30, 30, EagerMerge(), Nesterov(0.4, 0.9))
+    assert (delayed.period, delayed.delay, delayed.merge) == (30, 30, Blend(0.0))
+
+
+def test_public_names() -> None:
+    assert len(atoll.__all__) <= 12
+    for name in atoll.__all__:
+        assert getattr(atoll, name).__doc__, name

@@ -1,0 +1,125 @@
+"""Save at any step, with rounds in flight, and resume: the same bits as never having stopped."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_laws import PRESETS
+
+from atoll import DataParallel, DiLoCo, Eager, Faults, OuterLoop, Streaming, checkpoint, local
+from atoll.errors import AtollError, ConfigError
+from atoll.link.local import Absence
+from harness import Problem, bits, by_part, toy, train, train_data_parallel
+
+PROBLEM = Problem(
+    sizes=(3, 1, 4, 2),
+    workers=3,
+    weights=(1.0, 2.5, 0.3),
+    steps=18,
+    faults=Faults(drop=0.15, seed=5, absences=(Absence(worker=2, first=5, last=9),)),
+    dtype=torch.float32,
+)
+
+
+def save(loop: OuterLoop, folder: Path) -> None:
+    checkpoint.save(
+        folder / f"worker-{loop.link.worker}",
+        loop.steps,
+        {
+            "model": loop.model.state_dict(),
+            "outer": loop.state_dict(),
+        },
+    )
+
+
+def resume(loop: OuterLoop, folder: Path) -> None:
+    _, state = checkpoint.load(folder / f"worker-{loop.link.worker}")
+    loop.model.load_state_dict(state["model"])
+    loop.load_state_dict(state["outer"])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_resume_at_every_step_is_exact(name: str, tmp_path: Path) -> None:
+    """Three periods of every preset, stopped after each single step, through files."""
+    sync = PRESETS[name]
+    whole = PROBLEM.loops(sync)
+    train(whole, PROBLEM.steps, PROBLEM.inner)
+    expected = [bits(loop) for loop in whole]
+    running = PROBLEM.loops(sync)
+    for step in range(PROBLEM.steps + 1):
+        folder = tmp_path / str(step)
+        for loop in running:
+            save(loop, folder)
+        continued = PROBLEM.loops(sync)
+        for loop in continued:
+            resume(loop, folder)
+        train(continued, PROBLEM.steps - step, PROBLEM.inner)
+        assert [bits(loop) for loop in continued] == expected, f"stopped after step {step}"
+        assert [c.counters.rounds_applied for c in continued] == [w.counters.rounds_applied for w in whole]
+        if step < PROBLEM.steps:
+            train(running, 1, PROBLEM.inner)
+
+
+def test_resume_data_parallel(tmp_path: Path) -> None:
+    problem = Problem(steps=6)
+    whole = problem.loops(DataParallel())
+    train_data_parallel(whole, 6, problem.inner)
+    first = problem.loops(DataParallel())
+    train_data_parallel(first, 4, problem.inner)
+    second = problem.loops(DataParallel())
+    for a, b in zip(first, second, strict=True):
+        save(a, tmp_path)
+        resume(b, tmp_path)
+    train_data_parallel(second, 2, problem.inner)
+    assert [bits(loop) for loop in second] == [bits(loop) for loop in whole]
+
+
+def test_a_state_is_not_torn_by_training_on() -> None:
+    loops = PROBLEM.loops(Eager(period=3))
+    train(loops, 7, PROBLEM.inner)
+    state = loops[0].state_dict()
+    before = [f["anchor"].clone() for f in state["fragments"]]
+    train(loops, 5, PROBLEM.inner)
+    assert all(torch.equal(f["anchor"], b) for f, b in zip(state["fragments"], before, strict=True))
+    assert not torch.equal(loops[0].state_dict()["fragments"][0]["anchor"], before[0])
+
+
+def test_a_foreign_state_is_refused_and_changes_nothing() -> None:
+    loops = PROBLEM.loops(Streaming(period=5, fragments=by_part(4)))
+    train(loops, 7, PROBLEM.inner)
+    state = loops[0].state_dict()
+    fresh = PROBLEM.loops(Streaming(period=4, fragments=by_part(4)))
+    before = bits(fresh[0])
+    with pytest.raises(ConfigError, match="period was 5 when the state was saved, and is 4 now"):
+        fresh[0].load_state_dict(state)
+    other_layout = Problem(sizes=(3, 1, 4, 3), workers=3).loops(Streaming(period=5, fragments=by_part(4)))
+    with pytest.raises(ConfigError, match="layout of fragment 3 was 1 parameters, 2 values"):
+        other_layout[0].load_state_dict(state)
+    with pytest.raises(ConfigError, match="this is the state of worker 0; this is worker 1"):
+        fresh[1].load_state_dict(state)
+    assert bits(fresh[0]) == before
+
+
+def test_loading_after_the_first_step_is_refused() -> None:
+    loops = Problem(workers=1).loops(DiLoCo(period=5))
+    state = loops[0].state_dict()
+    train(loops, 1, 0.1)
+    with pytest.raises(AtollError, match="before the first step"):
+        loops[0].load_state_dict(state)
+
+
+def test_the_parameters_of_a_checkpoint_may_be_loaded_before_or_after_the_loop_is_made() -> None:
+    """Workers' live parameters differ, so a loop made on top of them must not take them for the anchor."""
+    problem = Problem(workers=2, steps=12)
+    sync = DiLoCo(period=5, codec="fp64")
+    whole = problem.loops(sync)
+    train(whole, 12, problem.inner)
+    stopped = problem.loops(sync)
+    train(stopped, 8, problem.inner)
+    continued = []
+    for old, link in zip(stopped, local(2), strict=True):
+        loop = OuterLoop(toy(old), sync, link)
+        loop.load_state_dict(old.state_dict())
+        continued.append(loop)
+    train(continued, 4, problem.inner)
+    assert [bits(loop) for loop in continued] == [bits(loop) for loop in whole]
