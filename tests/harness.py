@@ -9,8 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from atoll import Crew, DataParallel, Faults, OuterLoop, Sync, local
+from atoll import Crew, DataParallel, Delayed, DiLoCo, Eager, Faults, OuterLoop, Streaming, Sync, local
+from atoll.core.codec import Codec
 from atoll.core.fragments import Patterns
+from atoll.core.outer import Adam
 from atoll.link.base import RoundId
 from atoll.link.local import LocalLink, run
 
@@ -43,6 +45,21 @@ class Toy(nn.Module):
 
 def by_part(count: int) -> Patterns:
     return Patterns(groups=tuple((f"parts.{p}.*",) for p in range(count)))
+
+
+PRESETS: dict[str, Sync] = {
+    "diloco": DiLoCo(period=5),
+    "streaming": Streaming(period=6, fragments=by_part(4), delay=2),
+    "several in flight": Streaming(period=6, fragments=by_part(4), delay=5, codec="int8"),
+    "unequal delays": Streaming(period=6, fragments=by_part(4), delay=(0, 3, 6), codec="bf16"),
+    "eager": Eager(period=4),
+    "streaming eager": Eager(period=6, fragments=by_part(4), codec="e2m1"),
+    "delayed": Delayed(period=4),
+    "feedback": Streaming(period=4, fragments=by_part(4), codec=Codec("e3m0", feedback=True)),
+    "stochastic": Eager(period=4, codec=Codec("int4", stochastic=True, feedback=True)),
+    "adam": DiLoCo(period=5, outer=Adam()),
+}
+"""Every preset, and combinations that have gone wrong elsewhere, for a problem of 4 parts and 3 workers."""
 
 
 def gradient(worker: int, step: int, x: Vector) -> Vector:

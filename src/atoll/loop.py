@@ -165,8 +165,7 @@ class OuterLoop:
             self._end_gradient_step()
             return
         due = self._schedule.due(step)
-        deltas = [self._delta(fragment) for fragment in due.send]
-        self._send([RoundId(step, fragment) for fragment in due.send], deltas)
+        self._send([RoundId(step, f) for f in due.send], [self._delta(f) for f in due.send])
         self.steps = step
         yield
         missed = {f: self._apply(RoundId(step - self._schedule.delay, f)) for f in due.apply}

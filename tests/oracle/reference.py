@@ -84,7 +84,7 @@ def delayed(x0, grad, there, trains, lost, wire, weights, *, steps, inner, perio
     workers = range(len(weights))
     anchor, velocity = x0.copy(), np.zeros_like(x0)
     xs = [x0.copy() for _ in workers]
-    travelling, senders = None, []
+    travelling, senders = None, ()
     for t in range(1, steps + 1):
         for m in workers:
             if trains(m, t):

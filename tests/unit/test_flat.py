@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -105,7 +105,7 @@ def test_fingerprints_tell_vectors_apart(numel: int, dtype: torch.dtype) -> None
 
 @pytest.fixture
 def one_process(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

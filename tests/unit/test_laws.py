@@ -1,30 +1,31 @@
 """The laws that tie the family together, each exact or to rounding."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from atoll import Crew, DataParallel, Delayed, DiLoCo, Eager, Faults, Nesterov, OuterLoop, Streaming, Sync
+from atoll import Crew, DataParallel, DiLoCo, Eager, Faults, Nesterov, OuterLoop, Streaming, Sync
 from atoll.core.codec import Codec
-from atoll.core.outer import SGD, Adam, Blend, EagerMerge, Momentum
+from atoll.core.outer import SGD, Blend, EagerMerge, Momentum
 from atoll.link.base import RoundId
 from atoll.link.local import Absence
-from harness import Problem, bits, by_part, gradient, snapshot, toy, train, train_data_parallel, train_in_threads
+from harness import (
+    PRESETS,
+    Problem,
+    bits,
+    by_part,
+    gradient,
+    snapshot,
+    toy,
+    train,
+    train_data_parallel,
+    train_in_threads,
+)
 from oracle import codecs, reference
 
 PROBLEM = Problem(sizes=(3, 1, 4, 2), workers=3, steps=23)
-PRESETS = {
-    "diloco": DiLoCo(period=5),
-    "streaming": Streaming(period=6, fragments=by_part(4), delay=2),
-    "several in flight": Streaming(period=6, fragments=by_part(4), delay=5, codec="int8"),
-    "unequal delays": Streaming(period=6, fragments=by_part(4), delay=(0, 3, 6), codec="bf16"),
-    "eager": Eager(period=4),
-    "streaming eager": Eager(period=6, fragments=by_part(4), codec="e2m1"),
-    "delayed": Delayed(period=4),
-    "feedback": Streaming(period=4, fragments=by_part(4), codec=Codec("e3m0", feedback=True)),
-    "stochastic": Eager(period=4, codec=Codec("int4", stochastic=True, feedback=True)),
-    "adam": DiLoCo(period=5, outer=Adam()),
-}
 
 
 def run(sync: Sync, problem: Problem = PROBLEM) -> list[OuterLoop]:
@@ -81,7 +82,7 @@ def test_anchors_and_velocities_have_the_same_bits_on_every_worker(name: str) ->
         sizes=(3, 1, 4, 2), workers=3, weights=(1.0, 2.5, 0.3), steps=24, faults=Faults(drop=0.3), dtype=torch.float32
     )
     loops = run(PRESETS[name], problem)
-    seen = {}
+    seen: dict[tuple[int, int], dict[str, Any]] = {}
     for loop in loops:
         for number, fragment in enumerate(loop.state_dict()["fragments"]):
             assert fragment["version"] > 0

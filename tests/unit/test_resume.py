@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_laws import PRESETS
 
 from atoll import DataParallel, DiLoCo, Eager, Faults, OuterLoop, Streaming, checkpoint, local
 from atoll.errors import AtollError, ConfigError
 from atoll.link.local import Absence
-from harness import Problem, bits, by_part, toy, train, train_data_parallel
+from harness import PRESETS, Problem, bits, by_part, toy, train, train_data_parallel
 
 PROBLEM = Problem(
     sizes=(3, 1, 4, 2),

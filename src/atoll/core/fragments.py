@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, get_args
 
 from torch import nn
 
+from atoll.core.flat import trainable
 from atoll.errors import ConfigError
 
 BlockOrder = Literal["strided", "sequential"]
@@ -102,25 +103,25 @@ _Stack = tuple[type[nn.Module], list[str]]  # blocks in one container: their typ
 
 def split(model: nn.Module, policy: FragmentPolicy) -> tuple[Fragment, ...]:
     """Fragments that together hold every trainable parameter once; the same model gives the same ones."""
-    trainable = _trainable(model)
-    if not trainable:
+    parameters = trainable(model)
+    if not parameters:
         raise ConfigError(
             f"the model must have a parameter with requires_grad=True, {type(model).__name__} has none: "
             f"only those are synchronised; unfreeze what should train before splitting it into fragments"
         )
     match policy:
         case Whole():
-            groups = [("whole model", list(trainable))]
+            groups = [("whole model", list(parameters))]
         case Blocks():
             groups = _split_by_blocks(model, policy)
         case Balanced():
             groups = _split_by_bytes(model, policy)
         case Patterns():
-            groups = _split_by_patterns(list(trainable), policy)
+            groups = _split_by_patterns(list(parameters), policy)
         case _:
             raise ConfigError(f"the policy must be Whole, Blocks, Balanced or Patterns, got {policy!r}")
-    fragments = tuple(_fragment(group, trainable) for group in groups)
-    _check_partition(trainable, fragments, policy)
+    fragments = tuple(_fragment(group, parameters) for group in groups)
+    _check_partition(parameters, fragments, policy)
     return fragments
 
 
@@ -143,7 +144,7 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     The longest stack says what a block is; the other stacks of that type join it (T5: encoder and decoder).
     A stack inside a block is part of the block, however long: experts never win over layers.
     """
-    parameters_under = Counter(path for name in _trainable(model) for path in _modules_around(name))
+    parameters_under = Counter(path for name in trainable(model) for path in _modules_around(name))
     stacks = list(_outermost_stacks(model, "", parameters_under))
     if not stacks:
         return ()
@@ -281,15 +282,15 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 def _blocks_and_rest(model: nn.Module) -> tuple[list[_Part], list[_Part]]:
     """The blocks, and each parameter outside them; one that two blocks share is the first block's."""
-    trainable = _trainable(model)
+    parameters = trainable(model)
     members: dict[str, list[str]] = {path: [] for path in find_blocks(model)}
     rest = []
-    for name, parameter in trainable.items():
+    for name, parameter in parameters.items():
         if path := next((path for path in _modules_around(name) if path in members), None):
             members[path].append(name)
         else:
             rest.append(_Part(None, [name], parameter.nbytes))
-    sizes = [sum(trainable[name].nbytes for name in names) for names in members.values()]
+    sizes = [sum(parameters[name].nbytes for name in names) for names in members.values()]
     return list(map(_Part, range(len(members)), members.values(), sizes)), rest
 
 
@@ -298,17 +299,12 @@ def _modules_around(parameter: str) -> Iterator[str]:
     return accumulate(parameter.split(".")[:-1], "{}.{}".format)
 
 
-# --- parameters, checks and words
+# --- checks and words
 
 
-def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters with requires_grad, in model order; a tied one is there once, under its first name."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def _fragment(group: _Group, trainable: Mapping[str, nn.Parameter]) -> Fragment:
+def _fragment(group: _Group, parameters: Mapping[str, nn.Parameter]) -> Fragment:
     label, members = group[0], set(group[1])
-    own = {name: parameter for name, parameter in trainable.items() if name in members}  # in model order
+    own = {name: parameter for name, parameter in parameters.items() if name in members}  # in model order
     numel, size = sum(p.numel() for p in own.values()), sum(p.nbytes for p in own.values())
     return Fragment(label, tuple(own), numel, size)
 

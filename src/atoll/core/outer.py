@@ -1,7 +1,7 @@
 """The outer step and the merges: state in, state out, on vectors of any length.
 
-Only multiplications, additions, divisions and square roots that IEEE 754 rounds exactly, one operation at a time
-(never a fused multiply-add): workers with different processors must get the same bits.
+Workers with different processors must get the same bits, so every operation is one that IEEE 754 rounds exactly, one
+at a time: no fused multiply-add, and no division by a number, which CUDA turns into a product with its reciprocal.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,11 @@ Slots = tuple[Tensor, ...]
 
 def weighted_mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Mean of [n] vectors by weight, summed in the order given, so every worker gets the same bits."""
-    total = deltas[0] * weights[0]
-    for delta, weight in zip(deltas[1:], weights[1:], strict=True):
-        total += delta * weight
-    return total.div_(sum(weights))
+    shares = [weight / sum(weights) for weight in weights]
+    mean = deltas[0] * shares[0]
+    for delta, share in zip(deltas[1:], shares[1:], strict=True):
+        mean += delta * share
+    return mean
 
 
 def _positive(name: str, value: float) -> None:
@@ -119,8 +120,9 @@ class Adam:
         """The anchor and both moments after round number `count` (from 1), which corrects their bias."""
         velocity = self.beta1 * slots[0] + (1 - self.beta1) * mean
         variance = self.beta2 * slots[1] + (1 - self.beta2) * (mean * mean)
-        size = (variance / (1 - self.beta2**count)).sqrt_() + self.eps
-        return anchor - self.lr * (velocity / (1 - self.beta1**count) / size), (velocity, variance)
+        unbiased = variance * (1 / (1 - self.beta2**count))
+        size = unbiased.double().sqrt_().to(unbiased.dtype) + self.eps  # CUDA's fp32 sqrt is not exact
+        return anchor - (self.lr / (1 - self.beta1**count)) * (velocity / size), (velocity, variance)
 
 
 OuterOptimizer = SGD | Momentum | Nesterov | Adam
