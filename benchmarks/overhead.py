@@ -3,8 +3,8 @@
     python benchmarks/overhead.py
 
 A decoder-like model of about 7 million parameters, AdamW, fp32, on the CPU; one worker on a local link, period 30.
-The bare loop and each preset take turns, period by period, so that noise hits all alike; the figure is the ratio of
-their medians. Memory is measured in one process per preset, as the difference of peak resident sizes.
+The bare loop and each preset take turns, period by period, so that noise hits all alike; the figure is the median of
+the ratios within one turn. Memory is measured in one process per preset, as the difference of peak resident sizes.
 """
 
 import argparse
@@ -69,11 +69,11 @@ def speed(periods: int) -> None:
     for _ in range(periods):
         for name, loop in loops.items():
             seconds[name].append(loop.steps(PERIOD))
-    print(f"speed: {values / 1e6:.2f} million parameters, period {PERIOD}, median of {periods} periods each")
-    bare = statistics.median(seconds["bare"])
+    print(f"speed: {values / 1e6:.2f} million parameters, period {PERIOD}, medians of {periods} periods")
     for name, times in seconds.items():
-        median = statistics.median(times)
-        print(f"  {name:16} {1e3 * median / PERIOD:8.2f} ms/step {bare / median:8.3f} of the bare loop's speed")
+        ratio = statistics.median(bare / own for bare, own in zip(seconds["bare"], times, strict=True))
+        per_step = 1e3 * statistics.median(times) / PERIOD
+        print(f"  {name:16} {per_step:8.2f} ms/step {ratio:8.3f} of the bare loop's speed in the same round")
 
 
 class Blocky(nn.Module):

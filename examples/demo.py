@@ -23,11 +23,12 @@ from torch.nn import functional
 
 from atoll import Crew, DataParallel, DiLoCo, Eager, Nesterov, OuterLoop, Streaming, Sync, local
 from atoll.core.fragments import Blocks
+from atoll.sync import Gradients
 
 WORKERS = 4
 CONTEXT = 64
 BATCH = 8
-METHODS: dict[str, Sync | DataParallel] = {
+METHODS: dict[str, Sync | Gradients] = {
     "data-parallel": DataParallel(),
     "DiLoCo": DiLoCo(period=10, outer=Nesterov.for_workers(WORKERS)),
     "Streaming, 4 bit": Streaming(period=10, fragments=Blocks(each=1), outer=Nesterov.for_workers(WORKERS)),
@@ -104,7 +105,7 @@ class Outcome:
     model: nn.Module
 
 
-def train(sync: Sync | DataParallel, start: nn.Module, shards: list[Tensor], held_out: Tensor, steps: int) -> Outcome:
+def train(sync: Sync | Gradients, start: nn.Module, shards: list[Tensor], held_out: Tensor, steps: int) -> Outcome:
     """Train all workers in turn and evaluate what they agree on."""
     models = [copy.deepcopy(start) for _ in range(WORKERS)]
     inner = [torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1) for model in models]
@@ -123,9 +124,9 @@ def train(sync: Sync | DataParallel, start: nn.Module, shards: list[Tensor], hel
             optimizer.param_groups[0]["lr"] = 2e-3 * rate
             optimizer.zero_grad()
             loss_of(model, next(stream)).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         crew.average_gradients()
-        for optimizer in inner:
+        for model, optimizer in zip(models, inner, strict=True):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         crew.step()
         if step % 20 == 0:

@@ -9,12 +9,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from atoll import Crew, DataParallel, Delayed, DiLoCo, Eager, Faults, OuterLoop, Streaming, Sync, local
+from atoll import Crew, Delayed, DiLoCo, Eager, OuterLoop, Streaming, Sync, local
 from atoll.core.codec import Codec
 from atoll.core.fragments import Patterns
 from atoll.core.outer import Adam
 from atoll.link.base import RoundId
-from atoll.link.local import LocalLink, run
+from atoll.link.local import Faults, LocalLink, run_local
+from atoll.sync import Gradients
 
 Vector = NDArray[np.float64]
 
@@ -91,9 +92,9 @@ class Problem:
         ends = np.cumsum(self.sizes)
         return [slice(int(end - size), int(end)) for end, size in zip(ends, self.sizes, strict=True)]
 
-    def oracle_arguments(self, wire: Callable[[Vector], Vector] = lambda d: d) -> dict[str, Any]:
-        """The arguments of every faulty oracle, by name."""
-        return {
+    def oracle_arguments(self, wire: Callable[[Vector], Vector] = lambda d: d, without: str = "") -> dict[str, Any]:
+        """The arguments that oracles share, by name, less those named in `without`."""
+        arguments = {
             "x0": self.start,
             "grad": gradient,
             "there": self.faults.present,
@@ -104,8 +105,16 @@ class Problem:
             "steps": self.steps,
             "inner": self.inner,
         }
+        return {name: value for name, value in arguments.items() if name not in without.split()}
 
-    def loops(self, sync: Sync | DataParallel, links: Sequence[LocalLink] | None = None) -> list[OuterLoop]:
+    def alone(self, steps: int) -> Vector:
+        """Where plain training takes worker 0 by itself."""
+        x = self.start
+        for step in range(1, steps + 1):
+            x = x - self.inner * gradient(0, step, x)
+        return x
+
+    def loops(self, sync: Sync | Gradients, links: Sequence[LocalLink] | None = None) -> list[OuterLoop]:
         links = links or local(self.workers, faults=self.faults, timeout_s=30)
         return [
             OuterLoop(Toy(self.start, self.sizes, self.dtype), sync, link, weight=weight)
@@ -163,7 +172,7 @@ def train_in_threads(problem: Problem, sync: Sync) -> list[OuterLoop]:
             loop.step()
         return loop
 
-    return run(work, local(problem.workers, faults=problem.faults, timeout_s=30))
+    return run_local(work, local(problem.workers, faults=problem.faults, timeout_s=30))
 
 
 def snapshot(loop: OuterLoop) -> tuple[Vector, Vector, Vector]:

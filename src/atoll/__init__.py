@@ -2,7 +2,7 @@
 
 from atoll.core.outer import Nesterov
 from atoll.errors import AtollError
-from atoll.link.local import Faults, local
+from atoll.link.local import local, run_local
 from atoll.loop import Crew, OuterLoop
 from atoll.sync import DataParallel, Delayed, DiLoCo, Eager, Streaming, Sync
 
@@ -15,10 +15,10 @@ __all__ = [
     "Delayed",
     "DiLoCo",
     "Eager",
-    "Faults",
     "Nesterov",
     "OuterLoop",
     "Streaming",
     "Sync",
     "local",
+    "run_local",
 ]

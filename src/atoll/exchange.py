@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from atoll.core.codec import Codec, pieces
-from atoll.core.flat import Flat, fingerprint
+from atoll.core.codec import Codec
+from atoll.core.flat import Window, fingerprint, pieces
 from atoll.core.outer import weighted_mean
 from atoll.errors import LinkError, NonFiniteError
 from atoll.link.base import Contribution, Link, Pending, Round, RoundId
@@ -17,12 +17,16 @@ from atoll.state import Counters
 class Exchange:
     """One worker's rounds: vectors of `windows[fragment].numel` values go out, means come back."""
 
-    def __init__(self, link: Link, codec: Codec, weight: float, windows: Sequence[Flat]) -> None:
+    def __init__(self, link: Link, codec: Codec, weight: float, windows: Sequence[Window]) -> None:
         self.link = link
         self.codec = codec
         self.weight = weight
         self.counters = Counters()
         self._windows = windows
+
+    def share(self, step: int) -> float:
+        """This worker's part, 0 to 1, of a mean over all who are present at this step."""
+        return self.weight / sum(self.link.weights(step).values())
 
     def contribution(
         self, round_id: RoundId, vector: Tensor, *, anchor: Tensor | None = None, version: int = 0
@@ -37,11 +41,9 @@ class Exchange:
         except NonFiniteError as error:
             worst = int(vector.abs().nan_to_num(torch.inf).argmax())
             name = self._windows[round_id.fragment].locate(worst)
-            raise NonFiniteError(
-                f"worker {self.link.worker}, {describe(round_id)}, parameter {name!r}: {error}"
-            ) from error
-        print_of_anchor = 0 if anchor is None else fingerprint(anchor)
-        return Contribution(self.link.worker, self.weight, payload, version, print_of_anchor)
+            raise NonFiniteError(f"worker {self.link.worker}, {round_id}, parameter {name!r}: {error}") from error
+        anchor_fingerprint = 0 if anchor is None else fingerprint(anchor)
+        return Contribution(self.link.worker, self.weight, payload, version, anchor_fingerprint)
 
     def open(self, round_id: RoundId, contribution: Contribution | None) -> Pending:
         """Send a contribution on its way."""
@@ -53,31 +55,31 @@ class Exchange:
     def collect(self, pending: Pending) -> Round:
         """Wait for a round; LinkError if payloads do not fit or the members no longer share one anchor."""
         start = time.perf_counter()
-        outcome = pending.wait()
+        completed = pending.wait()
         self.counters.wait_s += time.perf_counter() - start
-        self._check(outcome)
-        others = [c.payload.numel() for c in outcome.contributions if c.worker != self.link.worker]
+        self._check(completed)
+        others = [c.payload.numel() for c in completed.contributions if c.worker != self.link.worker]
         self.counters.bytes_received += sum(others)
-        self.counters.rounds_applied += bool(outcome.contributions)
-        return outcome
+        self.counters.rounds_applied += bool(completed.contributions)
+        return completed
 
-    def _check(self, outcome: Round) -> None:
-        expected = self.codec.payload_bytes(self._windows[outcome.round_id.fragment].numel)
+    def _check(self, completed: Round) -> None:
+        expected = self.codec.payload_bytes(self._windows[completed.round_id.fragment].numel)
         leaders: dict[int, Contribution] = {}
-        for c in outcome.contributions:
+        for c in completed.contributions:
             if c.payload.numel() != expected:
                 sent = f"worker {c.worker} sent {c.payload.numel()} bytes where {expected} were due"
-                raise LinkError(f"{describe(outcome.round_id)}: {sent}")
+                raise LinkError(f"{completed.round_id}: {sent}")
             # Workers with unequal delays may hold different versions of the anchor; equal versions must be equal.
             leader = leaders.setdefault(c.anchor_version, c)
             if c.anchor_fingerprint != leader.anchor_fingerprint:
                 who = f"workers {leader.worker} and {c.worker}"
                 cause = f"have diverged after {c.anchor_version} rounds" if c.anchor_version else "started differently"
-                raise LinkError(f"{describe(outcome.round_id)}: {who} have different anchors: they {cause}")
+                raise LinkError(f"{completed.round_id}: {who} have different anchors: they {cause}")
 
-    def means(self, outcome: Round) -> Iterator[tuple[slice, Tensor]]:
+    def means(self, completed: Round) -> Iterator[tuple[slice, Tensor]]:
         """The mean of a round with members, piece by piece: temporaries stay in cache, no full mean is stored."""
-        fragment, members = outcome.round_id.fragment, outcome.contributions
+        fragment, members = completed.round_id.fragment, completed.contributions
         for piece in pieces(self._windows[fragment].numel):
             decoded = [self.decode_piece(member.payload, fragment, piece) for member in members]
             yield piece, weighted_mean(decoded, [member.weight for member in members])
@@ -91,8 +93,3 @@ class Exchange:
         """The vector behind a payload of this fragment."""
         window = self._windows[fragment]
         return self.codec.decode(payload, window.numel, window.dtype)
-
-
-def describe(round_id: RoundId) -> str:
-    """A round in words."""
-    return f"step {round_id.step}, fragment {round_id.fragment}"

@@ -23,16 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll.core.codec import Codec, pieces
-from atoll.core.flat import Flat, check_coverage, state_dtype, trainable
+from atoll.core.flat import Window, check_coverage, pieces, state_dtype, trainable
 from atoll.core.fragments import Whole, describe, split, unsynchronised_buffers
 from atoll.core.outer import SGD, Adam, Blend, LinearOuter, OuterOptimizer, blend, eager_start
 from atoll.core.schedule import Schedule
 from atoll.errors import AtollError, ConfigError
 from atoll.exchange import Exchange
-from atoll.link.base import Link, Round, RoundId
+from atoll.gradients import GradientAverage
+from atoll.link.base import Link, Round, RoundId, difference
 from atoll.state import Counters, Flight, FragmentState
-from atoll.sync import DataParallel, Sync
+from atoll.sync import Gradients, Sync
 
 
 class OuterLoop:
@@ -43,7 +43,7 @@ class OuterLoop:
     in every mean, for instance the number of examples in its shard.
     """
 
-    def __init__(self, model: nn.Module, sync: Sync | DataParallel, link: Link, *, weight: float = 1.0) -> None:
+    def __init__(self, model: nn.Module, sync: Sync | Gradients, link: Link, *, weight: float = 1.0) -> None:
         if not 0 < weight < float("inf"):
             raise ConfigError(f"weight of worker {link.worker} must be a finite number above 0, got {weight}")
         self.model = model
@@ -52,9 +52,9 @@ class OuterLoop:
         self.steps = 0
         self.fragments = split(model, sync.fragments if isinstance(sync, Sync) else Whole())
         dtype = state_dtype(trainable(model).values())
-        self._windows = [Flat(model, fragment.parameters, dtype) for fragment in self.fragments]
-        assert isinstance(sync.codec, Codec)  # a Sync turns names into codecs
+        self._windows = [Window(model, fragment.parameters, dtype) for fragment in self.fragments]
         self._exchange = Exchange(link, sync.codec, weight, self._windows)
+        self._gradients = GradientAverage(self._exchange, self._windows[0])
         self._states: list[FragmentState] = []
         self._flights: dict[RoundId, Flight] = {}
         if isinstance(sync, Sync):
@@ -63,7 +63,7 @@ class OuterLoop:
                 FragmentState.fresh(window, sync.outer.slot_names, eager=sync.eager, feedback=sync.codec.feedback)
                 for window in self._windows
             ]
-        self._joined = self._lent = self._finished = self._averaged = False
+        self._joined = self._lent = self._finished = False
         if buffers := unsynchronised_buffers(model):
             warnings.warn(
                 f"{len(buffers)} buffers such as {buffers[0]!r} change in training but are not parameters: "
@@ -95,7 +95,7 @@ class OuterLoop:
         Crew([self]).average_gradients()
 
     def finish(self) -> None:
-        """Bring every worker to the same final model, which holds the work of all.
+        """Bring every worker to the same final model.
 
         Rounds in flight are applied; what was trained since the last send is exchanged once more and plainly
         averaged, so that no work is lost and no momentum overshoots; the live parameters become the anchor.
@@ -122,59 +122,29 @@ class OuterLoop:
         """A readable table of the fragments."""
         return describe(self.fragments)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything the loop is, rounds in flight included; the model and the inner optimizer save themselves."""
-        return {
-            "steps": self.steps,
-            "worker": self.link.worker,
-            "terms": self._terms(),
-            "fragments": [state.state_dict() for state in self._states],
-            "flights": [{"id": tuple(round_id), **flight.state_dict()} for round_id, flight in self._flights.items()],
-            "counters": asdict(self.counters),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what state_dict gave, to the bit; call it before the first step."""
-        if self._joined:
-            raise AtollError("load_state_dict() must come before the first step of a new OuterLoop")
-        if state["worker"] != self.link.worker:
-            raise ConfigError(f"this is the state of worker {state['worker']}; this is worker {self.link.worker}")
-        for key, mine in self._terms().items():
-            if state["terms"].get(key) != mine:
-                raise ConfigError(f"{key} was {state['terms'].get(key)} when the state was saved, and is {mine} now")
-        self.steps = state["steps"]
-        for fragment, saved in zip(self._states, state["fragments"], strict=True):
-            fragment.load_state_dict(saved)
-        self._flights = {
-            RoundId(*saved["id"]): Flight.from_state_dict(saved, self.link.worker, self._exchange.weight)
-            for saved in state["flights"]
-        }
-        self._exchange.counters = Counters(**state["counters"])
-
-    def _terms(self) -> dict[str, str]:
-        """What all workers, and a run and its continuation, must agree on."""
-        layouts = {f"layout of fragment {number}": window.layout() for number, window in enumerate(self._windows)}
-        return {**self.sync.terms(), **layouts}
-
     # ------------------------------------------------------------------ one step
 
     def _step(self) -> Iterator[None]:
         self._begin()
         step = self.steps + 1
-        if isinstance(self.sync, DataParallel):
-            self._end_gradient_step()
+        if isinstance(self.sync, Gradients):
+            self._gradients.end_step()
+            self.steps = step
             return
         due = self._schedule.due(step)
-        self._send([RoundId(step, f) for f in due.send], [self._delta(f) for f in due.send])
+        if due.send:
+            self._send([RoundId(step, f) for f in due.send], [self._delta(f) for f in due.send])
         self.steps = step
         yield
-        missed = {f: self._apply(RoundId(step - self._schedule.delay, f)) for f in due.apply}
-        if self.sync.eager and self.link.present(step):
+        lost = {f: self._apply(RoundId(step - self._schedule.delay, f)) for f in due.apply}
+        if isinstance(self.sync.merge, Blend):
+            for fragment in due.apply:
+                self._blend(fragment, lost[fragment], self.sync.merge.alpha)
+        elif self.link.present(step):
             for fragment in due.send:
-                self._restart(fragment, missed.get(fragment))
-        self._flights = {
-            round_id: f for round_id, f in self._flights.items() if round_id.step + max(self.sync.delays) > step
-        }
+                self._restart(fragment, lost.get(fragment))
+        keep = step - max(self.sync.delays)
+        self._flights = {round_id: flight for round_id, flight in self._flights.items() if round_id.step > keep}
         if self.link.present(step + 1) and not self.link.present(step):
             self._arrive()
 
@@ -195,7 +165,7 @@ class OuterLoop:
     def _delta(self, fragment: int) -> Tensor:
         """Where the worker started minus where it is, plus what rounding has kept back."""
         state = self._states[fragment]
-        delta = state.window.read()
+        delta = state.window.read()  # the live values; turned into the delta in place, to need one vector and not two
         for piece in pieces(delta.numel()):
             torch.sub(self._start(fragment, piece), delta[piece], out=delta[piece])
         return delta if state.residual is None else delta.add_(state.residual)
@@ -208,83 +178,84 @@ class OuterLoop:
         newest = self._exchange.decode_piece(state.newest, fragment, piece)
         return eager_start(self._linear_outer, state.anchor[piece], state.own[piece], newest, state.share)
 
-    def _send(self, ids: Sequence[RoundId], deltas: Sequence[Tensor]) -> None:
+    def _send(self, round_ids: Sequence[RoundId], deltas: Sequence[Tensor]) -> None:
         """Encode all, then open all: a value that cannot be sent is refused before anything has changed."""
         check_coverage(self.model, self._windows)
-        states = [self._states[round_id.fragment] for round_id in ids]
+        states = [self._states[round_id.fragment] for round_id in round_ids]
         contributions = [
             self._exchange.contribution(round_id, delta, anchor=state.anchor, version=state.version)
-            for round_id, delta, state in zip(ids, deltas, states, strict=True)
+            for round_id, delta, state in zip(round_ids, deltas, states, strict=True)
         ]
-        for round_id, delta, state, sent in zip(ids, deltas, states, contributions, strict=True):
+        for round_id, delta, state, sent in zip(round_ids, deltas, states, contributions, strict=True):
             flight = Flight(sent)
             if sent is not None and state.own is not None:
                 state.newest = sent.payload
             if sent is not None and state.residual is not None:
-                rounded_off = delta.sub_(self._exchange.decode(sent.payload, round_id.fragment))
-                # An eager worker keeps what was sent and a blending one all of its work: only there must the residual
-                # go back to what it was if the payload is lost.
-                flight.restore = None if state.own is not None else state.residual - rounded_off
-                state.residual = rounded_off
+                flight.restore = state.hold_back(delta, self._exchange.decode(sent.payload, round_id.fragment))
             flight.pending = self._exchange.open(round_id, sent)
             self._flights[round_id] = flight
 
-    # ------------------------------------------------------------------ apply and merge
+    # ------------------------------------------------------------------ apply
 
-    def _apply(self, round_id: RoundId) -> Tensor | None:
-        """Let a round move the anchor, and blend; returns this worker's payload if it did not arrive."""
+    def _apply(self, round_id: RoundId) -> Flight | None:
+        """Let a round move the anchor; returns the flight if this worker's own payload did not arrive."""
         assert isinstance(self.sync, Sync)
-        state, flight = self._states[round_id.fragment], self._flights[round_id]
+        flight = self._flights[round_id]
         assert flight.pending is not None
-        outcome = self._exchange.collect(flight.pending)
+        completed = self._exchange.collect(flight.pending)
         flight.applied = True
-        self._outer_step(self.sync.outer, state, outcome)
-        if any(c.worker == self.link.worker for c in outcome.contributions):
-            if isinstance(self.sync.merge, Blend):
-                self._blend(state, self.sync.merge.alpha)
+        self._outer_step(self.sync.outer, completed)
+        if any(c.worker == self.link.worker for c in completed.contributions):
             return None
-        if flight.contribution is None or flight.forgotten:
-            return None
-        # The worker keeps its own parameters, so its next delta carries the work of this one.
-        self.counters.rounds_missed += 1
-        if state.residual is not None and flight.restore is not None:
-            state.residual.add_(flight.restore)
-        return flight.contribution.payload
+        self.counters.rounds_missed += flight.contribution is not None
+        return flight
 
-    def _outer_step(self, outer: OuterOptimizer, state: FragmentState, outcome: Round) -> None:
-        if not outcome.contributions:
+    def _outer_step(self, outer: OuterOptimizer, completed: Round) -> None:
+        if not completed.contributions:
             return
+        state = self._states[completed.round_id.fragment]
         state.version += 1
-        for piece, mean in self._exchange.means(outcome):
+        for piece, mean in self._exchange.means(completed):
             slots = tuple(slot[piece] for slot in state.slots.values())
             state.anchor[piece], moved = outer.step(state.anchor[piece], slots, mean, state.version)
             for slot, new in zip(slots, moved, strict=True):
                 slot.copy_(new)
 
-    def _blend(self, state: FragmentState, alpha: float) -> None:
-        if alpha == 0:
-            state.window.write(state.anchor)
-            return
-        local = state.window.read()
-        for piece in pieces(local.numel()):
-            local[piece] = blend(local[piece], state.anchor[piece], alpha)
-        state.window.write(local)
+    # ------------------------------------------------------------------ merge
 
-    def _restart(self, fragment: int, missed: Tensor | None) -> None:
+    def _blend(self, fragment: int, lost: Flight | None, alpha: float) -> None:
+        """Mix the anchor into the live parameters.
+
+        A worker whose payload was lost does not: it keeps its own, and its next delta carries the work.
+        """
+        state = self._states[fragment]
+        if lost is not None:
+            if state.residual is not None and lost.restore is not None and not lost.forgotten:
+                state.residual.add_(lost.restore)
+        elif alpha == 0:
+            state.window.write(state.anchor)
+        else:
+            local = state.window.read()
+            for piece in pieces(local.numel()):
+                local[piece] = blend(local[piece], state.anchor[piece], alpha)
+            state.window.write(local)
+
+    def _restart(self, fragment: int, lost: Flight | None) -> None:
         """Eager: begin the next period from the lagging anchor plus what the newest own delta will do to it.
 
-        `missed` is the payload of the round before, if it did not arrive: it leaves the worker's own momentum, which
-        may only know what the others will know, and stays in the live parameters as work not yet sent.
+        If the delta before that was lost, it leaves the worker's own momentum, which may only know what the others
+        will know, and stays in the live parameters as work not yet sent.
         """
         state = self._states[fragment]
         assert state.newest is not None and state.own is not None
-        state.share = self.link.share(self.steps)
+        state.share = self._exchange.share(self.steps)
+        payload = lost.contribution.payload if lost and lost.contribution and not lost.forgotten else None
         local = torch.empty_like(state.anchor)
         for piece in pieces(local.numel()):
             newest = self._exchange.decode_piece(state.newest, fragment, piece)
-            lost = 0.0 if missed is None else self._exchange.decode_piece(missed, fragment, piece)
-            state.own[piece] = self._linear_outer.remember(state.own[piece] - lost, newest)
-            local[piece] = self._start(fragment, piece) - lost
+            unsent = 0.0 if payload is None else self._exchange.decode_piece(payload, fragment, piece)
+            state.own[piece] = self._linear_outer.remember(state.own[piece] - unsent, newest)
+            local[piece] = self._start(fragment, piece) - unsent
         state.window.write(local)
 
     @property
@@ -304,66 +275,87 @@ class OuterLoop:
     def _finish(self) -> Iterator[None]:
         self._begin()
         self._finished = True
-        if isinstance(self.sync, DataParallel):
+        if isinstance(self.sync, Gradients):
             return
         unsent = [f for f in range(len(self._states)) if not self._schedule.is_send(f, self.steps)]
-        # An eager worker started from the anchor as it is before the last rounds come in; a blending one blends first.
-        if self.sync.eager:
-            deltas = [self._delta(fragment) for fragment in unsent]
-        missed = {
-            round_id.fragment: self._apply(round_id) for round_id, flight in self._flights.items() if not flight.applied
-        }
-        if not self.sync.eager:
-            deltas = [self._delta(fragment) for fragment in unsent]
-        for fragment, delta in zip(unsent, deltas, strict=True):
-            lost = missed.get(fragment) if self.sync.eager else None
-            if lost is not None:
-                delta.add_(self._exchange.decode(lost, fragment))
+        deltas = {fragment: self._delta(fragment) for fragment in unsent}
+        for round_id, flight in self._flights.items():
+            if not flight.applied:
+                lost = self._apply(round_id)
+                if round_id.fragment in deltas:
+                    self._settle(deltas[round_id.fragment], round_id.fragment, flight, lost=lost is not None)
         last = [RoundId(self.steps + 1, fragment) for fragment in unsent]
-        self._send(last, deltas)
+        self._send(last, list(deltas.values()))
         yield
         for round_id in last:
             pending = self._flights[round_id].pending
             assert pending is not None
-            self._outer_step(SGD(1.0), self._states[round_id.fragment], self._exchange.collect(pending))
+            self._outer_step(SGD(1.0), self._exchange.collect(pending))
         for state in self._states:
             state.window.write(state.anchor)
         self._flights.clear()
 
+    def _settle(self, delta: Tensor, fragment: int, flight: Flight, *, lost: bool) -> None:
+        """Make a last delta hold all that has not arrived, and nothing that has.
+
+        It was measured before the last round came in. A blending worker's parameters still held what it had sent,
+        so that must go if it arrived; an eager worker had started beyond it, so that must come back if it was lost.
+        """
+        if flight.contribution is None or flight.forgotten:
+            return
+        sent = self._exchange.decode(flight.contribution.payload, fragment)
+        eager = self._states[fragment].own is not None
+        if eager and lost:
+            delta.add_(sent)
+        elif not eager and not lost:
+            delta.sub_(sent)
+        elif not eager and flight.restore is not None:
+            delta.add_(flight.restore)
+
     # ------------------------------------------------------------------ data-parallel
 
     def _average_gradients(self) -> Iterator[None]:
-        if isinstance(self.sync, Sync):
-            return
-        self._begin()
-        if self._averaged:
-            raise AtollError("average_gradients() was called twice in one step; call step() once an iteration")
-        check_coverage(self.model, self._windows)
-        round_id, window = RoundId(self.steps + 1, 0), self._windows[0]
-        if not self.link.present(round_id.step):
-            raise ConfigError(
-                f"worker {self.link.worker} is absent at step {round_id.step}: DataParallel has no anchor for it to "
-                "come back to"
-            )
-        gradients = window.read_gradients()
-        pending = self._exchange.open(round_id, self._exchange.contribution(round_id, gradients))
-        yield
-        gradients = torch.zeros_like(gradients)  # if every payload was lost, nobody moves
-        outcome = self._exchange.collect(pending)
-        if outcome.contributions:
-            for piece, mean in self._exchange.means(outcome):
-                gradients[piece] = mean
-        window.write_gradients(gradients)
-        self._averaged = True
+        if isinstance(self.sync, Gradients):
+            self._begin()
+            check_coverage(self.model, self._windows)
+            yield from self._gradients.average(self.steps + 1)
 
-    def _end_gradient_step(self) -> None:
-        if not self._averaged:
-            raise AtollError(
-                "average_gradients() was not called since the last step(): under DataParallel call it between "
-                "backward() and the inner optimizer's step, or the workers drift apart"
-            )
-        self._averaged = False
-        self.steps += 1
+    # ------------------------------------------------------------------ resume
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the loop is, rounds in flight included; the model and the inner optimizer save themselves."""
+        return {
+            "steps": self.steps,
+            "worker": self.link.worker,
+            "terms": self._terms(),
+            "fragments": [state.state_dict() for state in self._states],
+            "flights": [{"id": tuple(round_id), **flight.state_dict()} for round_id, flight in self._flights.items()],
+            "counters": asdict(self.counters),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what state_dict gave, to the bit; call it before the first step."""
+        if self._joined:
+            raise AtollError("load_state_dict() must come before the first step of a new OuterLoop")
+        if state["worker"] != self.link.worker:
+            raise ConfigError(f"this is the state of worker {state['worker']}; this is worker {self.link.worker}")
+        if differs := difference(state["terms"], self._terms()):
+            raise ConfigError(f"the state was saved with other settings than these: {differs}")
+        self.steps = state["steps"]
+        for fragment, saved in zip(self._states, state["fragments"], strict=True):
+            fragment.load_state_dict(saved)
+        self._flights = {}
+        for saved in state["flights"]:
+            round_id = RoundId(*saved["id"])
+            device = self._states[round_id.fragment].anchor.device
+            flight = Flight.from_state_dict(saved, self.link.worker, self._exchange.weight, device)
+            self._flights[round_id] = flight
+        self._exchange.counters = Counters(**state["counters"])
+
+    def _terms(self) -> dict[str, str]:
+        """What all workers, and a run and its continuation, must agree on."""
+        layouts = {f"layout of fragment {number}": window.layout() for number, window in enumerate(self._windows)}
+        return {**self.sync.terms(), **layouts}
 
 
 class Crew:

@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from atoll.core.flat import Flat
+from atoll.core.flat import Window
 from atoll.link.base import Contribution, Pending
 
 
@@ -31,7 +31,7 @@ class Counters:
 class FragmentState:
     """One fragment on one worker; all vectors are [numel] in the window's dtype."""
 
-    window: Flat
+    window: Window
     """The live parameters."""
     anchor: Tensor
     """The fragment as last agreed by all: the same bits on every worker."""
@@ -49,7 +49,7 @@ class FragmentState:
     """Eager: the worker's expected part, 0 to 1, of the mean which that delta enters."""
 
     @classmethod
-    def fresh(cls, window: Flat, slot_names: Iterable[str], *, eager: bool, feedback: bool) -> Self:
+    def fresh(cls, window: Window, slot_names: Iterable[str], *, eager: bool, feedback: bool) -> Self:
         """The state before the first step: the anchor is where the live parameters are."""
         anchor = window.read()
         return cls(
@@ -59,6 +59,17 @@ class FragmentState:
             residual=torch.zeros_like(anchor) if feedback else None,
             own=torch.zeros_like(anchor) if eager else None,
         )
+
+    def hold_back(self, delta: Tensor, decoded: Tensor) -> Tensor | None:
+        """Keep what rounding lost of a delta just sent; returns what undoes that, should the payload be lost.
+
+        If it is, a blending worker's parameters still hold all its work, so the residual must go back to what it was.
+        An eager worker sends exactly what was lost once more, so its residual stays.
+        """
+        if self.residual is None:
+            return None
+        before, self.residual = self.residual, delta - decoded
+        return before - self.residual if self.own is None else None
 
     def forget(self) -> None:
         """Become the state of a worker that has just arrived: it has the anchor and nothing of its own."""
@@ -70,7 +81,6 @@ class FragmentState:
     def state_dict(self) -> dict[str, Any]:
         """Everything but the live parameters, copied, so that training on does not tear it."""
         return {
-            "parameters": list(self.window.names),
             "anchor": self.anchor.clone(),
             "slots": {name: slot.clone() for name, slot in self.slots.items()},
             "version": self.version,
@@ -81,31 +91,31 @@ class FragmentState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what state_dict gave."""
+        """Take back what state_dict gave, on the device of the live parameters."""
         self.anchor.copy_(state["anchor"])
         for name, slot in self.slots.items():
             slot.copy_(state["slots"][name])
         self.version = state["version"]
-        self.residual = _copy(state["residual"])
-        self.own = _copy(state["own"])
-        self.newest = _copy(state["newest"])
+        self.residual, self.own, self.newest = (
+            _copy(state[key], self.anchor.device) for key in ("residual", "own", "newest")
+        )
         self.share = state["share"]
 
 
 @dataclass(slots=True)
 class Flight:
-    """A round this worker has sent to and that some worker has yet to apply."""
+    """A round this worker has opened and that some worker has yet to apply."""
 
     contribution: Contribution | None
     """What it sent; None if it was absent and only follows."""
+    pending: Pending | None = None
+    """Where the result will come from; None until the link is joined after a resume."""
     restore: Tensor | None = None
-    """Error feedback: what to add to the residual if the payload turns out to be lost."""
+    """What to add to the residual if the payload turns out to be lost."""
     applied: bool = False
     """This worker is done with it, and keeps it only for workers with a longer delay."""
     forgotten: bool = False
-    """The worker was away after sending: if the payload is lost, it has no parameters that still hold the work."""
-    pending: Pending | None = None
-    """Where the result will come from; None until the link is joined after a resume."""
+    """The worker was away after sending: its parameters no longer hold the work it sent."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the pending round, which is opened anew on resume with the same contribution."""
@@ -119,13 +129,14 @@ class Flight:
         }
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], worker: int, weight: float) -> Self:
+    def from_state_dict(cls, state: Mapping[str, Any], worker: int, weight: float, device: torch.device) -> Self:
         """A flight as state_dict gave it, sent by this worker."""
         sent = None
-        if state["payload"] is not None:
-            sent = Contribution(worker, weight, state["payload"], *state["anchor"])
-        return cls(sent, _copy(state["restore"]), state["applied"], state["forgotten"])
+        if (payload := _copy(state["payload"], device)) is not None:
+            sent = Contribution(worker, weight, payload, *state["anchor"])
+        restore = _copy(state["restore"], device)
+        return cls(sent, restore=restore, applied=state["applied"], forgotten=state["forgotten"])
 
 
-def _copy(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()
+def _copy(tensor: Tensor | None, device: torch.device | None = None) -> Tensor | None:
+    return None if tensor is None else tensor.to(device or tensor.device, copy=True)

@@ -1,7 +1,7 @@
 """The algorithms as values: four independent axes and an outer optimizer, with one preset per paper.
 
-A `Sync` is checked when it is made, so nothing downstream checks it again. Every axis of every preset can be set:
-`Streaming(period=50, codec="int8")`, `DiLoCo(codec="e3m0")`, `Eager(fragments=Blocks())`.
+A `Sync` is checked when it is made, so nothing downstream checks it again. Presets take the axes that make sense for
+them: `Streaming(period=50, codec="int8")`, `DiLoCo(codec="e3m0")`, `Eager(fragments=Blocks())`.
 """
 
 from dataclasses import dataclass, fields
@@ -23,16 +23,16 @@ class Sync:
     """What is synchronised together (P of them)."""
     delay: int | tuple[int, ...] = 0
     """Inner steps between a fragment's send and its apply (tau), 0 to period; a tuple has one per worker."""
-    codec: Codec | str = "fp32"
-    """How a delta travels; the name of a format is enough."""
+    codec: Codec = Codec("fp32")
+    """How a delta travels."""
     merge: Merge = Blend()
     """How an applied round reaches the live parameters."""
     outer: OuterOptimizer = Nesterov()
     """The outer optimizer that turns mean deltas into anchor steps."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.codec, str):
-            object.__setattr__(self, "codec", Codec(self.codec))
+        if not self.delays:
+            raise ConfigError("delay must be a number or one number per worker, got ()")
         for delay in self.delays:
             Schedule(self.period, 1, delay)
         if self.eager:
@@ -49,12 +49,8 @@ class Sync:
 
     @property
     def delays(self) -> tuple[int, ...]:
-        """Every delay in use; never empty."""
-        if isinstance(self.delay, int):
-            return (self.delay,)
-        if not self.delay:
-            raise ConfigError("delay must be a number or one number per worker, got ()")
-        return self.delay
+        """Every delay in use."""
+        return self.delay if isinstance(self.delay, tuple) else (self.delay,)
 
     def delay_of(self, worker: int, workers: int) -> int:
         """This worker's delay in inner steps."""
@@ -73,19 +69,19 @@ class Sync:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataParallel:
-    """The baseline: gradients are averaged on every step, before the inner optimizer uses them."""
+class Gradients:
+    """What data-parallel training exchanges instead: gradients, on every step, before the inner optimizer's."""
 
-    codec: Codec | str = "fp32"
-    """How a gradient travels; the name of a format is enough."""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.codec, str):
-            object.__setattr__(self, "codec", Codec(self.codec))
+    codec: Codec = Codec("fp32")
+    """How a gradient travels."""
 
     def terms(self) -> dict[str, str]:
         """What all workers must agree on, readable."""
         return {"gradients": str(self.codec)}
+
+
+def _codec(codec: Codec | str) -> Codec:
+    return Codec(codec) if isinstance(codec, str) else codec
 
 
 def DiLoCo(  # noqa: N802 - presets read like the papers' names
@@ -98,7 +94,7 @@ def DiLoCo(  # noqa: N802 - presets read like the papers' names
     outer: OuterOptimizer = Nesterov(0.7, 0.9),
 ) -> Sync:
     """DiLoCo (arXiv 2311.08105): everything at once, every `period` inner steps, and everybody waits."""
-    return Sync(period=period, fragments=fragments, delay=delay, codec=codec, merge=merge, outer=outer)
+    return Sync(period=period, fragments=fragments, delay=delay, codec=_codec(codec), merge=merge, outer=outer)
 
 
 def Streaming(  # noqa: N802
@@ -111,7 +107,7 @@ def Streaming(  # noqa: N802
     outer: OuterOptimizer = Nesterov(0.4, 0.9),
 ) -> Sync:
     """Streaming DiLoCo (arXiv 2501.18512): fragments in turn, in 4 bits, while training goes on."""
-    return Sync(period=period, fragments=fragments, delay=delay, codec=codec, merge=merge, outer=outer)
+    return Sync(period=period, fragments=fragments, delay=delay, codec=_codec(codec), merge=merge, outer=outer)
 
 
 def Eager(  # noqa: N802
@@ -122,7 +118,7 @@ def Eager(  # noqa: N802
     outer: OuterOptimizer = Nesterov(0.4, 0.9),
 ) -> Sync:
     """Eager Updates (arXiv 2502.12996): the exchange hides behind a whole period; one's own delta is used at once."""
-    return Sync(period=period, fragments=fragments, delay=period, codec=codec, merge=EagerMerge(), outer=outer)
+    return Sync(period=period, fragments=fragments, delay=period, codec=_codec(codec), merge=EagerMerge(), outer=outer)
 
 
 def Delayed(  # noqa: N802
@@ -133,4 +129,9 @@ def Delayed(  # noqa: N802
     outer: OuterOptimizer = Nesterov(0.4, 0.9),
 ) -> Sync:
     """The baseline that Eager beats: every round is applied one period late, and nothing makes up for it."""
-    return Sync(period=period, fragments=fragments, delay=period, codec=codec, merge=Blend(0.0), outer=outer)
+    return Sync(period=period, fragments=fragments, delay=period, codec=_codec(codec), merge=Blend(0.0), outer=outer)
+
+
+def DataParallel(*, codec: Codec | str = "fp32") -> Gradients:  # noqa: N802
+    """The baseline of all: gradients are averaged on every step, before the inner optimizer uses them."""
+    return Gradients(codec=_codec(codec))

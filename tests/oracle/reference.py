@@ -10,6 +10,7 @@ They share nothing with the library and, on purpose, nothing with each other. Al
     wire(d)             what the codec makes of a delta: decode(encode(d))
     weights             one per worker
     slices              one slice of [n] per fragment
+    feedback            what rounding lost of one delta is added to the next
 
 Inner steps are plain SGD with rate `inner`. Each returns (per worker: live parameters, anchor, velocity).
 """
@@ -51,11 +52,12 @@ def diloco(x0, grad, there, trains, lost, wire, weights, *, steps, inner, period
 
 
 def streaming(
-    x0, grad, there, trains, lost, wire, weights, *, steps, inner, period, lr, momentum, slices, delays, alpha
-):
+    x0, grad, there, trains, lost, wire, weights,
+    *, steps, inner, period, lr, momentum, slices, delays, alpha, feedback=False,
+):  # fmt: skip
     workers = range(len(weights))
-    xs, anchors, velocities = ([v.copy() for _ in workers] for v in (x0, x0, np.zeros_like(x0)))
-    rounds = {}
+    xs, anchors, velocities, held = ([v.copy() for _ in workers] for v in (x0, x0, 0 * x0, 0 * x0))
+    rounds, since = {}, [0 for _ in workers]
     for t in range(1, steps + 1):
         for m in workers:
             if trains(m, t):
@@ -63,20 +65,27 @@ def streaming(
         for p, s in enumerate(slices):
             offset = (p * period) // len(slices)
             if t - offset in range(period, steps + 1, period):
-                arrived = [m for m in workers if there(m, t) and not lost(m, t, p)]
-                deltas = [wire(anchors[m][s] - xs[m][s]) for m in arrived]
-                rounds[p, t] = arrived, deltas, [weights[m] for m in arrived]
+                arrived, deltas, kept = [], [], {}
+                for m in (m for m in workers if there(m, t)):
+                    delta = anchors[m][s] - xs[m][s] + held[m][s]
+                    kept[m] = delta - wire(delta) - held[m][s]
+                    held[m][s] += kept[m] * feedback
+                    if not lost(m, t, p):
+                        arrived, deltas = [*arrived, m], [*deltas, wire(delta)]
+                rounds[p, t] = arrived, deltas, kept
         for m in workers:
             for p, s in enumerate(slices):
-                arrived, deltas, shares = rounds.get((p, t - delays[m]), ([], [], []))
+                arrived, deltas, kept = rounds.get((p, t - delays[m]), ([], [], {}))
                 if arrived:
-                    delta = np.average(deltas, axis=0, weights=shares)
+                    delta = np.average(deltas, axis=0, weights=[weights[w] for w in arrived])
                     velocities[m][s] = momentum * velocities[m][s] + delta
                     anchors[m][s] -= lr * (delta + momentum * velocities[m][s])
                 if m in arrived:
                     xs[m][s] = alpha * xs[m][s] + (1 - alpha) * anchors[m][s]
+                elif m in kept and since[m] <= t - delays[m]:
+                    held[m][s] -= kept[m] * feedback  # the parameters still hold the work
             if there(m, t + 1) and not there(m, t):
-                xs[m] = anchors[m].copy()
+                xs[m], held[m], since[m] = anchors[m].copy(), 0 * x0, t
     return list(zip(xs, anchors, velocities, strict=True))
 
 
@@ -134,7 +143,9 @@ def eager(x0, grad, wire, weights, *, steps, inner, period, lr, momentum):
     return [(x, anchor, velocity) for x in xs]
 
 
-def eager_with_faults(x0, grad, there, trains, lost, wire, weights, *, steps, inner, period, lr, momentum, slices):
+def eager_with_faults(
+    x0, grad, there, trains, lost, wire, weights, *, steps, inner, period, lr, momentum, slices, feedback=False
+):
     """Eager per fragment, with drops and absences, by replay: a worker stands at the shared anchor plus the difference
     that its newest delta makes to a Nesterov run over its own deltas. A lost delta counts as 0 in that run and stays
     in the worker's parameters as work that is still to be sent.
@@ -143,6 +154,7 @@ def eager_with_faults(x0, grad, there, trains, lost, wire, weights, *, steps, in
     xs, starts = [x0.copy() for _ in workers], [x0.copy() for _ in workers]
     anchor, velocity = x0.copy(), np.zeros_like(x0)
     history = [[[] for _ in slices] for _ in workers]
+    held = [0 * x0 for _ in workers]
     rounds = {}
 
     def travelled(deltas):
@@ -160,7 +172,10 @@ def eager_with_faults(x0, grad, there, trains, lost, wire, weights, *, steps, in
             offset = (p * period) // len(slices)
             if t - offset not in range(period, steps + 1, period):
                 continue
-            now = {m: wire(starts[m][s] - xs[m][s]) for m in workers if there(m, t)}
+            full = {m: starts[m][s] - xs[m][s] + held[m][s] for m in workers if there(m, t)}
+            now = {m: wire(delta) for m, delta in full.items()}
+            for m in now:
+                held[m][s] = (full[m] - now[m]) * feedback
             arrived = {m: d for m, d in now.items() if not lost(m, t, p)}
             rounds[p, t] = arrived
             old = rounds.get((p, t - period), {})
@@ -178,6 +193,6 @@ def eager_with_faults(x0, grad, there, trains, lost, wire, weights, *, steps, in
                 own.append(d)
         for m in workers:
             if there(m, t + 1) and not there(m, t):
-                xs[m], starts[m] = anchor.copy(), anchor.copy()
+                xs[m], starts[m], held[m] = anchor.copy(), anchor.copy(), 0 * x0
                 history[m] = [[] for _ in slices]
     return [(x, anchor, velocity) for x in xs]

@@ -6,11 +6,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll import DataParallel, Delayed, DiLoCo, Eager, Faults, Nesterov, OuterLoop, Streaming
+from atoll import DataParallel, Delayed, DiLoCo, Eager, Nesterov, OuterLoop, Streaming
+from atoll.core.codec import Codec
 from atoll.core.outer import Blend
-from atoll.link.local import Absence
+from atoll.link.local import Absence, Faults
 from harness import Problem, by_part, snapshot, train, train_data_parallel, train_in_threads
-from oracle import reference
+from oracle import codecs, reference
 
 LR = st.sampled_from([0.1, 0.4, 0.7, 1.0])
 MOMENTUM = st.sampled_from([0.0, 0.5, 0.9])
@@ -51,7 +52,7 @@ def agree(loops: list[OuterLoop], expected: list[tuple[Any, Any, Any]]) -> None:
 
 
 @given(problems(), st.integers(1, 9), LR, MOMENTUM)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_diloco(problem: Problem, period: int, lr: float, momentum: float) -> None:
     loops = problem.loops(DiLoCo(period=period, codec="fp64", outer=Nesterov(lr, momentum)))
     train(loops, problem.steps, problem.inner)
@@ -67,7 +68,7 @@ def test_diloco(problem: Problem, period: int, lr: float, momentum: float) -> No
     st.sampled_from([0.0, 0.3, 0.5, 1.0]),
     st.booleans(),
 )
-@settings(max_examples=160, deadline=None)
+@settings(max_examples=160)
 def test_streaming(
     data: st.DataObject,
     problem: Problem,
@@ -104,7 +105,7 @@ def test_streaming(
 
 
 @given(problems(), st.integers(1, 9), LR, MOMENTUM)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_delayed(problem: Problem, period: int, lr: float, momentum: float) -> None:
     loops = problem.loops(Delayed(period=period, codec="fp64", outer=Nesterov(lr, momentum)))
     train(loops, problem.steps, problem.inner)
@@ -112,16 +113,16 @@ def test_delayed(problem: Problem, period: int, lr: float, momentum: float) -> N
 
 
 @given(problems(faulty=False), st.integers(1, 9), LR, MOMENTUM)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_eager_as_the_paper_writes_it(problem: Problem, period: int, lr: float, momentum: float) -> None:
     loops = problem.loops(Eager(period=period, codec="fp64", outer=Nesterov(lr, momentum)))
     train(loops, problem.steps, problem.inner)
-    arguments = {k: v for k, v in problem.oracle_arguments().items() if k not in ("there", "trains", "lost")}
+    arguments = problem.oracle_arguments(without="there trains lost")
     agree(loops, reference.eager(**arguments, period=period, lr=lr, momentum=momentum))
 
 
 @given(problems(), st.integers(1, 9), LR, MOMENTUM)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_streaming_eager_with_faults(problem: Problem, period: int, lr: float, momentum: float) -> None:
     sync = Eager(period=period, fragments=by_part(len(problem.sizes)), codec="fp64", outer=Nesterov(lr, momentum))
     loops = problem.loops(sync)
@@ -133,10 +134,48 @@ def test_streaming_eager_with_faults(problem: Problem, period: int, lr: float, m
 
 
 @given(problems(faulty=False), st.sampled_from([0.0, 0.4]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_data_parallel(problem: Problem, drop: float) -> None:
     problem = Problem(problem.sizes, problem.workers, problem.weights, problem.steps, faults=Faults(drop=drop))
     loops = problem.loops(DataParallel(codec="fp64"))
     train_data_parallel(loops, problem.steps, problem.inner)
-    arguments = {k: v for k, v in problem.oracle_arguments().items() if k not in ("there", "trains")}
-    agree(loops, reference.data_parallel(**arguments))
+    agree(loops, reference.data_parallel(**problem.oracle_arguments(without="there trains")))
+
+
+@given(st.data(), problems(), st.integers(1, 9), st.sampled_from(["int8", "e3m0", "e2m1"]), st.booleans())
+@settings(max_examples=80)
+def test_streaming_with_a_lossy_wire(
+    data: st.DataObject, problem: Problem, period: int, name: str, feedback: bool
+) -> None:
+    delays = data.draw(st.tuples(*[st.integers(0, period)] * problem.workers), label="delays")
+    codec = Codec(name, feedback=feedback)
+    loops = problem.loops(Streaming(period=period, fragments=by_part(len(problem.sizes)), delay=delays, codec=codec))
+    train(loops, problem.steps, problem.inner)
+    expected = reference.streaming(
+        **problem.oracle_arguments(lambda d: codecs.round_trip(d, name)),
+        period=period,
+        lr=0.4,
+        momentum=0.9,
+        slices=problem.slices,
+        delays=delays,
+        alpha=0.5,
+        feedback=feedback,
+    )
+    agree(loops, expected)
+
+
+@given(problems(), st.integers(1, 9), st.sampled_from(["int8", "e3m0", "e2m1"]), st.booleans())
+@settings(max_examples=60)
+def test_eager_with_a_lossy_wire(problem: Problem, period: int, name: str, feedback: bool) -> None:
+    codec = Codec(name, feedback=feedback)
+    loops = problem.loops(Eager(period=period, fragments=by_part(len(problem.sizes)), codec=codec))
+    train(loops, problem.steps, problem.inner)
+    expected = reference.eager_with_faults(
+        **problem.oracle_arguments(lambda d: codecs.round_trip(d, name)),
+        period=period,
+        lr=0.4,
+        momentum=0.9,
+        slices=problem.slices,
+        feedback=feedback,
+    )
+    agree(loops, expected)

@@ -64,10 +64,10 @@ def test_the_papers_example() -> None:
 @pytest.mark.parametrize(
     ("period", "fragments", "delay", "message"),
     [
-        (0, 1, 0, "period must be at least 1"),
-        (5, 0, 0, "fragments must be at least 1"),
+        (0, 1, 0, "period must be a whole number of at least 1, got 0"),
+        (5, 0, 0, "fragments must be a whole number of at least 1"),
         (5, 1, 6, r"delay must be between 0 and period \(5\), got 6"),
-        (5, 1, -1, "delay must be between 0"),
+        (5, 1, -1, "delay must be a whole number of at least 0, got -1"),
     ],
 )
 def test_refusals(period: int, fragments: int, delay: int, message: str) -> None:

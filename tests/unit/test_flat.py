@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from atoll.core.flat import Flat, check_coverage, fingerprint, state_dtype, trainable
+from atoll.core.flat import PIECE, Window, check_coverage, fingerprint, state_dtype, trainable
 from atoll.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def mixed() -> nn.Module:
 
 def test_read_and_write_are_inverse_to_the_bit() -> None:
     model = mixed()
-    window = Flat(model, ["c", "a", "b", "d"], torch.float32)
+    window = Window(model, ["c", "a", "b", "d"], torch.float32)
     before = [p.detach().clone() for p in model.parameters()]
     vector = window.read()
     assert vector.shape == (12 + 5 + 4 + 1,)
@@ -37,14 +37,14 @@ def test_read_and_write_are_inverse_to_the_bit() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
-def test_masters_are_fp32_unless_the_parameters_are_fp64() -> None:
+def test_anchors_are_fp32_unless_the_parameters_are_fp64() -> None:
     assert state_dtype(mixed().parameters()) == torch.float32
     assert state_dtype([torch.zeros(1).half(), torch.zeros(1).double()]) == torch.float64
 
 
 def test_gradients() -> None:
     model = nn.Linear(2, 3)
-    window = Flat(model, ["weight", "bias"], torch.float32)
+    window = Window(model, ["weight", "bias"], torch.float32)
     model.bias.grad = torch.arange(3.0)
     assert window.read_gradients().tolist() == [0] * 6 + [0, 1, 2]
     window.write_gradients(torch.arange(9.0))
@@ -53,7 +53,7 @@ def test_gradients() -> None:
 
 
 def test_locate() -> None:
-    window = Flat(mixed(), ["a", "b"], torch.float32)
+    window = Window(mixed(), ["a", "b"], torch.float32)
     assert [window.locate(i) for i in (0, 11, 12, 16)] == ["a", "a", "b", "b"]
     with pytest.raises(IndexError):
         window.locate(17)
@@ -61,14 +61,14 @@ def test_locate() -> None:
 
 def test_a_replaced_parameter_is_seen() -> None:
     model = nn.Linear(2, 2)
-    window = Flat(model, ["weight"], torch.float32)
+    window = Window(model, ["weight"], torch.float32)
     model.weight = nn.Parameter(torch.full((2, 2), 3.0))
     assert window.read().tolist() == [3.0] * 4
 
 
 def test_frozen_removed_and_resized_parameters_are_named() -> None:
     model = nn.Linear(2, 2)
-    window = Flat(model, ["weight", "bias"], torch.float32)
+    window = Window(model, ["weight", "bias"], torch.float32)
     model.bias.requires_grad_(False)
     with pytest.raises(ConfigError, match="parameter 'bias' was frozen or removed"):
         window.read()
@@ -81,14 +81,14 @@ def test_frozen_removed_and_resized_parameters_are_named() -> None:
 def test_a_parameter_in_no_window_is_named() -> None:
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
-    windows = [Flat(model, list(trainable(model)), torch.float32)]
+    windows = [Window(model, list(trainable(model)), torch.float32)]
     check_coverage(model, windows)
     model.bias.requires_grad_(True)
     with pytest.raises(ConfigError, match=r"parameter 'bias' \(1 in all\) is trained but in no fragment"):
         check_coverage(model, windows)
 
 
-@pytest.mark.parametrize("numel", [0, 1, 2, 3, 2047, 2048, 2049, 10_001])
+@pytest.mark.parametrize("numel", [0, 1, 2, 3, 4, 2049, 2 * PIECE, 4 * PIECE + 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_fingerprints_tell_vectors_apart(numel: int, dtype: torch.dtype) -> None:
     vector = torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(numel))
@@ -97,10 +97,12 @@ def test_fingerprints_tell_vectors_apart(numel: int, dtype: torch.dtype) -> None
         other = vector.clone()
         other[i] = torch.nextafter(other[i], torch.tensor(torch.inf, dtype=dtype))
         assert fingerprint(other) != fingerprint(vector)
-    if numel >= 10_000:
-        swapped = vector.clone()
-        swapped[:2048], swapped[4096:6144] = vector[4096:6144], vector[:2048].clone()
-        assert fingerprint(swapped) != fingerprint(vector)
+    if numel > 2:
+        swapped, nudged = vector.clone(), vector.clone()
+        swapped[0], swapped[-1] = vector[-1], vector[0]
+        nudged[0] = torch.nextafter(vector[0], torch.tensor(torch.inf, dtype=dtype))
+        nudged[-1] = torch.nextafter(vector[-1], torch.tensor(-torch.inf, dtype=dtype))
+        assert len({fingerprint(v) for v in (vector, swapped, nudged)}) == 3
 
 
 @pytest.fixture
@@ -114,7 +116,7 @@ def test_a_dtensor_is_its_local_shard(one_process: None) -> None:
     mesh = init_device_mesh("cpu", (1,))
     model = nn.Linear(4, 3)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
-    window = Flat(model, ["weight", "bias"], torch.float32)
+    window = Window(model, ["weight", "bias"], torch.float32)
     assert isinstance(model.weight, DTensor)
     vector = window.read()
     assert torch.equal(vector[:12], model.weight.to_local().flatten())

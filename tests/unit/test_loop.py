@@ -1,7 +1,6 @@
 """The loop as a training script sees it."""
 
 import copy
-import warnings
 
 import numpy as np
 import pytest
@@ -9,13 +8,14 @@ import torch
 from torch import nn
 
 import atoll
-from atoll import Crew, DataParallel, Delayed, DiLoCo, Eager, Faults, Nesterov, OuterLoop, Streaming, Sync, local
+from atoll import Crew, DataParallel, Delayed, DiLoCo, Eager, Nesterov, OuterLoop, Streaming, Sync, local
 from atoll.core.codec import Codec
 from atoll.core.fragments import Balanced, Blocks
 from atoll.core.outer import SGD, Adam, Blend, EagerMerge
 from atoll.errors import AtollError, ConfigError, NonFiniteError
-from atoll.link.local import Absence
-from harness import Problem, Toy, bits, by_part, inner_step, snapshot, toy, train
+from atoll.link.base import RoundId
+from atoll.link.local import Absence, Faults
+from harness import Problem, bits, by_part, inner_step, snapshot, toy, train
 
 
 def small_model() -> nn.Module:
@@ -126,18 +126,24 @@ class TestFinish:
         with pytest.raises(AtollError, match="finish"):
             loops[0].step()
 
-    def test_no_work_is_lost(self) -> None:
+    @pytest.mark.parametrize("drop", [0.0, 0.6])
+    @pytest.mark.parametrize(
+        ("merge", "delay"), [(Blend(0.0), 0), (Blend(0.0), 3), (Blend(0.5), 3), (Blend(0.0), 4), (EagerMerge(), 4)]
+    )
+    def test_no_work_is_lost(self, merge: Blend | EagerMerge, delay: int, drop: float) -> None:
         """One worker at lr 1 without momentum: the final model is where plain training went."""
-        problem = Problem(workers=1)
-        for merge, delay in ((Blend(0.0), 0), (EagerMerge(), 4)):
-            sync = Sync(period=4, delay=delay, codec="fp64", merge=merge, outer=SGD(1.0))
-            (loop,) = problem.loops(sync)
-            alone = Toy(problem.start, problem.sizes)
-            bare = OuterLoop(alone, DiLoCo(period=10**6), local(1)[0])
-            train([loop], 14, 0.1)
-            train([bare], 14, 0.1)
-            loop.finish()
-            np.testing.assert_allclose(toy(loop).vector(), alone.vector(), rtol=1e-12)
+        # Blending gives up, by alpha, what was trained during a delay; up to the first apply nothing is given up.
+        steps = 14 if isinstance(merge, EagerMerge) or delay == 0 else 4 + delay - 1
+        drops = (Faults(drop=drop, seed=seed) for seed in range(1000))
+        faults = next(
+            f for f in drops if f.lost(0, RoundId(4, 0)) == bool(drop) and not f.lost(0, RoundId(steps + 1, 0))
+        )
+        problem = Problem(workers=1, faults=faults)
+        sync = Sync(period=4, delay=delay, codec=Codec("fp64"), merge=merge, outer=SGD(1.0))
+        (loop,) = problem.loops(sync)
+        train([loop], steps, problem.inner)
+        loop.finish()
+        np.testing.assert_allclose(toy(loop).vector(), problem.alone(steps), rtol=1e-12)
 
     def test_the_last_partial_period_is_a_plain_mean(self) -> None:
         problem = Problem(workers=2)
@@ -169,7 +175,6 @@ class TestCounting:
             assert loop.counters.rounds_sent == sum(sends)
         applied = loops[0].counters.rounds_applied
         assert applied == sum((t - f * 6 // 4) in range(6, 24, 6) for f in range(4) for t in range(1, 24))
-        assert loops[0].counters.wait_s >= 0
 
     def test_received_bytes_are_the_others(self) -> None:
         loops = Problem(sizes=(100,), workers=4, dtype=torch.float32).loops(DiLoCo(period=3))
@@ -265,11 +270,6 @@ class TestModels:
         with pytest.warns(UserWarning, match="3 buffers such as '1.running_mean' change in training"):
             OuterLoop(model, DiLoCo(), local(1)[0])
 
-    def test_no_warning_without_them(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            OuterLoop(small_model(), DiLoCo(), local(1)[0])
-
     def test_describe(self) -> None:
         loop = OuterLoop(small_model(), Streaming(fragments=Balanced(count=2)), local(1)[0])
         assert "share" in loop.describe()
@@ -278,9 +278,11 @@ class TestModels:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DiLoCo(period=0), "period must be at least 1 inner step, got 0"),
+        (lambda: DiLoCo(period=0), "period must be a whole number of at least 1, got 0"),
         (lambda: Streaming(period=10, delay=11), r"delay must be between 0 and period \(10\), got 11"),
         (lambda: Streaming(period=10, delay=(1, 11)), r"delay must be between 0 and period \(10\), got 11"),
+        (lambda: DiLoCo(period=12.5), "period must be a whole number of at least 1, got 12.5"),  # type: ignore[arg-type]
+        (lambda: DiLoCo(period=True), "period must be a whole number of at least 1, got True"),
         (lambda: Streaming(delay=()), r"delay must be a number or one number per worker, got \(\)"),
         (lambda: DiLoCo(codec="fp4"), "codec must be one of"),
         (lambda: DataParallel(codec="fp4"), "codec must be one of"),

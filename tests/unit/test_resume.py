@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from atoll import DataParallel, DiLoCo, Eager, Faults, OuterLoop, Streaming, checkpoint, local
+from atoll import DataParallel, DiLoCo, Eager, OuterLoop, Streaming, checkpoint, local
 from atoll.errors import AtollError, ConfigError
-from atoll.link.local import Absence
+from atoll.link.local import Absence, Faults
 from harness import PRESETS, Problem, bits, by_part, toy, train, train_data_parallel
 
 PROBLEM = Problem(
@@ -89,11 +89,15 @@ def test_a_foreign_state_is_refused_and_changes_nothing() -> None:
     state = loops[0].state_dict()
     fresh = PROBLEM.loops(Streaming(period=4, fragments=by_part(4)))
     before = bits(fresh[0])
-    with pytest.raises(ConfigError, match="period was 5 when the state was saved, and is 4 now"):
+    with pytest.raises(ConfigError, match="saved with other settings than these: period: 5 against 4"):
         fresh[0].load_state_dict(state)
     other_layout = Problem(sizes=(3, 1, 4, 3), workers=3).loops(Streaming(period=5, fragments=by_part(4)))
-    with pytest.raises(ConfigError, match="layout of fragment 3 was 1 parameters, 2 values"):
+    with pytest.raises(ConfigError, match="layout of fragment 3: 1 parameters, 2 values"):
         other_layout[0].load_state_dict(state)
+    fewer = Problem(sizes=(3, 1), workers=3).loops(Streaming(period=5, fragments=by_part(2)))
+    with pytest.raises(ConfigError, match="fragments"):
+        fewer[0].load_state_dict(state)
+    assert fewer[0].steps == 0
     with pytest.raises(ConfigError, match="this is the state of worker 0; this is worker 1"):
         fresh[1].load_state_dict(state)
     assert bits(fresh[0]) == before

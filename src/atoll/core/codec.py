@@ -9,30 +9,24 @@ rounding is an integer addition: exact, the same on every processor, and an orde
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from atoll.core.flat import PIECE, pieces
 from atoll.errors import ConfigError, NonFiniteError
 
 BLOCK = 128
 """Consecutive values that share one unit."""
-PIECE = 1 << 17
-"""Values worked on at a time, a multiple of BLOCK: their temporaries stay in a core's cache."""
+assert PIECE % BLOCK == 0, "a piece holds whole blocks"
 
 _EXPONENT = 23  # fp32: where the exponent starts
 _MAGNITUDE = 0x7FFF_FFFF  # fp32: all but the sign
 _TOO_LARGE = 0x7F00_0000  # fp32 2 ** 127: rounding what lies beyond could give infinity
 _SQRT2 = 1.4142136573791504  # the smallest fp32 number above the square root of 2
 _LOWEST_UNIT, _HIGHEST_UNIT = 7, 254  # biased exponents: every level of every format is then a normal number
-
-
-def pieces(numel: int) -> Iterator[slice]:
-    """Cut a vector [numel] into the ranges that are worked on one after the other."""
-    for start in range(0, numel, PIECE):
-        yield slice(start, min(start + PIECE, numel))
 
 
 # ---------------------------------------------------------------------- plain formats
@@ -263,7 +257,7 @@ class Codec:
         return _FORMATS[self.format].encode(vector, generator)
 
     def decode_piece(self, payload: Tensor, numel: int, piece: slice) -> Tensor:
-        """Values [piece] of the vector [numel] behind a payload; a piece starts at a multiple of PIECE."""
+        """Values [piece] of the vector [numel] behind a payload, where `piece` is one of `pieces(numel)`."""
         return _FORMATS[self.format].decode(payload, numel, piece)
 
     def decode(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:

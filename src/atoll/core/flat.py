@@ -1,7 +1,7 @@
-"""Parameters of one fragment <-> one flat vector. Past this file there are no names, shapes or DTensors."""
+"""Parameters of one fragment <-> one flat vector. Past this file there are no shapes and no DTensors."""
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,14 @@ from torch.distributed.tensor import DTensor
 
 from atoll.errors import ConfigError
 
-_ROW = 1024
+PIECE = 1 << 17
+"""Values of a vector worked on at a time: their temporaries stay in a core's cache."""
+
+
+def pieces(numel: int) -> Iterator[slice]:
+    """Cut a vector [numel] into the ranges that are worked on one after the other."""
+    for start in range(0, numel, PIECE):
+        yield slice(start, min(start + PIECE, numel))
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -46,7 +53,7 @@ def scatter(vector: Tensor, tensors: Sequence[Tensor]) -> None:
         part.copy_(piece.view(part.shape))
 
 
-class Flat:
+class Window:
     """A window on some of a model's parameters as one vector [numel], in the order of `names`.
 
     The model is asked for its parameters on every use, so a parameter that was replaced is seen; one that was
@@ -111,7 +118,7 @@ class Flat:
         raise IndexError(index)
 
 
-def check_coverage(model: nn.Module, windows: Iterable[Flat]) -> None:
+def check_coverage(model: nn.Module, windows: Iterable[Window]) -> None:
     """Raise a ConfigError that names any trained parameter in no window: it would silently never be synchronised."""
     covered = {name for window in windows for name in window.names}
     missed = [name for name in trainable(model) if name not in covered]
@@ -125,11 +132,15 @@ def check_coverage(model: nn.Module, windows: Iterable[Flat]) -> None:
 def fingerprint(vector: Tensor) -> int:
     """64 bits that are equal for equal vectors and, short of malice, differ for different ones.
 
-    A sum of the bits as wrapping int64 words, each row of words with its own odd factor so that place matters.
+    The vector's bits as wrapping int64 words, each times an odd factor that depends on its place.
     """
-    paired = vector.numel() // 2 * 2  # two fp32 values make one word
-    even = vector[:paired].view(torch.int64)
-    rows = even[: even.numel() // _ROW * _ROW].view(-1, _ROW).sum(1)
-    factors = torch.arange(1, 2 * rows.numel() + 1, 2, device=vector.device)
-    rest = even[rows.numel() * _ROW :].sum() + vector[paired:].double().view(torch.int64).sum()
-    return int((rows * factors).sum() + rest)
+    if vector.numel() * vector.element_size() % 8:
+        vector = torch.nn.functional.pad(vector, (0, 1))
+    words = vector.view(torch.int64)
+    places = torch.arange(1, min(words.numel(), PIECE) + 1, device=vector.device) * -7046029254386353131
+    factors = (places ^ (places >> 29)) | 1
+    total = 0
+    for piece in pieces(words.numel()):
+        part = int((words[piece] * factors[: piece.stop - piece.start]).sum())
+        total = (total * 6364136223846793005 + part) % 2**64
+    return total

@@ -31,11 +31,10 @@ class Schedule:
     """Inner steps between a fragment's send and its apply (tau); 0 to period."""
 
     def __post_init__(self) -> None:
-        if self.period < 1:
-            raise ConfigError(f"period must be at least 1 inner step, got {self.period}")
-        if self.fragments < 1:
-            raise ConfigError(f"fragments must be at least 1, got {self.fragments}")
-        if not 0 <= self.delay <= self.period:
+        _check_whole("period", self.period, least=1)
+        _check_whole("fragments", self.fragments, least=1)
+        _check_whole("delay", self.delay, least=0)
+        if self.delay > self.period:
             raise ConfigError(
                 f"delay must be between 0 and period ({self.period}), got {self.delay}: "
                 "a round must be applied no later than the next one of its fragment is sent"
@@ -57,3 +56,8 @@ class Schedule:
             send=tuple(f for f in everyone if self.is_send(f, step)),
             apply=tuple(f for f in everyone if self.is_send(f, step - self.delay)),
         )
+
+
+def _check_whole(name: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")

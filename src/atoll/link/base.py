@@ -13,6 +13,9 @@ class RoundId(NamedTuple):
     step: int
     fragment: int
 
+    def __str__(self) -> str:
+        return f"step {self.step}, fragment {self.fragment}"
+
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
@@ -54,13 +57,21 @@ class Link(Protocol):
         """Say what all must agree on; LinkError names the first difference to another worker."""
 
     def present(self, step: int) -> bool:
-        """Whether this worker is a member during this inner step."""
+        """Whether this worker is a member during this inner step; known for the current step and the next."""
 
     def trains(self, step: int) -> bool:
-        """Whether it makes this inner step: false when absent, or when slower and skipping it."""
+        """Whether it makes this inner step: false when absent, or when it is too slow and skips it."""
 
-    def share(self, step: int) -> float:
-        """This worker's part, 0 to 1, of a mean over all who are present at this step."""
+    def weights(self, step: int) -> Mapping[int, float]:
+        """Worker -> weight of all who are present at this step."""
 
     def open(self, round_id: RoundId, contribution: Contribution | None) -> Pending:
         """Start a round; None takes part in nothing and still learns the result."""
+
+
+def difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
+    """The first of the terms that is not the same, as "period: 5 against 6"; None if all are."""
+    for key in {**mine, **theirs}:
+        if mine.get(key) != theirs.get(key):
+            return f"{key}: {mine.get(key)} against {theirs.get(key)}"
+    return None

@@ -1,18 +1,19 @@
 """Workers inside one process: research, tests, the demo. A real link, with faults given as data.
 
-Each worker may run in a thread of its own (`run`), or one caller may step them all in turn (`atoll.Crew`). The
+Each worker may run in a thread of its own (`run_local`), or one caller may step them all in turn (`atoll.Crew`). The
 result is the same to the bit: nothing depends on who comes first.
 """
 
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from atoll.errors import ConfigError, LinkError
-from atoll.link.base import Contribution, Pending, Round, RoundId
+from atoll.link.base import Contribution, Pending, Round, RoundId, difference
 
 Result = TypeVar("Result")
 
@@ -21,7 +22,8 @@ Result = TypeVar("Result")
 class Absence:
     """A worker that is not there from inner step `first` to `last`, both included; last=None means for good.
 
-    Absence(worker=3, first=1, last=50) joins late; Absence(worker=3, first=51) leaves after step 50.
+    Absence(worker=3, first=1, last=50) joins late; Absence(worker=3, first=51) leaves after step 50. An absent worker
+    calls `step()` like the others, to follow the rounds; `OuterLoop.trains` tells it not to train.
     """
 
     worker: int
@@ -79,7 +81,8 @@ class _Board:
         self.faults = faults
         self.timeout_s = timeout_s
         self.changed = threading.Condition()
-        self.terms: dict[int, tuple[Mapping[str, str], float]] = {}
+        self.terms: dict[int, Mapping[str, str]] = {}
+        self.joined: dict[int, float] = {}
         self.threads: dict[int, int] = {}
         self.gone: dict[int, str] = {}
         self.rounds: dict[RoundId, dict[int, Contribution | None]] = {}
@@ -87,22 +90,22 @@ class _Board:
 
     def join(self, worker: int, terms: Mapping[str, str], weight: float) -> None:
         with self.changed:
-            for other, (theirs, _) in self.terms.items():
-                for key in {**terms, **theirs}:
-                    if terms.get(key) != theirs.get(key):
-                        raise LinkError(
-                            f"worker {worker} and worker {other} differ in {key}: "
-                            f"{terms.get(key)} against {theirs.get(key)}"
-                        )
-            self.terms[worker] = (terms, weight)
+            for other, theirs in self.terms.items():
+                if differs := difference(terms, theirs):
+                    raise LinkError(f"worker {worker} and worker {other} differ in {differs}")
+            self.terms[worker] = terms
+            self.joined[worker] = weight
             self.threads[worker] = threading.get_ident()
             self.changed.notify_all()
 
-    def share(self, worker: int, step: int) -> float:
-        members = [w for w in range(self.workers) if self.faults.present(w, step)]
+    def weights(self, worker: int, step: int) -> dict[int, float]:
+        members = self.members(step)
         with self.changed:
-            self.wait_for(f"step {step}", worker, lambda: [w for w in members if w not in self.terms])
-            return self.terms[worker][1] / sum(self.terms[w][1] for w in members)
+            self.wait_for(f"step {step}", worker, lambda: [w for w in members if w not in self.joined])
+            return {w: self.joined[w] for w in members}
+
+    def members(self, step: int) -> list[int]:
+        return [w for w in range(self.workers) if self.faults.present(w, step)]
 
     def post(self, worker: int, round_id: RoundId, contribution: Contribution | None) -> None:
         arrives = self.faults.present(worker, round_id.step) and not self.faults.lost(worker, round_id)
@@ -111,14 +114,10 @@ class _Board:
             self.changed.notify_all()
 
     def take(self, worker: int, round_id: RoundId) -> Round:
-        members = [w for w in range(self.workers) if self.faults.present(w, round_id.step)]
+        members = self.members(round_id.step)
         with self.changed:
             posted = self.rounds[round_id]
-            self.wait_for(
-                f"the round of step {round_id.step}, fragment {round_id.fragment}",
-                worker,
-                lambda: [w for w in members if w not in posted],
-            )
+            self.wait_for(str(round_id), worker, lambda: [w for w in members if w not in posted])
             contributions = tuple(c for _, c in sorted(posted.items()) if c is not None)
             self.taken.setdefault(round_id, set()).add(worker)
             if len(self.taken[round_id] | self.gone.keys()) == self.workers:
@@ -127,6 +126,7 @@ class _Board:
 
     def wait_for(self, what: str, worker: int, missing: Callable[[], list[int]]) -> None:
         """Wait, holding the lock, until nobody is missing."""
+        deadline = time.monotonic() + self.timeout_s
         while absent := missing():
             for other in absent:
                 if other in self.gone:
@@ -136,8 +136,8 @@ class _Board:
                         f"{what}: worker {worker} waits for worker {other}, which the same thread steps: "
                         "step them together with atoll.Crew(loops).step()"
                     )
-            if not self.changed.wait(self.timeout_s):
-                raise LinkError(f"{what}: nothing from worker {absent} in {self.timeout_s:g} s")
+            if not self.changed.wait(deadline - time.monotonic()):
+                raise LinkError(f"{what}: nothing from worker {', '.join(map(str, absent))} in {self.timeout_s:g} s")
 
     def leave(self, worker: int, reason: str) -> None:
         with self.changed:
@@ -175,9 +175,9 @@ class LocalLink:
         """Whether it makes this inner step: false when absent, or when slower and skipping it."""
         return self._board.faults.trains(self.worker, step)
 
-    def share(self, step: int) -> float:
-        """This worker's part, 0 to 1, of a mean over all who are present at this step."""
-        return self._board.share(self.worker, step)
+    def weights(self, step: int) -> Mapping[int, float]:
+        """Worker -> weight of all who are present at this step; waits for those who have yet to join."""
+        return self._board.weights(self.worker, step)
 
     def open(self, round_id: RoundId, contribution: Contribution | None) -> Pending:
         """Start a round; None takes part in nothing and still learns the result."""
@@ -201,7 +201,7 @@ def local(workers: int, *, faults: Faults | None = None, timeout_s: float = 600.
     return [LocalLink(board, worker) for worker in range(workers)]
 
 
-def run(work: Callable[[LocalLink], Result], links: list[LocalLink]) -> list[Result]:
+def run_local(work: Callable[[LocalLink], Result], links: list[LocalLink]) -> list[Result]:
     """Run `work(link)` for every worker, each in its own thread; one that fails takes the others down with it."""
 
     def worker(link: LocalLink) -> Result:
