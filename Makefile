@@ -35,4 +35,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist out .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage
+	rm -rf $(VENV) build dist out .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache .coverage

@@ -1,4 +1,4 @@
-"""Codec speed as a ratio to a clone() of the same tensor, and how much of a Gaussian delta's direction survives.
+"""Codec speed as a ratio to a clone() of the same tensor, and what becomes of a Gaussian delta's direction and size.
 
     python benchmarks/codec.py
 
@@ -28,7 +28,9 @@ def seconds(action: Callable[[], object]) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     vector = torch.randn(VALUES, generator=torch.Generator().manual_seed(0)) * 1e-4
-    print(f"{'codec':6} {'bits':>7} {'clone ms':>9} {'encode/clone':>13} {'decode/clone':>13} {'cosine':>9}")
+    print(
+        f"{'codec':6} {'bits':>7} {'clone ms':>9} {'encode/clone':>13} {'decode/clone':>13} {'cosine':>9} {'size':>7}"
+    )
     for name in ("fp32", "bf16", "fp16", "int8", "int4", "e3m0", "e2m1"):
         codec = Codec(name)
         payload = codec.encode(vector)
@@ -38,9 +40,11 @@ def main() -> None:
             encodes.append(seconds(partial(codec.encode, vector)))
             decodes.append(seconds(partial(codec.decode, payload, VALUES)))
         clone = median(clones)
+        decoded = codec.decode(payload, VALUES)
+        size = float(decoded.abs().mean() / vector.abs().mean())
         print(
             f"{name:6} {8 * payload.numel() / VALUES:7.4f} {1e3 * clone:9.1f} {median(encodes) / clone:13.2f} "
-            f"{median(decodes) / clone:13.2f} {cosine(vector, codec.decode(payload, VALUES)):9.6f}"
+            f"{median(decodes) / clone:13.2f} {cosine(vector, decoded):9.6f} {size:7.4f}"
         )
 
 

@@ -20,7 +20,12 @@ TESTS = [
     "tests/unit/test_resume.py",
     "tests/unit/test_outer.py",
     "tests/unit/test_flat.py",
+    "tests/unit/test_local.py",
+    "tests/unit/test_loop.py",
+    "tests/unit/test_fragments.py",
+    "tests/unit/test_checkpoint.py",
     "tests/property/test_schedule.py",
+    "tests/property/test_codec.py",
     "tests/property/test_oracle.py",
 ]
 
@@ -31,12 +36,16 @@ class Mutant:
     file: str
     old: str
     new: str
+    also: tuple[str, str, str] | None = None
+    """A second edit (file, old, new), for bugs that take two."""
 
 
 MUTANTS = [
+    # schedule
     Mutant("inverted modulo", "core/schedule.py", "since % self.period == 0", "since % self.period != 0"),
     Mutant("first round off by one", "core/schedule.py", "since >= self.period", "since > self.period"),
     Mutant("first round a period early", "core/schedule.py", "since >= self.period", "since >= 0"),
+    # the algorithms
     Mutant("sign flipped", "loop.py", "torch.sub(self._start(fragment, piece), delta[piece], out=delta[piece])",
            "torch.sub(delta[piece], self._start(fragment, piece), out=delta[piece])"),
     Mutant("alpha swapped", "core/outer.py", "return alpha * local + (1 - alpha) * anchor",
@@ -45,25 +54,58 @@ MUTANTS = [
     Mutant("anchor taken from the merged value", "loop.py",
            "local[piece] = blend(local[piece], state.anchor[piece], alpha)",
            "local[piece] = state.anchor[piece] = blend(local[piece], state.anchor[piece], alpha)"),
-    Mutant("stale own share in eager", "loop.py", "state.own[piece] - lost, newest)",
-           "state.own[piece] - lost, state.own[piece])"),
-    Mutant("own share counted whole", "core/outer.py", "(outer.lr * share)", "outer.lr"),
     Mutant("sum for mean", "core/outer.py", "[weight / sum(weights) for weight", "[weight for weight"),
-    Mutant("own delta un-decoded", "loop.py", "                state.newest = sent.payload\n",
-           "                state.newest = torch.cat([delta.float(), delta.float()]).view(torch.uint8)\n"),
-    Mutant("last tensor skipped", "core/flat.py", "        part.copy_(piece.view(part.shape))",
-           "        part.copy_(piece.view(part.shape)) if part is not parts[-1] or len(parts) == 1 else None"),
+    Mutant("weights ignored", "core/outer.py", "[weight / sum(weights) for weight", "[1 / len(weights) for weight"),
+    Mutant("stale own share in eager", "loop.py", "state.own[piece] - unsent, newest)",
+           "state.own[piece] - unsent, state.own[piece])"),
+    Mutant("own share counted whole", "core/outer.py", "(outer.lr * share)", "outer.lr"),
+    Mutant("own delta un-decoded", "loop.py", "state.newest = sent.payload\n", "state.newest = delta.clone()\n",
+           ("exchange.py", "        return self.codec.decode_piece(payload, window.numel, piece).to(window.dtype)",
+            "        if payload.dtype != torch.uint8:\n            return payload[piece]\n"
+            "        return self.codec.decode_piece(payload, window.numel, piece).to(window.dtype)")),
+    # faults
+    Mutant("a lost round merges anyway", "loop.py",
+           "        if any(c.worker == self.link.worker for c in completed.contributions):", "        if True:"),
+    Mutant("a lost eager delta is forgotten", "loop.py",
+           "if lost and lost.contribution and not lost.forgotten else None", "if False else None"),
+    Mutant("a joiner keeps its random parameters", "state.py", "        self.window.write(self.anchor)\n", ""),
+    Mutant("a joiner keeps its old momentum", "state.py",
+           "self.own = None if self.own is None else torch.zeros_like(self.own)", "pass"),
+    Mutant("residual kept when the payload is lost", "loop.py", "state.residual.add_(lost.restore)", "pass"),
+    Mutant("residual undone under eager too", "state.py", "return before - self.residual if self.own is None else None",
+           "return before - self.residual",
+           ("loop.py", "        local = torch.empty_like(state.anchor)\n",
+            "        local = torch.empty_like(state.anchor)\n        if lost and lost.restore is not None:\n"
+            "            state.residual.add_(lost.restore)\n")),
+    Mutant("finish sends twice what is in flight", "loop.py", "            delta.sub_(sent)", "            pass"),
+    # resume
     Mutant("velocity not saved", "state.py", "            slot.copy_(state[\"slots\"][name])", "            pass"),
     Mutant("step inside the period forgotten", "loop.py", "        self.steps = state[\"steps\"]\n", ""),
     Mutant("rounds in flight not saved", "loop.py", "for saved in state[\"flights\"]", "for saved in []"),
-    Mutant("own momentum not saved", "state.py", "        self.own = _copy(state[\"own\"])\n", ""),
-    Mutant("a lost round merges anyway", "loop.py",
-           "        if any(c.worker == self.link.worker for c in outcome.contributions):", "        if True:"),
-    Mutant("weights ignored", "core/outer.py", "[weight / sum(weights) for weight", "[1 / len(weights) for weight"),
-    Mutant("a joiner keeps its random parameters", "state.py", "        self.window.write(self.anchor)\n", ""),
-    Mutant("residual kept when the payload is lost", "loop.py", "            state.residual.add_(flight.restore)",
-           "            pass"),
+    Mutant("own momentum not saved", "state.py", "            \"own\": _copy(self.own),",
+           "            \"own\": None if self.own is None else torch.zeros_like(self.own),"),
+    # vectors, bytes, members
+    Mutant("last tensor skipped", "core/flat.py", "        part.copy_(piece.view(part.shape))",
+           "        part.copy_(piece.view(part.shape)) if part is not parts[-1] or len(parts) == 1 else None"),
+    Mutant("nibbles swapped", "core/codec.py", "(both | (both >> 4)).to(torch.uint8)",
+           "((both << 4) | (both >> 8)).to(torch.uint8)"),
+    Mutant("unit one too small", "core/codec.py", ".add_(1 + 127)", ".add_(127)"),
+    Mutant("rounded down instead of to nearest", "core/codec.py", "even.add_(0.5 if noise is None else noise)",
+           "even.add_(0.0 if noise is None else noise)"),
+    Mutant("fingerprint says nothing", "core/flat.py", "    return total\n", "    return 0\n"),
+    Mutant("members in order of arrival", "link/local.py", "for _, c in sorted(posted.items())",
+           "for _, c in posted.items()"),
+    Mutant("embeddings in no fragment", "core/fragments.py", "    if rest:\n        groups.append",
+           "    if False:\n        groups.append"),
+    Mutant("checkpoint data not checked", "checkpoint.py", "if _sha256_of(data) != manifest", "if False and manifest"),
 ]  # fmt: skip
+
+
+def edit(package: Path, name: str, file: str, old: str, new: str) -> None:
+    source = (package / file).read_text()
+    if source.count(old) != 1:
+        sys.exit(f"mutant {name!r}: its text occurs {source.count(old)} times in {file}")
+    (package / file).write_text(source.replace(old, new))
 
 
 def kills(mutant: Mutant | None) -> tuple[bool, str]:
@@ -72,11 +114,9 @@ def kills(mutant: Mutant | None) -> tuple[bool, str]:
         package = Path(folder) / "atoll"
         shutil.copytree(ROOT / "src" / "atoll", package, ignore=shutil.ignore_patterns("__pycache__"))
         if mutant is not None:
-            path = package / mutant.file
-            source = path.read_text()
-            if source.count(mutant.old) != 1:
-                sys.exit(f"mutant {mutant.name!r}: its text occurs {source.count(mutant.old)} times in {mutant.file}")
-            path.write_text(source.replace(mutant.old, mutant.new))
+            edit(package, mutant.name, mutant.file, mutant.old, mutant.new)
+            if mutant.also:
+                edit(package, mutant.name, *mutant.also)
         environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *TESTS]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

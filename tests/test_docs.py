@@ -1,12 +1,14 @@
 """The examples in README and docs run as they stand."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = [
     pytest.param(block, id=f"{page.relative_to(ROOT)}-{number}")
     for page in PAGES
@@ -15,18 +17,23 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_example_runs(block: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_runs(block: str) -> None:
     exec(compile(block, "example", "exec"), {"__name__": "__main__"})
 
 
 def test_the_first_block_of_the_readme_is_a_training_loop_that_learns(capsys: pytest.CaptureFixture[str]) -> None:
-    first = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert first is not None
-    namespace: dict[str, object] = {}
-    exec(compile(first.group(1), "README", "exec"), namespace)
+    (first,) = (block.values[0] for block in BLOCKS if block.id == "README.md-0")
+    exec(compile(str(first), "README", "exec"), {})
     losses = [float(x) for x in capsys.readouterr().out.strip(" []\n").split(",")]
     assert len(losses) == 4
     assert max(losses) < 1.0, "the target has variance 8"
+
+
+def test_the_demo_runs(tmp_path: Path) -> None:
+    command = [sys.executable, "examples/demo.py", "--steps", "20", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True)
+    assert "fewer bytes" in done.stdout
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -13,29 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from atoll.checkpoint import _DTYPES, MANIFEST, TENSORS, load, save
+from atoll.checkpoint import MANIFEST, TENSORS, load, save
 from atoll.errors import CheckpointError
-
-
-def raw_bytes(tensor: Tensor) -> list[int]:
-    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).tolist()
-
-
-def bits(value: Any) -> Any:
-    """`value` as something that == compares by type, order and bit."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.shape, raw_bytes(value)
-    if isinstance(value, dict):
-        return dict, [(key, type(key), bits(item)) for key, item in value.items()]
-    if isinstance(value, list | tuple):
-        return type(value), [bits(item) for item in value]
-    return type(value), struct.pack(">d", value) if isinstance(value, float) else value
+from nests import DTYPES, bits
 
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
     """Any dtype, up to three dimensions (some of them 0 or 1), any bits, any layout in memory."""
-    dtype = draw(st.sampled_from(sorted(_DTYPES, key=str)))
+    dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 3), max_size=3))
     count = functools.reduce(int.__mul__, shape, 1)
     raw = draw(st.binary(min_size=count * dtype.itemsize, max_size=count * dtype.itemsize))

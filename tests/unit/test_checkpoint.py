@@ -29,27 +29,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atoll import checkpoint
 from atoll.checkpoint import MANIFEST, TENSORS, load, rng_state, save, set_rng_state, steps
 from atoll.errors import CheckpointError, ConfigError
+from nests import DTYPES, bits
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint-v1"
-
-
-def raw_bytes(tensor: Tensor) -> list[int]:
-    dense = tensor.detach().clone(memory_format=torch.contiguous_format)
-    return dense.reshape(-1).view(torch.uint8).tolist()
-
-
-def bits(value: Any) -> Any:
-    """`value` as something that == compares by type, order and bit."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.shape, raw_bytes(value)
-    if isinstance(value, dict):
-        return dict, [(key, type(key), bits(item)) for key, item in value.items()]
-    if isinstance(value, list | tuple):
-        return type(value), [bits(item) for item in value]
-    return type(value), struct.pack(">d", value) if isinstance(value, float) else value
 
 
 def there_and_back(root: Path, state: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +73,7 @@ def test_every_kind_of_value_comes_back_as_it_was(tmp_path: Path) -> None:
     assert bits(there_and_back(tmp_path, state)) == bits(state)
 
 
-@pytest.mark.parametrize("dtype", sorted(checkpoint._DTYPES, key=str), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
     raw = torch.arange(48, dtype=torch.uint8) % 2  # zeros and ones are valid even as bool
     state = {

@@ -1,12 +1,13 @@
 """The same bits on a GPU as on the CPU: a worker with one and a worker without must agree."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from atoll import Crew, Delayed, DiLoCo, Eager, OuterLoop, Streaming, Sync, local
+from atoll import Crew, Delayed, DiLoCo, Eager, OuterLoop, Streaming, Sync, checkpoint, local
 from atoll.core.codec import Codec
 from atoll.core.flat import fingerprint
 from atoll.core.fragments import Balanced
@@ -44,31 +45,50 @@ def test_outer_steps(outer: OuterOptimizer) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize(
-    "sync",
-    [
-        DiLoCo(period=4),
-        DiLoCo(period=4, outer=Adam()),
-        Streaming(period=4, fragments=Balanced(count=3), codec=Codec("e3m0", feedback=True)),
-        Eager(period=4),
-        Delayed(period=4, codec="int8"),
-    ],
-    ids=str,
-)
+SYNCS = [
+    DiLoCo(period=4),
+    DiLoCo(period=4, outer=Adam()),
+    Streaming(period=4, fragments=Balanced(count=3), delay=3, codec=Codec("e3m0", feedback=True)),
+    Eager(period=4),
+    Delayed(period=4, codec="int8"),
+]
+
+
+@pytest.mark.parametrize("sync", SYNCS, ids=str)
 def test_loops(sync: Sync) -> None:
+    assert torch.equal(train("cpu", sync, stop=13), train("cuda", sync, stop=13))
+
+
+@pytest.mark.parametrize("sync", SYNCS, ids=str)
+def test_resume(sync: Sync, tmp_path: Path) -> None:
+    assert torch.equal(train("cuda", sync, stop=6, folder=tmp_path), train("cuda", sync, stop=13))
+
+
+def train(device: str, sync: Sync, *, stop: int, folder: Path | None = None) -> torch.Tensor:
+    """The final parameters after 13 steps; with a folder, by way of checkpoints written after step `stop`."""
     torch.manual_seed(0)
-    start = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-    results = []
-    for device in ("cpu", "cuda"):
-        models = [copy.deepcopy(start).to(device) for _ in range(3)]
-        crew = Crew([OuterLoop(model, sync, link) for model, link in zip(models, local(3), strict=True)])
-        seed = 0
-        for _ in range(13):
-            for model in models:
-                for p in model.parameters():
-                    seed += 1
-                    p.data.sub_(noise(p.numel(), seed).view(p.shape).to(device))
-            crew.step()
-        crew.finish()
-        results.append(torch.cat([p.detach().cpu().flatten() for p in models[0].parameters()]))
-    assert torch.equal(*results)
+    start = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(device)
+    loops = [OuterLoop(copy.deepcopy(start), sync, link) for link in local(3)]
+    walk(loops, stop)
+    if folder is not None:
+        for loop in loops:
+            state = {"model": loop.model.state_dict(), "outer": loop.state_dict()}
+            checkpoint.save(folder / str(loop.link.worker), loop.steps, state)
+        loops = [OuterLoop(copy.deepcopy(start), sync, link) for link in local(3)]
+        for loop in loops:
+            _, state = checkpoint.load(folder / str(loop.link.worker))
+            loop.model.load_state_dict(state["model"])
+            loop.load_state_dict(state["outer"])
+        walk(loops, 13 - stop)
+    Crew(loops).finish()
+    return torch.cat([p.detach().cpu().flatten() for p in loops[0].model.parameters()])
+
+
+def walk(loops: list[OuterLoop], steps: int) -> None:
+    crew = Crew(loops)
+    for _ in range(steps):
+        for loop in loops:
+            for number, p in enumerate(loop.model.parameters()):
+                seed = 1000 * loop.steps + 100 * loop.link.worker + number
+                p.data.sub_(noise(p.numel(), seed).view(p.shape).to(p.device))
+        crew.step()

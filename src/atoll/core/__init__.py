@@ -1,1 +1,1 @@
-"""The arithmetic: torch and integers; no files, clock, environment, logging or process group."""
+"""The arithmetic: torch and integers; no files, clock, environment, logging or threads."""

@@ -154,7 +154,7 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def unsynchronised_buffers(model: nn.Module) -> tuple[str, ...]:
-    """Names of the buffers that training changes, such as BatchNorm's statistics; they are in no fragment."""
+    """Buffers that training changes, such as BatchNorm's statistics, recognised by name; they are in no fragment."""
     trained = ("running_", "num_batches_tracked")
     return tuple(name for name, _ in model.named_buffers() if name.rpartition(".")[2].startswith(trained))
 

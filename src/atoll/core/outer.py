@@ -1,7 +1,7 @@
 """The outer step and the merges: state in, state out, on vectors of any length.
 
-Workers with different processors must get the same bits, so every operation is one that IEEE 754 rounds exactly, one
-at a time: no fused multiply-add, and no division by a number, which CUDA turns into a product with its reciprocal.
+Workers with different processors must get the same bits, so every operation is one that IEEE 754 rounds correctly,
+one at a time: no fused multiply-add, and no division by a number, which CUDA turns into a product with its reciprocal.
 """
 
 from collections.abc import Sequence
