@@ -1,7 +1,7 @@
 """Vectors on one side, a link on the other: encodes and decodes, counts what passes, refuses what does not fit."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,12 +17,15 @@ from atoll.state import Counters
 class Exchange:
     """One worker's rounds: vectors of `windows[fragment].numel` values go out, means come back."""
 
-    def __init__(self, link: Link, codec: Codec, weight: float, windows: Sequence[Window]) -> None:
+    def __init__(
+        self, link: Link, codec: Codec, weight: float, windows: Sequence[Window], late: Collection[int] = ()
+    ) -> None:
         self.link = link
         self.codec = codec
         self.weight = weight
         self.counters = Counters()
         self._windows = windows
+        self._late = late  # workers that apply a round only after they have sent the next: their anchors trail by one
 
     def share(self, step: int) -> float:
         """This worker's part, 0 to 1, of a mean over all who are present at this step."""
@@ -63,19 +66,22 @@ class Exchange:
         self.counters.rounds_applied += bool(completed.contributions)
         return completed
 
+    def is_complete(self, completed: Round) -> bool:
+        """Whether the payloads of all who were present have arrived: the same answer on every worker."""
+        return {c.worker for c in completed.contributions} == self.link.weights(completed.round_id.step).keys()
+
     def _check(self, completed: Round) -> None:
         expected = self.codec.payload_bytes(self._windows[completed.round_id.fragment].numel)
-        leaders: dict[int, Contribution] = {}
+        leaders: dict[bool, Contribution] = {}
         for c in completed.contributions:
             if c.payload.numel() != expected:
                 sent = f"worker {c.worker} sent {c.payload.numel()} bytes where {expected} were due"
                 raise LinkError(f"{completed.round_id}: {sent}")
-            # Workers with unequal delays may hold different versions of the anchor; equal versions must be equal.
-            leader = leaders.setdefault(c.anchor_version, c)
-            if c.anchor_fingerprint != leader.anchor_fingerprint:
-                who = f"workers {leader.worker} and {c.worker}"
-                cause = f"have diverged after {c.anchor_version} rounds" if c.anchor_version else "started differently"
-                raise LinkError(f"{completed.round_id}: {who} have different anchors: they {cause}")
+            leader = leaders.setdefault(c.worker in self._late, c)
+            if (c.anchor_version, c.anchor_fingerprint) != (leader.anchor_version, leader.anchor_fingerprint):
+                who = f"workers {leader.worker} and {c.worker} have different anchors"
+                cause = f"have diverged by round {c.anchor_version}" if c.anchor_version else "started differently"
+                raise LinkError(f"{completed.round_id}: {who}: they {cause}")
 
     def means(self, completed: Round) -> Iterator[tuple[slice, Tensor]]:
         """The mean of a round with members, piece by piece: temporaries stay in cache, no full mean is stored."""
@@ -87,9 +93,9 @@ class Exchange:
     def decode_piece(self, payload: Tensor, fragment: int, piece: slice) -> Tensor:
         """One of the `pieces` of the vector behind a payload of this fragment."""
         window = self._windows[fragment]
-        return self.codec.decode_piece(payload, window.numel, piece).to(window.dtype)
+        return self.codec.decode_piece(payload, window.numel, piece).to(window.device, window.dtype)
 
     def decode(self, payload: Tensor, fragment: int) -> Tensor:
         """The vector behind a payload of this fragment."""
         window = self._windows[fragment]
-        return self.codec.decode(payload, window.numel, window.dtype)
+        return self.codec.decode(payload, window.numel, window.dtype).to(window.device)

@@ -10,29 +10,37 @@ After every inner step, on every worker, in this order:
 The clock is `step()`, never an optimizer hook: a loss scaler that skips an optimizer step must not shift one
 worker's schedule. The inner optimizer and its state are never touched.
 
-Every operation is a generator that yields once it has sent and before it waits, so that one caller can take several
-workers through it in turn (`Crew`).
+Every operation is a generator, so that one caller can take several workers through it in turn (`Crew`). It yields
+twice: when all that can be refused is prepared and nothing has changed yet, and when it has sent, before it waits.
 """
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from atoll.core.flat import Window, check_coverage, pieces, state_dtype, trainable
+from atoll.core.flat import Window, check_coverage, pieces, scatter, state_dtype, trainable
 from atoll.core.fragments import Whole, describe, split, unsynchronised_buffers
 from atoll.core.outer import SGD, Adam, Blend, LinearOuter, OuterOptimizer, blend, eager_start
 from atoll.core.schedule import Schedule
 from atoll.errors import AtollError, ConfigError
 from atoll.exchange import Exchange
 from atoll.gradients import GradientAverage
-from atoll.link.base import Link, Round, RoundId, difference
+from atoll.link.base import Contribution, Link, Round, RoundId, difference
 from atoll.state import Counters, Flight, FragmentState
 from atoll.sync import Gradients, Sync
+
+
+class Outgoing(NamedTuple):
+    """A delta on its way out, and what the codec made of it; None while the worker is absent."""
+
+    round_id: RoundId
+    delta: Tensor
+    contribution: Contribution | None
 
 
 class OuterLoop:
@@ -44,16 +52,19 @@ class OuterLoop:
     """
 
     def __init__(self, model: nn.Module, sync: Sync | Gradients, link: Link, *, weight: float = 1.0) -> None:
-        if not 0 < weight < float("inf"):
-            raise ConfigError(f"weight of worker {link.worker} must be a finite number above 0, got {weight}")
+        if not isinstance(sync, Sync | Gradients):
+            raise ConfigError(f"sync must be made by DiLoCo(...), Streaming(...) or another preset, got {sync!r}")
+        if not 0 < weight <= 1e18:
+            raise ConfigError(f"weight of worker {link.worker} must be a number above 0, at most 1e18, got {weight}")
         self.model = model
         self.sync = sync
         self.link = link
         self.steps = 0
         self.fragments = split(model, sync.fragments if isinstance(sync, Sync) else Whole())
-        dtype = state_dtype(trainable(model).values())
+        dtype = state_dtype(trainable(model))
         self._windows = [Window(model, fragment.parameters, dtype) for fragment in self.fragments]
-        self._exchange = Exchange(link, sync.codec, weight, self._windows)
+        late = sync.late(link.workers) if isinstance(sync, Sync) else ()
+        self._exchange = Exchange(link, sync.codec, float(weight), self._windows, late)
         self._gradients = GradientAverage(self._exchange, self._windows[0])
         self._states: list[FragmentState] = []
         self._flights: dict[RoundId, Flight] = {}
@@ -107,16 +118,17 @@ class OuterLoop:
         """Lend the outer parameters: inside, the model holds the anchor; afterwards its own parameters again."""
         if self._lent:
             raise AtollError("anchor() is already in use: leave the first `with` block before entering another")
-        local = [state.window.read() for state in self._states]
+        # The tensors themselves are kept: freezing the model inside must not keep its own values from coming back.
+        own = [(state.window.parameters(), state.window.read()) for state in self._states]
         self._lent = True
         try:
             for state in self._states:
                 state.window.write(state.anchor)
             yield self.model
         finally:
-            for state, values in zip(self._states, local, strict=True):
-                state.window.write(values)
             self._lent = False
+            for parameters, values in own:
+                scatter(values, parameters)
 
     def describe(self) -> str:
         """A readable table of the fragments."""
@@ -132,9 +144,13 @@ class OuterLoop:
             self.steps = step
             return
         due = self._schedule.due(step)
-        if due.send:
-            self._send([RoundId(step, f) for f in due.send], [self._delta(f) for f in due.send])
+        for fragment in due.apply:
+            self._windows[fragment].parameters()
+        outgoing = self._prepare([RoundId(step, fragment) for fragment in due.send])
+        yield
         self.steps = step
+        self._send(outgoing)
+        del outgoing  # the deltas' memory
         yield
         lost = {f: self._apply(RoundId(step - self._schedule.delay, f)) for f in due.apply}
         if isinstance(self.sync.merge, Blend):
@@ -162,12 +178,24 @@ class OuterLoop:
 
     # ------------------------------------------------------------------ send
 
+    def _prepare(self, round_ids: Sequence[RoundId]) -> list[Outgoing]:
+        """Measure and encode what is to be sent; a value that cannot be is refused here, before anything changes."""
+        if round_ids:
+            check_coverage(self.model, self._windows)
+        return [self._outgoing(round_id, self._delta(round_id.fragment)) for round_id in round_ids]
+
+    def _outgoing(self, round_id: RoundId, delta: Tensor) -> Outgoing:
+        state = self._states[round_id.fragment]
+        sent = self._exchange.contribution(round_id, delta, anchor=state.anchor, version=state.version)
+        return Outgoing(round_id, delta, sent)
+
     def _delta(self, fragment: int) -> Tensor:
         """Where the worker started minus where it is, plus what rounding has kept back."""
         state = self._states[fragment]
-        delta = state.window.read()  # the live values; turned into the delta in place, to need one vector and not two
-        for piece in pieces(delta.numel()):
-            torch.sub(self._start(fragment, piece), delta[piece], out=delta[piece])
+        start = torch.empty_like(state.anchor)
+        for piece in pieces(start.numel()):
+            start[piece] = self._start(fragment, piece)
+        delta = state.window.subtract_from(start)
         return delta if state.residual is None else delta.add_(state.residual)
 
     def _start(self, fragment: int, piece: slice) -> Tensor:
@@ -178,16 +206,9 @@ class OuterLoop:
         newest = self._exchange.decode_piece(state.newest, fragment, piece)
         return eager_start(self._linear_outer, state.anchor[piece], state.own[piece], newest, state.share)
 
-    def _send(self, round_ids: Sequence[RoundId], deltas: Sequence[Tensor]) -> None:
-        """Encode all, then open all: a value that cannot be sent is refused before anything has changed."""
-        check_coverage(self.model, self._windows)
-        states = [self._states[round_id.fragment] for round_id in round_ids]
-        contributions = [
-            self._exchange.contribution(round_id, delta, anchor=state.anchor, version=state.version)
-            for round_id, delta, state in zip(round_ids, deltas, states, strict=True)
-        ]
-        for round_id, delta, state, sent in zip(round_ids, deltas, states, contributions, strict=True):
-            flight = Flight(sent)
+    def _send(self, outgoing: Sequence[Outgoing]) -> None:
+        for round_id, delta, sent in outgoing:
+            state, flight = self._states[round_id.fragment], Flight(sent)
             if sent is not None and state.own is not None:
                 state.newest = sent.payload
             if sent is not None and state.residual is not None:
@@ -204,6 +225,8 @@ class OuterLoop:
         assert flight.pending is not None
         completed = self._exchange.collect(flight.pending)
         flight.applied = True
+        if not self._exchange.is_complete(completed):
+            self._states[round_id.fragment].gap = round_id.step
         self._outer_step(self.sync.outer, completed)
         if any(c.worker == self.link.worker for c in completed.contributions):
             return None
@@ -232,13 +255,17 @@ class OuterLoop:
         if lost is not None:
             if state.residual is not None and lost.restore is not None and not lost.forgotten:
                 state.residual.add_(lost.restore)
-        elif alpha == 0:
+            return
+        if alpha == 0:
             state.window.write(state.anchor)
         else:
             local = state.window.read()
             for piece in pieces(local.numel()):
                 local[piece] = blend(local[piece], state.anchor[piece], alpha)
             state.window.write(local)
+        for round_id, flight in self._flights.items():
+            if round_id.fragment == fragment and not flight.applied:
+                flight.held *= alpha
 
     def _restart(self, fragment: int, lost: Flight | None) -> None:
         """Eager: begin the next period from the lagging anchor plus what the newest own delta will do to it.
@@ -274,18 +301,19 @@ class OuterLoop:
 
     def _finish(self) -> Iterator[None]:
         self._begin()
-        self._finished = True
         if isinstance(self.sync, Gradients):
+            self._finished = True
             return
-        unsent = [f for f in range(len(self._states)) if not self._schedule.is_send(f, self.steps)]
-        deltas = {fragment: self._delta(fragment) for fragment in unsent}
+        everything = [RoundId(self.steps, fragment, last=True) for fragment in range(len(self._states))]
+        deltas = [outgoing.delta for outgoing in self._prepare(everything)]
+        yield
+        self._finished = True
         for round_id, flight in self._flights.items():
             if not flight.applied:
                 lost = self._apply(round_id)
-                if round_id.fragment in deltas:
-                    self._settle(deltas[round_id.fragment], round_id.fragment, flight, lost=lost is not None)
-        last = [RoundId(self.steps + 1, fragment) for fragment in unsent]
-        self._send(last, list(deltas.values()))
+                self._settle(deltas[round_id.fragment], round_id.fragment, flight, lost=lost is not None)
+        last = [round_id for round_id in everything if self._has_unsent(round_id.fragment)]
+        self._send([self._outgoing(round_id, deltas[round_id.fragment]) for round_id in last])
         yield
         for round_id in last:
             pending = self._flights[round_id].pending
@@ -295,21 +323,26 @@ class OuterLoop:
             state.window.write(state.anchor)
         self._flights.clear()
 
-    def _settle(self, delta: Tensor, fragment: int, flight: Flight, *, lost: bool) -> None:
-        """Make a last delta hold all that has not arrived, and nothing that has.
+    def _has_unsent(self, fragment: int) -> bool:
+        """Whether some worker holds work of this fragment that has not arrived: the same answer on every worker.
 
-        It was measured before the last round came in. A blending worker's parameters still held what it had sent,
-        so that must go if it arrived; an eager worker had started beyond it, so that must come back if it was lost.
+        It was trained since the last send, or lost in one of the last two rounds: an eager worker learns of a loss when
+        it has already sent again.
+        """
+        recent_gap = 0 < self._states[fragment].gap > self.steps - 2 * self._schedule.period
+        return recent_gap or not self._schedule.is_send(fragment, self.steps)
+
+    def _settle(self, delta: Tensor, fragment: int, flight: Flight, *, lost: bool) -> None:
+        """Make a last delta, measured before the last round came in, hold all that has not arrived and no more.
+
+        A blending worker's parameters still held what it had sent (or part of it), and an eager worker had started
+        beyond it.
         """
         if flight.contribution is None or flight.forgotten:
             return
-        sent = self._exchange.decode(flight.contribution.payload, fragment)
-        eager = self._states[fragment].own is not None
-        if eager and lost:
-            delta.add_(sent)
-        elif not eager and not lost:
-            delta.sub_(sent)
-        elif not eager and flight.restore is not None:
+        held = flight.held if self._states[fragment].own is None else 0.0
+        delta.add_(self._exchange.decode(flight.contribution.payload, fragment), alpha=lost - held)
+        if flight.restore is not None:
             delta.add_(flight.restore)
 
     # ------------------------------------------------------------------ data-parallel
@@ -324,8 +357,11 @@ class OuterLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the loop is, rounds in flight included; the model and the inner optimizer save themselves."""
+        if self._lent:
+            raise AtollError("the model holds the anchor: leave the `with outer.anchor()` block before saving")
         return {
             "steps": self.steps,
+            "finished": self._finished,
             "worker": self.link.worker,
             "terms": self._terms(),
             "fragments": [state.state_dict() for state in self._states],
@@ -337,6 +373,8 @@ class OuterLoop:
         """Continue from what state_dict gave, to the bit; call it before the first step."""
         if self._joined:
             raise AtollError("load_state_dict() must come before the first step of a new OuterLoop")
+        if state["finished"]:
+            raise ConfigError("the state is that of a run after finish(): start a new run from its model instead")
         if state["worker"] != self.link.worker:
             raise ConfigError(f"this is the state of worker {state['worker']}; this is worker {self.link.worker}")
         if differs := difference(state["terms"], self._terms()):

@@ -39,6 +39,8 @@ class FragmentState:
     """The outer optimizer's vectors, such as the velocity: the same bits on every worker."""
     version: int = 0
     """Rounds applied to the anchor."""
+    gap: int = 0
+    """The step of the last round that somebody's payload did not reach; 0 if there was none."""
     residual: Tensor | None = None
     """Error feedback: what rounding has lost and the next delta will carry."""
     own: Tensor | None = None
@@ -84,6 +86,7 @@ class FragmentState:
             "anchor": self.anchor.clone(),
             "slots": {name: slot.clone() for name, slot in self.slots.items()},
             "version": self.version,
+            "gap": self.gap,
             "residual": _copy(self.residual),
             "own": _copy(self.own),
             "newest": _copy(self.newest),
@@ -95,7 +98,7 @@ class FragmentState:
         self.anchor.copy_(state["anchor"])
         for name, slot in self.slots.items():
             slot.copy_(state["slots"][name])
-        self.version = state["version"]
+        self.version, self.gap = state["version"], state["gap"]
         self.residual, self.own, self.newest = (
             _copy(state[key], self.anchor.device) for key in ("residual", "own", "newest")
         )
@@ -114,8 +117,10 @@ class Flight:
     """What to add to the residual if the payload turns out to be lost."""
     applied: bool = False
     """This worker is done with it, and keeps it only for workers with a longer delay."""
+    held: float = 1.0
+    """How much of the work it sent the live parameters still hold: less once another round has been blended in."""
     forgotten: bool = False
-    """The worker was away after sending: its parameters no longer hold the work it sent."""
+    """The worker was away after sending and has started anew."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the pending round, which is opened anew on resume with the same contribution."""
@@ -125,6 +130,7 @@ class Flight:
             "anchor": None if sent is None else (sent.anchor_version, sent.anchor_fingerprint),
             "restore": _copy(self.restore),
             "applied": self.applied,
+            "held": self.held,
             "forgotten": self.forgotten,
         }
 
@@ -135,7 +141,7 @@ class Flight:
         if (payload := _copy(state["payload"], device)) is not None:
             sent = Contribution(worker, weight, payload, *state["anchor"])
         restore = _copy(state["restore"], device)
-        return cls(sent, restore=restore, applied=state["applied"], forgotten=state["forgotten"])
+        return cls(sent, None, restore, state["applied"], state["held"], state["forgotten"])
 
 
 def _copy(tensor: Tensor | None, device: torch.device | None = None) -> Tensor | None:

@@ -5,6 +5,7 @@ them: `Streaming(period=50, codec="int8")`, `DiLoCo(codec="e3m0")`, `Eager(fragm
 """
 
 from dataclasses import dataclass, fields
+from typing import get_args
 
 from atoll.core.codec import Codec
 from atoll.core.fragments import Blocks, FragmentPolicy, Whole
@@ -31,6 +32,9 @@ class Sync:
     """The outer optimizer that turns mean deltas into anchor steps."""
 
     def __post_init__(self) -> None:
+        for name, kinds in _KINDS.items():
+            if not isinstance(getattr(self, name), kinds):
+                raise ConfigError(f"{name} must be {_either(kinds)}, got {getattr(self, name)!r}")
         if not self.delays:
             raise ConfigError("delay must be a number or one number per worker, got ()")
         for delay in self.delays:
@@ -58,6 +62,10 @@ class Sync:
             raise ConfigError(f"delay has {len(self.delays)} entries for {workers} workers: give one, or one each")
         return self.delays[worker % len(self.delays)]
 
+    def late(self, workers: int) -> frozenset[int]:
+        """Workers that apply a round only after they have sent the next one of its fragment."""
+        return frozenset(w for w in range(workers) if self.delay_of(w, workers) == self.period)
+
     @property
     def eager(self) -> bool:
         """Whether the merge is the eager one."""
@@ -78,6 +86,18 @@ class Gradients:
     def terms(self) -> dict[str, str]:
         """What all workers must agree on, readable."""
         return {"gradients": str(self.codec)}
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "fragments": get_args(FragmentPolicy),
+    "codec": (Codec,),
+    "merge": get_args(Merge),
+    "outer": get_args(OuterOptimizer),
+}
+
+
+def _either(kinds: tuple[type, ...]) -> str:
+    return " or ".join(f"a {kind.__name__}(...)" for kind in kinds)
 
 
 def _codec(codec: Codec | str) -> Codec:

@@ -134,6 +134,21 @@ def test_stochastic_rounding_is_right_on_average(name: str) -> None:
     assert (error <= 5 * draws.std(0) / 4000**0.5 + 1e-7).all()
 
 
+@pytest.mark.parametrize(("name", "top"), [("int8", 127.0), ("int4", 7.0), ("e2m1", 6.0), ("e3m0", 1.0)])
+def test_stochastic_rounding_leaves_the_highest_level_alone(name: str, top: float) -> None:
+    """In fp32, 127 + 0.99999997 is 128: one value in some million would wrap around."""
+    vector, codec = torch.full((1 << 22,), top), Codec(name, stochastic=True)
+    assert codec.decode(codec.encode(vector, 0), vector.numel()).unique().tolist() == [top]
+
+
+def test_e2m1_rounds_right_next_to_every_halfway_point() -> None:
+    halfway = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0])
+    below = torch.nextafter(halfway, torch.tensor(0.0))
+    vector = torch.cat([below, halfway[:-1]])
+    decoded = Codec("e2m1").decode(Codec("e2m1").encode(vector), vector.numel())
+    assert decoded.tolist() == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", PLAIN + BLOCKS)
 def test_nan_and_infinity_are_refused(name: str, bad: float) -> None:

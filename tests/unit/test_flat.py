@@ -38,8 +38,22 @@ def test_read_and_write_are_inverse_to_the_bit() -> None:
 
 
 def test_anchors_are_fp32_unless_the_parameters_are_fp64() -> None:
-    assert state_dtype(mixed().parameters()) == torch.float32
-    assert state_dtype([torch.zeros(1).half(), torch.zeros(1).double()]) == torch.float64
+    assert state_dtype(trainable(mixed())) == torch.float32
+    assert state_dtype({"a": torch.zeros(1).half(), "b": torch.zeros(1).double()}) == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.int8])
+def test_other_dtypes_are_refused_by_name(dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match="parameter 'b' is torch"):
+        state_dtype({"a": torch.zeros(1), "b": torch.zeros(1, dtype=dtype)})
+
+
+def test_what_a_parameter_cannot_hold_of_its_start_is_not_progress() -> None:
+    model = mixed()
+    window = Window(model, ["a", "b", "c", "d"], torch.float32)
+    start = torch.randn(window.numel)
+    window.write(start)
+    assert not window.subtract_from(start.clone()).any()
 
 
 def test_gradients() -> None:

@@ -1,6 +1,9 @@
 """The link inside one process: agreement, faults as data, and errors instead of hangs."""
 
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Mapping
 
 import pytest
@@ -72,11 +75,16 @@ def test_weights_follow_who_is_present() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: local(0), "workers must be at least 1, got 0"),
+        (lambda: local(0), "workers must be a whole number of at least 1, got 0"),
         (lambda: Faults(drop=1.5), "drop must be a chance between 0 and 1, got 1.5"),
         (lambda: Faults(speeds={1: 0.0}), "speed of worker 1 must be above 0 and at most 1, got 0.0"),
-        (lambda: Absence(worker=0, first=5, last=4), "an absence lasts from first >= 1 to last >= first, got 5 to 4"),
+        (
+            lambda: Absence(worker=0, first=5, last=4),
+            "an absence lasts from first >= 1 to last >= first, whole numbers, got 5 to 4",
+        ),
         (lambda: Absence(worker=0, first=0), "an absence lasts"),
+        (lambda: Absence(worker=0, first=1.5), "an absence lasts"),  # type: ignore[arg-type]
+        (lambda: local(2, timeout_s=-1), "timeout_s must be a number of seconds above 0, got -1"),
         (lambda: local(2, faults=Faults(speeds={2: 0.5})), "faults name worker 2; workers are 0 to 1"),
         (lambda: local(2, faults=Faults(absences=(Absence(worker=-1),))), "faults name worker -1"),
     ],
@@ -100,7 +108,7 @@ def test_workers_with_different_models_are_told_so() -> None:
     problem = Problem(workers=2)
     a = OuterLoop(Toy(problem.start, (5, 5)), DiLoCo(period=5), links[0])
     b = OuterLoop(Toy(problem.start, (2, 8)), DiLoCo(period=5), links[1])
-    with pytest.raises(LinkError, match="differ in layout of fragment 0: 2 parameters, 10 values, checksum"):
+    with pytest.raises(LinkError, match="differ in layout of fragment 0: 2 parameters, 10 values, anchor"):
         Crew([a, b]).step()
 
 
@@ -122,7 +130,9 @@ def test_an_anchor_that_diverges_is_found_in_the_next_round() -> None:
     resumed = Problem(workers=3).loops(Streaming(period=4, fragments=by_part(4)))
     for loop, state in zip(resumed, states, strict=True):
         loop.load_state_dict(state)
-    with pytest.raises(LinkError, match="fragment 1: workers 0 and 2 have different anchors: they have diverged after"):
+    with pytest.raises(
+        LinkError, match="fragment 1: workers 0 and 2 have different anchors: they have diverged by round"
+    ):
         train(resumed, 8, 0.1)
 
 
@@ -179,3 +189,68 @@ def test_an_eager_worker_waits_for_late_comers_to_know_its_share() -> None:
         return link.weights(3)
 
     assert run_local(work, links) == [{0: 1.0, 1: 2.0}] * 2
+
+
+def test_a_worker_that_missed_a_round_cannot_go_on_unnoticed() -> None:
+    """Its version of the anchor is then another, and that is an error even though fingerprints cannot be compared."""
+    loops = Problem(workers=2).loops(DiLoCo(period=2))
+    train(loops, 4, 0.1)
+    states = [loop.state_dict() for loop in loops]
+    states[1]["fragments"][0]["version"] -= 1
+    resumed = Problem(workers=2).loops(DiLoCo(period=2))
+    for loop, state in zip(resumed, states, strict=True):
+        loop.load_state_dict(state)
+    with pytest.raises(LinkError, match="workers 0 and 1 have different anchors: they have diverged by round 1"):
+        train(resumed, 2, 0.1)
+
+
+def test_threads_may_change_between_steps() -> None:
+    """Thread ids are reused by the system; a worker is where it last sent from."""
+    loops = Problem(workers=2, steps=12).loops(DiLoCo(period=2), local(2, timeout_s=20))
+    for _ in range(3):
+        errors: list[BaseException] = []
+
+        def work(loop: OuterLoop, errors: list[BaseException] = errors) -> None:
+            try:
+                for _ in range(4):
+                    inner_step(loop, 0.1)
+                    loop.step()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(loop,)) for loop in loops]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+
+
+def test_a_closed_link_and_a_second_loop_on_one_link_are_refused() -> None:
+    problem = Problem(workers=1)
+    (link,) = local(1)
+    loop = OuterLoop(Toy(problem.start, problem.sizes), DiLoCo(period=1), link)
+    loop.step()
+    with pytest.raises(LinkError, match="worker 0 has joined already"):
+        OuterLoop(Toy(problem.start, problem.sizes), DiLoCo(period=1), link).step()
+    link.close("the show is over")
+    with pytest.raises(LinkError, match="the link of worker 0 is closed: the show is over"):
+        loop.step()
+
+
+def test_an_interrupt_stops_all_workers() -> None:
+    script = """
+import signal, threading, time, torch, atoll
+signal.setitimer(signal.ITIMER_REAL, 1.0)
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+def work(link):
+    outer = atoll.OuterLoop(torch.nn.Linear(2, 2).requires_grad_(), atoll.DiLoCo(period=10**9), link)
+    for _ in range(2000):
+        time.sleep(0.05)
+        outer.link.open(atoll.link.base.RoundId(1, 0), None)
+atoll.run_local(work, atoll.local(2))
+"""
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert "KeyboardInterrupt" in done.stderr
+    assert time.monotonic() - start < 50

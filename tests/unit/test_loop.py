@@ -15,7 +15,7 @@ from atoll.core.outer import SGD, Adam, Blend, EagerMerge
 from atoll.errors import AtollError, ConfigError, NonFiniteError
 from atoll.link.base import RoundId
 from atoll.link.local import Absence, Faults
-from harness import Problem, bits, by_part, inner_step, snapshot, toy, train
+from harness import Problem, Toy, bits, by_part, inner_step, snapshot, toy, train
 
 
 def small_model() -> nn.Module:
@@ -84,6 +84,21 @@ class TestAnchor:
         np.testing.assert_array_equal(toy(loop).vector(), live)
         train([loop], 3, 0.1)
 
+    def test_gives_back_after_the_model_was_frozen_inside(self) -> None:
+        (loop,) = Problem(workers=1).loops(DiLoCo(period=4))
+        train([loop], 3, 0.1)
+        live = toy(loop).vector()
+        with loop.anchor() as model:
+            model.requires_grad_(False)
+        np.testing.assert_array_equal(toy(loop).vector(), live)
+        loop.model.requires_grad_(True)
+        train([loop], 3, 0.1)
+
+    def test_no_saving_inside(self) -> None:
+        (loop,) = Problem(workers=1).loops(DiLoCo(period=4))
+        with loop.anchor(), pytest.raises(AtollError, match="before saving"):
+            loop.state_dict()
+
     def test_no_step_and_no_second_loan_inside(self) -> None:
         (loop,) = Problem(workers=1).loops(DiLoCo(period=4))
         with loop.anchor():
@@ -136,7 +151,7 @@ class TestFinish:
         steps = 14 if isinstance(merge, EagerMerge) or delay == 0 else 4 + delay - 1
         drops = (Faults(drop=drop, seed=seed) for seed in range(1000))
         faults = next(
-            f for f in drops if f.lost(0, RoundId(4, 0)) == bool(drop) and not f.lost(0, RoundId(steps + 1, 0))
+            f for f in drops if f.lost(0, RoundId(4, 0)) == bool(drop) and not f.lost(0, RoundId(steps, 0, last=True))
         )
         problem = Problem(workers=1, faults=faults)
         sync = Sync(period=4, delay=delay, codec=Codec("fp64"), merge=merge, outer=SGD(1.0))
@@ -144,6 +159,93 @@ class TestFinish:
         train([loop], steps, problem.inner)
         loop.finish()
         np.testing.assert_allclose(toy(loop).vector(), problem.alone(steps), rtol=1e-12)
+
+    def test_one_step_more_does_not_throw_the_model_back(self) -> None:
+        """Under Delayed, the round before was blended in after the last one was sent."""
+        ends = []
+        for steps in (60, 61, 75, 90, 91):
+            model = Toy(np.zeros(1), (1,), torch.float32)
+            loop = OuterLoop(model, Delayed(period=30, codec="fp32"), local(1)[0])
+            for _ in range(steps):
+                model.descend(np.ones(1), 1.0)
+                loop.step()
+            loop.finish()
+            ends.append(model.vector()[0])
+        assert ends == sorted(ends, reverse=True)
+
+    @pytest.mark.parametrize("merge", [Blend(0.0), EagerMerge()])
+    def test_a_payload_lost_on_the_very_last_step_is_sent_again(self, merge: Blend | EagerMerge) -> None:
+        delay, steps = (0, 4) if isinstance(merge, Blend) else (4, 8)
+        ids = [RoundId(4, 0), RoundId(8, 0), RoundId(steps, 0, last=True)]
+        drops = (Faults(drop=0.5, seed=seed) for seed in range(1000))
+        faults = next(f for f in drops if [f.lost(0, i) for i in ids] == [True, False, False])
+        problem = Problem(workers=1, faults=faults)
+        (loop,) = problem.loops(Sync(period=4, delay=delay, codec=Codec("fp64"), merge=merge, outer=SGD(1.0)))
+        train([loop], steps, problem.inner)
+        loop.finish()
+        np.testing.assert_allclose(toy(loop).vector(), problem.alone(steps), rtol=1e-12)
+
+    @pytest.mark.parametrize("steps", [4, 5, 6, 7])
+    def test_feedback_is_not_counted_twice(self, steps: int) -> None:
+        """One worker: the final model is off by what the very last rounding lost, and no more."""
+        problem = Problem(sizes=(8,), workers=1)
+        codec = Codec("int4", feedback=True)
+        (loop,) = problem.loops(Sync(period=4, delay=3, codec=codec, outer=SGD(1.0)))
+        train([loop], steps, problem.inner)
+        before = loop.state_dict()["fragments"][0]
+        loop.finish()
+        held_back = loop.state_dict()["fragments"][0]["residual"].numpy()
+        if steps < 7:  # no round applied yet, so nothing of the delay's work has been blended away
+            assert before["version"] == 0
+            np.testing.assert_allclose(toy(loop).vector() - held_back, problem.alone(steps), rtol=1e-12, atol=1e-14)
+
+    @pytest.mark.parametrize(("first", "last", "mean"), [(1, 7, -7.0), (8, None, -7.0)])
+    def test_who_was_there_on_the_last_step_takes_part(self, first: int, last: int | None, mean: float) -> None:
+        faults = Faults(absences=(Absence(worker=1, first=first, last=last),))
+        loops = [OuterLoop(Toy(np.zeros(1), (1,)), DiLoCo(period=50), link) for link in local(2, faults=faults)]
+        crew = Crew(loops)
+        for _ in range(7):
+            for loop in loops:
+                if loop.trains:
+                    toy(loop).descend(np.ones(1), 1.0)
+            crew.step()
+        crew.finish()
+        assert [toy(loop).vector()[0] for loop in loops] == [mean, mean]
+
+    def test_right_after_a_resume(self) -> None:
+        problem = Problem(workers=2)
+        ends = []
+        for resumes in (False, True):
+            loops = problem.loops(Eager(period=2))
+            train(loops, 3, 0.1)
+            if resumes:
+                states = [(loop.model.state_dict(), loop.state_dict()) for loop in loops]
+                loops = problem.loops(Eager(period=2), local(2, timeout_s=5))
+                for loop, (model, outer) in zip(loops, states, strict=True):
+                    loop.model.load_state_dict(model)
+                    loop.load_state_dict(outer)
+            Crew(loops).finish()
+            ends.append(bits(loops[0]))
+        assert ends[0] == ends[1]
+
+    def test_a_finished_run_cannot_be_resumed(self) -> None:
+        (loop,) = Problem(workers=1).loops(Eager(period=2))
+        train([loop], 3, 0.1)
+        loop.finish()
+        (fresh,) = Problem(workers=1).loops(Eager(period=2))
+        with pytest.raises(ConfigError, match="after finish"):
+            fresh.load_state_dict(loop.state_dict())
+
+    def test_a_nan_at_the_end_can_be_mended(self) -> None:
+        (loop,) = Problem(workers=1).loops(Eager(period=2))
+        train([loop], 3, 0.1)
+        mended = next(iter(loop.model.parameters())).data
+        value = mended[0].item()
+        mended[0] = float("nan")
+        with pytest.raises(NonFiniteError):
+            loop.finish()
+        mended[0] = value
+        loop.finish()
 
     def test_the_last_partial_period_is_a_plain_mean(self) -> None:
         problem = Problem(workers=2)
@@ -194,8 +296,46 @@ class TestDtypes:
             assert torch.equal(live, state["anchor"].to(dtype))
             assert not torch.equal(live.float(), state["anchor"])
 
+    @pytest.mark.parametrize(
+        "sync", [DiLoCo(period=2), Eager(period=2, codec="fp32"), Streaming(period=2, fragments=by_part(4))]
+    )
+    def test_rounding_of_the_live_copy_is_not_taken_for_work(self, sync: Sync) -> None:
+        """After one piece of work and then none, every dtype's anchor comes to rest in the same place."""
+        ends = []
+        for dtype in (torch.float32, torch.bfloat16):
+            start = np.linspace(1, 2, 10)
+            start = torch.tensor(start).bfloat16().double().numpy()
+            loops = [OuterLoop(Toy(start, (3, 1, 4, 2), dtype), sync, link) for link in local(2)]
+            for loop in loops:
+                toy(loop).descend(np.full(10, 0.03125), 1.0)
+            crew = Crew(loops)
+            for _ in range(200):
+                crew.step()
+            ends.append(snapshot(loops[0])[1])
+        # A blending worker also hands on a part of its rounded live value, which is no more than a rounding.
+        np.testing.assert_allclose(
+            ends[1], ends[0], atol=0.02 if isinstance(sync.merge, Blend) and sync.merge.alpha else 1e-5
+        )
+
 
 class TestBadNumbers:
+    def test_a_crew_with_one_bad_worker_does_not_move(self) -> None:
+        loops = Problem(workers=3).loops(DiLoCo(period=2))
+        train(loops, 1, 0.1)
+        for loop in loops:
+            inner_step(loop, 0.1)
+        bad = next(iter(loops[1].model.parameters())).data
+        value = bad[0].item()
+        bad[0] = float("nan")
+        before = [bits(loop) for loop in loops]
+        with pytest.raises(NonFiniteError, match="worker 1"):
+            Crew(loops).step()
+        assert [bits(loop) for loop in loops] == before
+        assert [loop.steps for loop in loops] == [1, 1, 1]
+        bad[0] = value
+        Crew(loops).step()
+        assert [loop.counters.rounds_applied for loop in loops] == [1, 1, 1]
+
     @pytest.mark.parametrize("sync", [DiLoCo(period=3), Streaming(period=3, fragments=by_part(4)), Eager(period=3)])
     def test_a_nan_is_refused_by_name_and_nothing_changes(self, sync: Sync) -> None:
         loops = Problem(workers=1, dtype=torch.float32).loops(sync)
@@ -286,10 +426,13 @@ class TestModels:
         (lambda: Streaming(delay=()), r"delay must be a number or one number per worker, got \(\)"),
         (lambda: DiLoCo(codec="fp4"), "codec must be one of"),
         (lambda: DataParallel(codec="fp4"), "codec must be one of"),
+        (lambda: DiLoCo(outer=Nesterov), r"outer must be a SGD\(...\) or a Momentum\(...\)"),  # type: ignore[arg-type]
+        (lambda: DiLoCo(merge=None), "merge must be a Blend"),  # type: ignore[arg-type]
+        (lambda: Problem(workers=1).loops(DiLoCo), "sync must be made by DiLoCo"),  # type: ignore[arg-type]
         (lambda: DiLoCo(merge=EagerMerge()), r"delay must equal period \(500\) under the eager merge, got 0"),
         (lambda: Eager(outer=Adam()), "outer must be Nesterov, Momentum or SGD under the eager merge, got Adam"),
         (lambda: Problem(workers=2).loops(DiLoCo(delay=(1, 2, 3))), "delay has 3 entries for 2 workers"),
-        (lambda: Problem(workers=1, weights=(-1.0,)).loops(DiLoCo()), "weight of worker 0 must be a finite number"),
+        (lambda: Problem(workers=1, weights=(-1.0,)).loops(DiLoCo()), "weight of worker 0 must be a number above 0"),
         (lambda: Problem(workers=1).loops(Streaming(fragments=Blocks(count=9))), "count"),
     ],
 )

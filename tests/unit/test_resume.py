@@ -91,7 +91,9 @@ def test_a_foreign_state_is_refused_and_changes_nothing() -> None:
     before = bits(fresh[0])
     with pytest.raises(ConfigError, match="saved with other settings than these: period: 5 against 4"):
         fresh[0].load_state_dict(state)
-    other_layout = Problem(sizes=(3, 1, 4, 3), workers=3).loops(Streaming(period=5, fragments=by_part(4)))
+    other_layout = Problem(sizes=(3, 1, 4, 3), workers=3, dtype=torch.float32).loops(
+        Streaming(period=5, fragments=by_part(4))
+    )
     with pytest.raises(ConfigError, match="layout of fragment 3: 1 parameters, 2 values"):
         other_layout[0].load_state_dict(state)
     fewer = Problem(sizes=(3, 1), workers=3).loops(Streaming(period=5, fragments=by_part(2)))

@@ -165,7 +165,7 @@ def _to_e3m0(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
     else:
         # The mantissa is linear between two powers of two, so adding uniform bits carries with the right chance.
         carried = magnitude + (noise * (1 << _EXPONENT)).int()
-        above = (carried >> _EXPONENT).sub_(smallest - 1)
+        above = (carried >> _EXPONENT).sub_(smallest - 1).clamp_(max=7)
         below = (values.abs() * _power_of_two(254 - smallest) + noise).int()
         code = torch.where(magnitude >= smallest << _EXPONENT, above, below)
     return _sign(values).bitwise_or_(code.to(torch.uint8))
@@ -174,20 +174,27 @@ def _to_e3m0(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
 def _to_e2m1(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
     """Sign, and the number of the level among 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
     scaled = values.abs().mul_(_power_of_two(254 - unit))
-    # This curve turns the uneven levels into the whole numbers 0 to 7.
-    even = torch.minimum(torch.minimum(scaled * 2, scaled + 2), scaled.mul_(0.5).add_(4))
-    return _sign(values).bitwise_or_(even.add_(0.5 if noise is None else noise).to(torch.int8).view(torch.uint8))
+    # min(2x, x + 2, x/2 + 4) turns the uneven levels into the whole numbers 0 to 7. Nearest is computed in quarters,
+    # on whose multiples all halfway points lie, so that no rounding of floats can move a value across one.
+    if noise is None:
+        quarters = scaled.mul_(4).to(torch.int8)
+        code = ((quarters + 1) >> 1).minimum(((quarters + 2) >> 2) + 2).minimum(((quarters + 4) >> 3) + 4)
+    else:
+        even = torch.minimum(torch.minimum(scaled * 2, scaled + 2), scaled.mul_(0.5).add_(4))
+        code = even.add_(noise).clamp_(max=7).to(torch.int8)
+    return _sign(values).bitwise_or_(code.view(torch.uint8))
 
 
 def _to_integer(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
     """The nearest whole number of units, as a two's complement byte."""
     scaled = values * _power_of_two(254 - unit)
-    whole = scaled.round_() if noise is None else scaled.add_(noise).floor_()
+    # Noise may round a sum up to the next whole number; the highest level must not.
+    whole = scaled.round_() if noise is None else scaled.add_(noise).floor_().clamp_(max=127)
     return whole.to(torch.int8).view(torch.uint8)
 
 
 def _to_int4(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
-    return _to_integer(values, unit, noise) & 15
+    return _to_integer(values, unit, noise).view(torch.int8).clamp_(max=7).view(torch.uint8) & 15
 
 
 def _with_signs(magnitudes: tuple[float, ...]) -> tuple[float, ...]:

@@ -1,7 +1,7 @@
 """Parameters of one fragment <-> one flat vector. Past this file there are no shapes and no DTensors."""
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,12 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def state_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+def state_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
     """The dtype of anchors and of all that is computed from them: fp32, or fp64 where parameters are fp64."""
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+    for name, parameter in parameters.items():
+        if parameter.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            raise ConfigError(f"parameter {name!r} is {parameter.dtype}; only fp64, fp32, bf16 and fp16 can be trained")
+    return torch.float64 if torch.float64 in {p.dtype for p in parameters.values()} else torch.float32
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -66,6 +66,7 @@ class Window:
         self.dtype = dtype
         self._model = model
         self._shapes = [local_part(live[name]).shape for name in self.names]
+        self.device = local_part(live[self.names[0]]).device
         self.numel = sum(shape.numel() for shape in self._shapes)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -93,6 +94,19 @@ class Window:
         """Set the parameters' values, rounded to their own dtypes."""
         scatter(vector, self.parameters())
 
+    def subtract_from(self, vector: Tensor) -> Tensor:
+        """vector - parameters, in place, where `vector` is first rounded as writing it would have rounded it.
+
+        So what a low-precision parameter cannot hold of its start is not taken for progress.
+        """
+        parts = [local_part(parameter) for parameter in self.parameters()]
+        for piece, part in zip(vector.split([part.numel() for part in parts]), parts, strict=True):
+            here = piece.view(part.shape)
+            if part.dtype != vector.dtype:
+                here.copy_(here.to(part.dtype))
+            here.sub_(part.to(vector.dtype))
+        return vector
+
     def read_gradients(self) -> Tensor:
         """The gradients as a new vector; a parameter without one counts as zeros."""
         return gather([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters()], self.dtype)
@@ -105,9 +119,11 @@ class Window:
         scatter(vector, [p.grad for p in self.parameters() if p.grad is not None])
 
     def layout(self) -> str:
-        """What a worker's copy must match: number of parameters and values, and a checksum of names and shapes."""
-        exact = "; ".join(f"{n} {tuple(shape)}" for n, shape in zip(self.names, self._shapes, strict=True))
-        return f"{len(self.names)} parameters, {self.numel} values, checksum {zlib.crc32(exact.encode()):08x}"
+        """What a worker's copy must match, in words."""
+        plain = [name.replace("_orig_mod.", "").removeprefix("module.") for name in self.names]  # compiled, or DDP
+        exact = "; ".join(f"{n} {tuple(shape)}" for n, shape in zip(plain, self._shapes, strict=True))
+        checksum = f"checksum of names and shapes {zlib.crc32(exact.encode()):08x}"
+        return f"{len(self.names)} parameters, {self.numel} values, anchor {self.dtype}, {checksum}"
 
     def locate(self, index: int) -> str:
         """The name of the parameter that holds value number `index` of the vector."""
@@ -141,6 +157,7 @@ def fingerprint(vector: Tensor) -> int:
     factors = (places ^ (places >> 29)) | 1
     total = 0
     for piece in pieces(words.numel()):
-        part = int((words[piece] * factors[: piece.stop - piece.start]).sum())
+        mixed = words[piece] ^ (words[piece] >> 32)  # or two flipped signs would cancel: 2**63 times odd is 2**63
+        part = int((mixed * factors[: piece.stop - piece.start]).sum())
         total = (total * 6364136223846793005 + part) % 2**64
     return total

@@ -12,9 +12,11 @@ class RoundId(NamedTuple):
 
     step: int
     fragment: int
+    last: bool = False
+    """The exchange of what is left at the end of a run, after any regular one of the same step."""
 
     def __str__(self) -> str:
-        return f"step {self.step}, fragment {self.fragment}"
+        return f"step {self.step}, fragment {self.fragment}{', the last exchange' if self.last else ''}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -31,8 +31,11 @@ class Absence:
     last: int | None = None
 
     def __post_init__(self) -> None:
-        if self.first < 1 or (self.last is not None and self.last < self.first):
-            raise ConfigError(f"an absence lasts from first >= 1 to last >= first, got {self.first} to {self.last}")
+        whole = all(type(step) is int for step in (self.worker, self.first, self.last or 1))
+        if not whole or self.first < 1 or (self.last is not None and self.last < self.first):
+            raise ConfigError(
+                f"an absence lasts from first >= 1 to last >= first, whole numbers, got {self.first} to {self.last}"
+            )
 
     def covers(self, worker: int, step: int) -> bool:
         """Whether this worker is away during this inner step."""
@@ -61,7 +64,7 @@ class Faults:
 
     def lost(self, worker: int, round_id: RoundId) -> bool:
         """Whether this worker's payload of this round is lost."""
-        return random.Random(f"{self.seed} {worker} {round_id.step} {round_id.fragment}").random() < self.drop
+        return random.Random(f"{self.seed} {worker} {round_id}").random() < self.drop
 
     def present(self, worker: int, step: int) -> bool:
         """Whether this worker is there during this inner step."""
@@ -83,19 +86,24 @@ class _Board:
         self.changed = threading.Condition()
         self.terms: dict[int, Mapping[str, str]] = {}
         self.joined: dict[int, float] = {}
-        self.threads: dict[int, int] = {}
+        self.threads: dict[int, threading.Thread] = {}
         self.gone: dict[int, str] = {}
         self.rounds: dict[RoundId, dict[int, Contribution | None]] = {}
         self.taken: dict[RoundId, set[int]] = {}
 
     def join(self, worker: int, terms: Mapping[str, str], weight: float) -> None:
         with self.changed:
+            self.check_open(worker)
+            if worker in self.terms:
+                raise LinkError(
+                    f"worker {worker} has joined already: an OuterLoop needs a link of its own, from a new local()"
+                )
             for other, theirs in self.terms.items():
                 if differs := difference(terms, theirs):
                     raise LinkError(f"worker {worker} and worker {other} differ in {differs}")
             self.terms[worker] = terms
             self.joined[worker] = weight
-            self.threads[worker] = threading.get_ident()
+            self.threads[worker] = threading.current_thread()
             self.changed.notify_all()
 
     def weights(self, worker: int, step: int) -> dict[int, float]:
@@ -110,12 +118,15 @@ class _Board:
     def post(self, worker: int, round_id: RoundId, contribution: Contribution | None) -> None:
         arrives = self.faults.present(worker, round_id.step) and not self.faults.lost(worker, round_id)
         with self.changed:
+            self.check_open(worker)
+            self.threads[worker] = threading.current_thread()
             self.rounds.setdefault(round_id, {})[worker] = contribution if arrives else None
             self.changed.notify_all()
 
     def take(self, worker: int, round_id: RoundId) -> Round:
         members = self.members(round_id.step)
         with self.changed:
+            self.check_open(worker)
             posted = self.rounds[round_id]
             self.wait_for(str(round_id), worker, lambda: [w for w in members if w not in posted])
             contributions = tuple(c for _, c in sorted(posted.items()) if c is not None)
@@ -131,13 +142,17 @@ class _Board:
             for other in absent:
                 if other in self.gone:
                     raise LinkError(f"{what}: worker {other} left without sending: {self.gone[other]}")
-                if self.threads.get(other) == threading.get_ident():
+                if self.threads.get(other) is threading.current_thread():
                     raise LinkError(
                         f"{what}: worker {worker} waits for worker {other}, which the same thread steps: "
                         "step them together with atoll.Crew(loops).step()"
                     )
             if not self.changed.wait(deadline - time.monotonic()):
                 raise LinkError(f"{what}: nothing from worker {', '.join(map(str, absent))} in {self.timeout_s:g} s")
+
+    def check_open(self, worker: int) -> None:
+        if worker in self.gone:
+            raise LinkError(f"the link of worker {worker} is closed: {self.gone[worker]}")
 
     def leave(self, worker: int, reason: str) -> None:
         with self.changed:
@@ -191,8 +206,10 @@ class LocalLink:
 
 def local(workers: int, *, faults: Faults | None = None, timeout_s: float = 600.0) -> list[LocalLink]:
     """The ends of a link between `workers` workers of this process, in worker order."""
-    if workers < 1:
-        raise ConfigError(f"workers must be at least 1, got {workers}")
+    if type(workers) is not int or workers < 1:
+        raise ConfigError(f"workers must be a whole number of at least 1, got {workers!r}")
+    if not timeout_s > 0:
+        raise ConfigError(f"timeout_s must be a number of seconds above 0, got {timeout_s}")
     faults = faults or Faults()
     for worker in (*(absence.worker for absence in faults.absences), *faults.speeds):
         if not 0 <= worker < workers:
@@ -215,6 +232,12 @@ def run_local(work: Callable[[LocalLink], Result], links: list[LocalLink]) -> li
 
     with ThreadPoolExecutor(len(links), thread_name_prefix="atoll-worker") as pool:
         futures = [pool.submit(worker, link) for link in links]
+        try:
+            wait(futures)
+        except BaseException as interruption:
+            for link in links:
+                link.close(f"interrupted by {type(interruption).__name__}")
+            raise
     errors = [error for future in futures if (error := future.exception()) is not None]
     # The first cause, rather than the LinkErrors it brought about in the others.
     for error in sorted(errors, key=lambda e: isinstance(e, LinkError)):
