@@ -19,15 +19,16 @@ from pathlib import Path
 import matplotlib
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from atoll import Crew, DataParallel, DiLoCo, Eager, Nesterov, OuterLoop, Streaming, Sync, local
 from atoll.core.fragments import Blocks
 from atoll.sync import Gradients
+from atoll.train.model import Decoder, ModelConfig
 
 WORKERS = 4
 CONTEXT = 64
 BATCH = 8
+MODEL = ModelConfig(layers=4, width=64, heads=4, head_width=16, feedforward=256, vocabulary=256, context=CONTEXT)
 METHODS: dict[str, Sync | Gradients] = {
     "data-parallel": DataParallel(),
     "DiLoCo": DiLoCo(period=10, outer=Nesterov.for_workers(WORKERS)),
@@ -35,43 +36,6 @@ METHODS: dict[str, Sync | Gradients] = {
     # The papers' momentum of 0.9 is for hundreds of rounds; over 30 rounds that arrive one late it overshoots.
     "Eager, 4 bit": Eager(period=10, outer=Nesterov(0.4, 0.6)),
 }
-
-
-class Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, time, width] -> the same."""
-        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, 2))
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        hidden: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
-        return hidden
-
-
-class ByteModel(nn.Module):
-    """A decoder over bytes."""
-
-    def __init__(self, width: int = 64, depth: int = 4, heads: int = 4) -> None:
-        super().__init__()
-        self.token, self.place = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
-        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, 256, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[batch, time] -> logits [batch, time, 256]."""
-        x = self.token(tokens) + self.place.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
 
 
 def corpus() -> tuple[list[Tensor], Tensor]:
@@ -90,11 +54,6 @@ def batches(text: Tensor, seed: int) -> Iterator[Tensor]:
         yield torch.stack([text[s : s + CONTEXT + 1] for s in starts.tolist()]).long()
 
 
-def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per byte."""
-    return functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-
 @dataclass
 class Outcome:
     """What one method reached."""
@@ -102,10 +61,10 @@ class Outcome:
     steps: list[int]
     losses: list[float]
     bytes_sent: int
-    model: nn.Module
+    model: Decoder
 
 
-def train(sync: Sync | Gradients, start: nn.Module, shards: list[Tensor], held_out: Tensor, steps: int) -> Outcome:
+def train(sync: Sync | Gradients, start: Decoder, shards: list[Tensor], held_out: Tensor, steps: int) -> Outcome:
     """Train all workers in turn and evaluate what they agree on."""
     models = [copy.deepcopy(start) for _ in range(WORKERS)]
     inner = [torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1) for model in models]
@@ -115,15 +74,15 @@ def train(sync: Sync | Gradients, start: nn.Module, shards: list[Tensor], held_o
     fixed = [next(batches(held_out, seed=1000 + i)) for i in range(12)]
 
     def evaluate() -> float:
-        with loops[0].anchor() as model, torch.no_grad():
-            return sum(loss_of(model, batch).item() for batch in fixed) / len(fixed)
+        with loops[0].anchor(), torch.no_grad():
+            return sum(models[0].loss(batch).cross_entropy.item() for batch in fixed) / len(fixed)
 
     for step in range(1, steps + 1):
         rate = min(step / 20, 0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
         for model, optimizer, stream in zip(models, inner, streams, strict=True):
             optimizer.param_groups[0]["lr"] = 2e-3 * rate
             optimizer.zero_grad()
-            loss_of(model, next(stream)).backward()
+            model.loss(next(stream)).total.backward()
         crew.average_gradients()
         for model, optimizer in zip(models, inner, strict=True):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -140,15 +99,11 @@ def train(sync: Sync | Gradients, start: nn.Module, shards: list[Tensor], held_o
     return Outcome(checks, losses, sent, models[0])
 
 
-def sample(model: nn.Module, prompt: str, length: int = 160) -> str:
+def sample(model: Decoder, prompt: str, length: int = 160) -> str:
     """Continue a prompt, byte by byte."""
-    generator = torch.Generator().manual_seed(0)
     tokens = torch.tensor([list(prompt.encode())])
-    with torch.no_grad():
-        for _ in range(length):
-            odds = (model(tokens[:, -CONTEXT:])[0, -1] / 0.7).softmax(0)
-            tokens = torch.cat([tokens, torch.multinomial(odds, 1, generator=generator)[None]], dim=1)
-    return bytes(tokens[0].tolist()).decode(errors="replace")
+    drawn = model.generate(tokens, length, temperature=0.7, generator=torch.Generator().manual_seed(0))
+    return bytes(drawn[0].tolist()).decode(errors="replace")
 
 
 def picture(outcomes: dict[str, Outcome], path: Path) -> None:
@@ -175,7 +130,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    start = ByteModel()
+    start = Decoder(MODEL)
     shards, held_out = corpus()
     values = sum(p.numel() for p in start.parameters())
     megabytes = sum(map(len, shards)) / 1e6

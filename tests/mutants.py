@@ -46,8 +46,9 @@ MUTANTS = [
     Mutant("first round off by one", "core/schedule.py", "since >= self.period", "since > self.period"),
     Mutant("first round a period early", "core/schedule.py", "since >= self.period", "since >= 0"),
     # the algorithms
-    Mutant("sign flipped", "loop.py", "torch.sub(self._start(fragment, piece), delta[piece], out=delta[piece])",
-           "torch.sub(delta[piece], self._start(fragment, piece), out=delta[piece])"),
+    Mutant("sign flipped", "core/flat.py", "here.sub_(part.to(vector.dtype))",
+           "here.copy_(part.to(vector.dtype) - here)"),
+    Mutant("the rounded start taken for work", "core/flat.py", "here.copy_(here.to(part.dtype))", "pass"),
     Mutant("alpha swapped", "core/outer.py", "return alpha * local + (1 - alpha) * anchor",
            "return (1 - alpha) * local + alpha * anchor"),
     Mutant("heavy ball for Nesterov", "core/outer.py", "return delta + self.momentum * own", "return own"),
@@ -60,9 +61,9 @@ MUTANTS = [
            "state.own[piece] - unsent, state.own[piece])"),
     Mutant("own share counted whole", "core/outer.py", "(outer.lr * share)", "outer.lr"),
     Mutant("own delta un-decoded", "loop.py", "state.newest = sent.payload\n", "state.newest = delta.clone()\n",
-           ("exchange.py", "        return self.codec.decode_piece(payload, window.numel, piece).to(window.dtype)",
+           ("exchange.py", "        return self.codec.decode_piece(",
             "        if payload.dtype != torch.uint8:\n            return payload[piece]\n"
-            "        return self.codec.decode_piece(payload, window.numel, piece).to(window.dtype)")),
+            "        return self.codec.decode_piece(")),
     # faults
     Mutant("a lost round merges anyway", "loop.py",
            "        if any(c.worker == self.link.worker for c in completed.contributions):", "        if True:"),
@@ -77,7 +78,8 @@ MUTANTS = [
            ("loop.py", "        local = torch.empty_like(state.anchor)\n",
             "        local = torch.empty_like(state.anchor)\n        if lost and lost.restore is not None:\n"
             "            state.residual.add_(lost.restore)\n")),
-    Mutant("finish sends twice what is in flight", "loop.py", "            delta.sub_(sent)", "            pass"),
+    Mutant("finish sends twice what is in flight", "loop.py", "alpha=lost - held)", "alpha=lost - 0.0)"),
+    Mutant("finish forgets what was lost last", "loop.py", "return recent_gap or not", "return not"),
     # resume
     Mutant("velocity not saved", "state.py", "            slot.copy_(state[\"slots\"][name])", "            pass"),
     Mutant("step inside the period forgotten", "loop.py", "        self.steps = state[\"steps\"]\n", ""),
@@ -90,8 +92,8 @@ MUTANTS = [
     Mutant("nibbles swapped", "core/codec.py", "(both | (both >> 4)).to(torch.uint8)",
            "((both << 4) | (both >> 8)).to(torch.uint8)"),
     Mutant("unit one too small", "core/codec.py", ".add_(1 + 127)", ".add_(127)"),
-    Mutant("rounded down instead of to nearest", "core/codec.py", "even.add_(0.5 if noise is None else noise)",
-           "even.add_(0.0 if noise is None else noise)"),
+    Mutant("rounded down instead of to nearest", "core/codec.py", "((quarters + 1) >> 1)", "(quarters >> 1)"),
+    Mutant("the highest level wraps around", "core/codec.py", ".floor_().clamp_(max=127)", ".floor_()"),
     Mutant("fingerprint says nothing", "core/flat.py", "    return total\n", "    return 0\n"),
     Mutant("members in order of arrival", "link/local.py", "for _, c in sorted(posted.items())",
            "for _, c in posted.items()"),

@@ -1,0 +1,1 @@
+"""The reference trainer: an application of the library, which never imports it."""
