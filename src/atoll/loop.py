@@ -145,7 +145,7 @@ class OuterLoop:
             return
         due = self._schedule.due(step)
         for fragment in due.apply:
-            self._windows[fragment].parameters()
+            self._windows[fragment].parameters()  # what could not be written later is refused now
         outgoing = self._prepare([RoundId(step, fragment) for fragment in due.send])
         yield
         self.steps = step
@@ -281,8 +281,9 @@ class OuterLoop:
         for piece in pieces(local.numel()):
             newest = self._exchange.decode_piece(state.newest, fragment, piece)
             unsent = 0.0 if payload is None else self._exchange.decode_piece(payload, fragment, piece)
-            state.own[piece] = self._linear_outer.remember(state.own[piece] - unsent, newest)
-            local[piece] = self._start(fragment, piece) - unsent
+            own = self._linear_outer.remember(state.own[piece] - unsent, newest)
+            start = eager_start(self._linear_outer, state.anchor[piece], own, newest, state.share)
+            state.own[piece], local[piece] = own, start - unsent
         state.window.write(local)
 
     @property

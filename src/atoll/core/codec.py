@@ -11,6 +11,7 @@ rounding is an integer addition: exact, the same on every processor, and an orde
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -143,6 +144,7 @@ def _pack(codes: Tensor) -> Tensor:
     return (both | (both >> 4)).to(torch.uint8)
 
 
+@cache
 def _pairs(levels: tuple[float, ...], device: torch.device) -> Tensor:
     """[256] int64: the two fp32 levels that each packed byte stands for, side by side, so one look-up finds both."""
     table = torch.tensor(levels, device=device)
