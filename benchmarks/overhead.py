@@ -2,9 +2,9 @@
 
     python benchmarks/overhead.py
 
-The 7M decoder, AdamW, fp32, 512 tokens a step, on the CPU; one worker on a local link, period 30. The bare loop and each preset take
-turns step by step, so that noise hits all alike; the figure is the ratio of their times over whole periods. Memory is
-measured in one process per preset, as the difference of peak resident sizes.
+The 7M decoder, AdamW, fp32, 512 tokens a step, on the CPU; one worker on a local link, period 30. The bare loop and
+each preset take turns step by step, so that noise hits all alike; the figure is the ratio of their times over whole
+periods. Memory is measured in one process per preset, as the difference of peak resident sizes.
 """
 
 import argparse
