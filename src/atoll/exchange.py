@@ -79,9 +79,10 @@ class Exchange:
                 raise LinkError(f"{completed.round_id}: {sent}")
             leader = leaders.setdefault(c.worker in self._late, c)
             if (c.anchor_version, c.anchor_fingerprint) != (leader.anchor_version, leader.anchor_fingerprint):
-                who = f"workers {leader.worker} and {c.worker} have different anchors"
-                cause = f"have diverged by round {c.anchor_version}" if c.anchor_version else "started differently"
-                raise LinkError(f"{completed.round_id}: {who}: they {cause}")
+                who = f"{completed.round_id}: workers {leader.worker} and {c.worker} have different anchors"
+                if c.anchor_version == leader.anchor_version == 0:
+                    raise LinkError(f"{who}: they started differently; load the same parameters on each")
+                raise LinkError(f"{who}: they have diverged by round {c.anchor_version}")
 
     def means(self, completed: Round) -> Iterator[tuple[slice, Tensor]]:
         """The mean of a round with members, piece by piece: temporaries stay in cache, no full mean is stored."""

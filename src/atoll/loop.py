@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,17 +30,9 @@ from atoll.core.schedule import Schedule
 from atoll.errors import AtollError, ConfigError
 from atoll.exchange import Exchange
 from atoll.gradients import GradientAverage
-from atoll.link.base import Contribution, Link, Round, RoundId, difference
-from atoll.state import Counters, Flight, FragmentState
+from atoll.link.base import Link, Round, RoundId, difference
+from atoll.state import Counters, Flight, FragmentState, Outgoing
 from atoll.sync import Gradients, Sync
-
-
-class Outgoing(NamedTuple):
-    """A delta on its way out, and what the codec made of it; None while the worker is absent."""
-
-    round_id: RoundId
-    delta: Tensor
-    contribution: Contribution | None
 
 
 class OuterLoop:
@@ -54,6 +46,10 @@ class OuterLoop:
     def __init__(self, model: nn.Module, sync: Sync | Gradients, link: Link, *, weight: float = 1.0) -> None:
         if not isinstance(sync, Sync | Gradients):
             raise ConfigError(f"sync must be made by DiLoCo(...), Streaming(...) or another preset, got {sync!r}")
+        if not hasattr(link, "worker"):
+            raise ConfigError(
+                f"link must be one worker's end of a link, got {type(link).__name__}: give each its own, links[i]"
+            )
         if not 0 < weight <= 1e18:
             raise ConfigError(f"weight of worker {link.worker} must be a number above 0, at most 1e18, got {weight}")
         self.model = model
@@ -96,14 +92,14 @@ class OuterLoop:
 
     def step(self) -> None:
         """Count one inner step; send and apply what is due after it."""
-        Crew([self]).step()
+        in_turn([self._step()])
 
     def average_gradients(self) -> None:
         """Under DataParallel, replace the gradients by their mean over the workers; otherwise do nothing.
 
         Call it between backward() and the inner optimizer's step (after unscaling, before clipping).
         """
-        Crew([self]).average_gradients()
+        in_turn([self._average_gradients()])
 
     def finish(self) -> None:
         """Bring every worker to the same final model.
@@ -111,7 +107,7 @@ class OuterLoop:
         Rounds in flight are applied; what was trained since the last send is exchanged once more and plainly
         averaged, so that no work is lost and no momentum overshoots; the live parameters become the anchor.
         """
-        Crew([self]).finish()
+        in_turn([self._finish()])
 
     @contextmanager
     def anchor(self) -> Iterator[nn.Module]:
@@ -394,29 +390,10 @@ class OuterLoop:
     def _terms(self) -> dict[str, str]:
         """What all workers, and a run and its continuation, must agree on."""
         layouts = {f"layout of fragment {number}": window.layout() for number, window in enumerate(self._windows)}
-        return {**self.sync.terms(), **layouts}
+        return {"workers": str(self.link.workers), **self.sync.terms(), **layouts}
 
 
-class Crew:
-    """The workers of one process that one caller steps together: all send, then all apply."""
-
-    def __init__(self, loops: Sequence[OuterLoop]) -> None:
-        self.loops = list(loops)
-
-    def step(self) -> None:
-        """One `OuterLoop.step()` for every worker."""
-        _in_turn([loop._step() for loop in self.loops])
-
-    def average_gradients(self) -> None:
-        """One `OuterLoop.average_gradients()` for every worker."""
-        _in_turn([loop._average_gradients() for loop in self.loops])
-
-    def finish(self) -> None:
-        """One `OuterLoop.finish()` for every worker."""
-        _in_turn([loop._finish() for loop in self.loops])
-
-
-def _in_turn(parts: list[Iterator[None]]) -> None:
+def in_turn(parts: list[Iterator[None]]) -> None:
     """Take each to its next yield, round after round, until all have ended."""
     ended = object()
     with torch.no_grad():

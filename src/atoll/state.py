@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from atoll.core.flat import Window
-from atoll.link.base import Contribution, Pending
+from atoll.link.base import Contribution, Pending, RoundId
 
 
 @dataclass(slots=True)
@@ -103,6 +103,14 @@ class FragmentState:
             _copy(state[key], self.anchor.device) for key in ("residual", "own", "newest")
         )
         self.share = state["share"]
+
+
+class Outgoing(NamedTuple):
+    """A delta on its way out, and what the codec made of it; None while the worker is absent."""
+
+    round_id: RoundId
+    delta: Tensor
+    contribution: Contribution | None
 
 
 @dataclass(slots=True)

@@ -97,7 +97,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def _either(kinds: tuple[type, ...]) -> str:
-    return " or ".join(f"a {kind.__name__}(...)" for kind in kinds)
+    return " or ".join(f"{kind.__name__}(...)" for kind in kinds)
 
 
 def _codec(codec: Codec | str) -> Codec:

@@ -84,6 +84,8 @@ def test_weights_follow_who_is_present() -> None:
         ),
         (lambda: Absence(worker=0, first=0), "an absence lasts"),
         (lambda: Absence(worker=0, first=1.5), "an absence lasts"),  # type: ignore[arg-type]
+        (lambda: Faults(absences=Absence(worker=0)), "absences must be a tuple"),  # type: ignore[arg-type]
+        (lambda: local(2, faults={"drop": 0.1}), "faults must be a Faults"),  # type: ignore[arg-type]
         (lambda: local(2, timeout_s=-1), "timeout_s must be a number of seconds above 0, got -1"),
         (lambda: local(2, faults=Faults(speeds={2: 0.5})), "faults name worker 2; workers are 0 to 1"),
         (lambda: local(2, faults=Faults(absences=(Absence(worker=-1),))), "faults name worker -1"),

@@ -37,6 +37,9 @@ def train_classifier(model: nn.Module, inner: torch.optim.Optimizer, outer: Oute
     return losses
 
 
+SHARED = nn.Linear(2, 2)
+
+
 class TestInnerOptimizers:
     """Any inner optimizer works and keeps its state to itself."""
 
@@ -426,8 +429,13 @@ class TestModels:
         (lambda: Streaming(delay=()), r"delay must be a number or one number per worker, got \(\)"),
         (lambda: DiLoCo(codec="fp4"), "codec must be one of"),
         (lambda: DataParallel(codec="fp4"), "codec must be one of"),
-        (lambda: DiLoCo(outer=Nesterov), r"outer must be a SGD\(...\) or a Momentum\(...\)"),  # type: ignore[arg-type]
-        (lambda: DiLoCo(merge=None), "merge must be a Blend"),  # type: ignore[arg-type]
+        (lambda: DiLoCo(outer=Nesterov), r"outer must be SGD\(...\) or Momentum\(...\)"),  # type: ignore[arg-type]
+        (lambda: DiLoCo(merge=None), "merge must be Blend"),  # type: ignore[arg-type]
+        (lambda: OuterLoop(small_model(), DiLoCo(), local(1)), "link must be one worker's end of a link, got list"),  # type: ignore[arg-type]
+        (
+            lambda: Crew([OuterLoop(SHARED, DiLoCo(), end) for end in local(2)]),
+            "workers 0 and 1 train the same parameters",
+        ),
         (lambda: Problem(workers=1).loops(DiLoCo), "sync must be made by DiLoCo"),  # type: ignore[arg-type]
         (lambda: DiLoCo(merge=EagerMerge()), r"delay must equal period \(500\) under the eager merge, got 0"),
         (lambda: Eager(outer=Adam()), "outer must be Nesterov, Momentum or SGD under the eager merge, got Adam"),

@@ -174,8 +174,9 @@ def _split_by_blocks(model: nn.Module, policy: Blocks) -> list[_Group]:
     blocks, rest = _blocks_and_rest(model)
     if not blocks:
         raise ConfigError(
-            f"{policy!r} needs repeated blocks, modules of one type in an nn.ModuleList or nn.Sequential, "
-            f"and {type(model).__name__} has none that train: use Balanced(count=...) or Patterns(groups=...)"
+            f"{policy!r} needs repeated blocks, an nn.ModuleList or nn.Sequential whose members are all of one type, "
+            f"and found none with trained parameters in {type(model).__name__}: put the layers in an nn.ModuleList of "
+            f"their own, or use Balanced(count=...) or Patterns(groups=...) from atoll.core.fragments"
         )
     if policy.count is not None and policy.count > len(blocks):
         raise ConfigError(

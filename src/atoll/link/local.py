@@ -58,6 +58,8 @@ class Faults:
     def __post_init__(self) -> None:
         if not 0 <= self.drop <= 1:
             raise ConfigError(f"drop must be a chance between 0 and 1, got {self.drop}")
+        if not isinstance(self.absences, tuple):
+            raise ConfigError(f"absences must be a tuple of Absence(...), got {self.absences!r}")
         for worker, speed in self.speeds.items():
             if not 0 < speed <= 1:
                 raise ConfigError(f"speed of worker {worker} must be above 0 and at most 1, got {speed}")
@@ -148,7 +150,8 @@ class _Board:
                         "step them together with atoll.Crew(loops).step()"
                     )
             if not self.changed.wait(deadline - time.monotonic()):
-                raise LinkError(f"{what}: nothing from worker {', '.join(map(str, absent))} in {self.timeout_s:g} s")
+                who = f"worker{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
+                raise LinkError(f"{what}: nothing from {who} in {self.timeout_s:g} s")
 
     def check_open(self, worker: int) -> None:
         if worker in self.gone:
@@ -199,7 +202,7 @@ class LocalLink:
         self._board.post(self.worker, round_id, contribution)
         return _Pending(self._board, self.worker, round_id)
 
-    def close(self, reason: str = "it finished") -> None:
+    def close(self, reason: str = "it was closed") -> None:
         """Leave for good: whoever waits for this worker gets a LinkError with the reason."""
         self._board.leave(self.worker, reason)
 
@@ -210,7 +213,9 @@ def local(workers: int, *, faults: Faults | None = None, timeout_s: float = 600.
         raise ConfigError(f"workers must be a whole number of at least 1, got {workers!r}")
     if not timeout_s > 0:
         raise ConfigError(f"timeout_s must be a number of seconds above 0, got {timeout_s}")
-    faults = faults or Faults()
+    faults = Faults() if faults is None else faults
+    if not isinstance(faults, Faults):
+        raise ConfigError(f"faults must be a Faults(...), got {faults!r}")
     for worker in (*(absence.worker for absence in faults.absences), *faults.speeds):
         if not 0 <= worker < workers:
             raise ConfigError(f"faults name worker {worker}; workers are 0 to {workers - 1}")
@@ -228,7 +233,7 @@ def run_local(work: Callable[[LocalLink], Result], links: list[LocalLink]) -> li
             link.close(f"{type(error).__name__}: {error}")
             raise
         finally:
-            link.close()
+            link.close("its work has ended; all workers must make the same number of steps")
 
     with ThreadPoolExecutor(len(links), thread_name_prefix="atoll-worker") as pool:
         futures = [pool.submit(worker, link) for link in links]
