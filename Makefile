@@ -9,8 +9,9 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
+# One thread a process: two test processes with two threads each would fight over two cores.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --cov=atoll --cov-report= -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --cov=atoll --cov-report= -q
 	$(BIN)/python -m coverage report --include='src/atoll/core/*' --show-missing --skip-covered --fail-under=100
 
 check: $(READY)
