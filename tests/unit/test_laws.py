@@ -128,3 +128,31 @@ def test_what_enters_the_eager_correction_is_the_decoded_delta(name: str) -> Non
     for loop, expected in zip(loops, reference.eager(**arguments, period=4, lr=0.4, momentum=0.9), strict=True):
         for mine, theirs in zip(snapshot(loop), expected, strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("eager", [False, True])
+def test_losses_absences_and_rounding_together_as_in_the_oracle(eager: bool, feedback: bool) -> None:
+    """A fixed case of what the property tests generate, with all faults at once."""
+    problem = Problem(
+        sizes=(9, 5),
+        workers=3,
+        weights=(1.0, 2.0, 0.5),
+        steps=48,
+        faults=Faults(drop=0.4, seed=1, absences=(Absence(worker=1, first=10, last=17),)),
+    )
+    codec, arguments = (
+        Codec("int4", feedback=feedback),
+        problem.oracle_arguments(lambda d: codecs.round_trip(d, "int4")),
+    )
+    outer = {"period": 4, "lr": 0.4, "momentum": 0.9, "slices": problem.slices, "feedback": feedback}
+    if eager:
+        loops = run(Eager(period=4, fragments=by_part(2), codec=codec), problem)
+        expected = reference.eager_with_faults(**arguments, **outer)
+    else:
+        loops = run(Streaming(period=4, fragments=by_part(2), delay=(1, 3, 2), codec=codec), problem)
+        expected = reference.streaming(**arguments, **outer, delays=(1, 3, 2), alpha=0.5)
+    assert sum(loop.counters.rounds_missed for loop in loops) > 5
+    for loop, theirs in zip(loops, expected, strict=True):
+        for mine, reference_vector in zip(snapshot(loop), theirs, strict=True):
+            np.testing.assert_allclose(mine, reference_vector, rtol=1e-12, atol=1e-12)
