@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from atoll import DiLoCo, Eager, OuterLoop, Streaming, Sync, local
-from atoll.train.model import Decoder, preset
+from atoll.shapes import preset
+from atoll.train.model import Decoder
 
 PERIOD = 30
 

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from atoll import Crew, DataParallel, DiLoCo, Eager, Nesterov, OuterLoop, Streaming, Sync, local
 from atoll.core.fragments import Blocks
+from atoll.shapes import ModelConfig
 from atoll.sync import Gradients
-from atoll.train.model import Decoder, ModelConfig
+from atoll.train.model import Decoder
 
 WORKERS = 4
 CONTEXT = 64

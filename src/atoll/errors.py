@@ -4,7 +4,8 @@ AtollError
 ├── ConfigError      a setting, or a model it does not fit: its name, its value, what is allowed and why
 ├── NonFiniteError   a NaN or an infinity where a delta or a gradient should be sent
 ├── LinkError        a round that could not be completed: which round, which worker
-└── CheckpointError  a checkpoint that is torn, foreign or of another run
+├── CheckpointError  a checkpoint that is torn, foreign or of another run
+└── DataError        text or tokens that cannot be read: missing, empty, damaged
 """
 
 
@@ -26,3 +27,7 @@ class LinkError(AtollError, RuntimeError):
 
 class CheckpointError(AtollError, RuntimeError):
     """A checkpoint that cannot be trusted: the message says which file and why."""
+
+
+class DataError(AtollError):
+    """Text or tokens cannot be read: missing, empty, damaged, or not what the run file says."""

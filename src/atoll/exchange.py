@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from atoll.applied import Products
 from atoll.core.codec import Codec
 from atoll.core.flat import Window, fingerprint, pieces
 from atoll.core.outer import weighted_mean
@@ -18,7 +19,14 @@ class Exchange:
     """One worker's rounds: vectors of `windows[fragment].numel` values go out, means come back."""
 
     def __init__(
-        self, link: Link, codec: Codec, weight: float, windows: Sequence[Window], late: Collection[int] = ()
+        self,
+        link: Link,
+        codec: Codec,
+        weight: float,
+        windows: Sequence[Window],
+        late: Collection[int] = (),
+        *,
+        tolerant: bool = False,
     ) -> None:
         self.link = link
         self.codec = codec
@@ -26,6 +34,7 @@ class Exchange:
         self.counters = Counters()
         self._windows = windows
         self._late = late  # workers that apply a round only after they have sent the next: their anchors trail by one
+        self._tolerant = tolerant  # of NaNs and infinities: they keep this worker out of the round
 
     def share(self, step: int) -> float:
         """This worker's part, 0 to 1, of a mean over all who are present at this step."""
@@ -34,7 +43,10 @@ class Exchange:
     def contribution(
         self, round_id: RoundId, vector: Tensor, *, anchor: Tensor | None = None, version: int = 0
     ) -> Contribution | None:
-        """What this worker puts into a round, None while it is absent; NonFiniteError names the parameter."""
+        """What this worker puts into a round; None while it is absent, or if the vector is not finite and tolerated.
+
+        If it is not tolerated, NonFiniteError names the parameter.
+        """
         if not self.link.present(round_id.step):
             return None
         try:
@@ -42,6 +54,8 @@ class Exchange:
             seed = (round_id.step * len(self._windows) + round_id.fragment) * self.link.workers + self.link.worker
             payload = self.codec.encode(vector, seed)
         except NonFiniteError as error:
+            if self._tolerant:
+                return None
             worst = int(vector.abs().nan_to_num(torch.inf).argmax())
             name = self._windows[round_id.fragment].locate(worst)
             raise NonFiniteError(f"worker {self.link.worker}, {round_id}, parameter {name!r}: {error}") from error
@@ -84,11 +98,13 @@ class Exchange:
                     raise LinkError(f"{who}: they started differently; load the same parameters on each")
                 raise LinkError(f"{who}: they have diverged by round {c.anchor_version}")
 
-    def means(self, completed: Round) -> Iterator[tuple[slice, Tensor]]:
+    def means(self, completed: Round, products: Products | None = None) -> Iterator[tuple[slice, Tensor]]:
         """The mean of a round with members, piece by piece: temporaries stay in cache, no full mean is stored."""
         fragment, members = completed.round_id.fragment, completed.contributions
         for piece in pieces(self._windows[fragment].numel):
             decoded = [self.decode_piece(member.payload, fragment, piece) for member in members]
+            if products is not None:
+                products.add(decoded)
             yield piece, weighted_mean(decoded, [member.weight for member in members])
 
     def decode_piece(self, payload: Tensor, fragment: int, piece: slice) -> Tensor:

@@ -31,7 +31,9 @@ class GradientAverage:
         # Equal gradients keep equal parameters equal, so the first round is the one to compare them in.
         parameters = None if self._met else self._window.read()
         round_id, gradients = RoundId(step, 0), self._window.read_gradients()
-        pending = self._exchange.open(round_id, self._exchange.contribution(round_id, gradients, anchor=parameters))
+        sent = self._exchange.contribution(round_id, gradients, anchor=parameters)
+        self._exchange.counters.rounds_left_out += sent is None
+        pending = self._exchange.open(round_id, sent)
         yield
         completed = self._exchange.collect(pending)
         mean = torch.zeros_like(gradients)  # if every payload was lost, nobody moves

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atoll.applied import Observer, Products
 from atoll.core.flat import Window, check_coverage, pieces, scatter, state_dtype, trainable
 from atoll.core.fragments import Whole, describe, split, unsynchronised_buffers
-from atoll.core.outer import SGD, Adam, Blend, LinearOuter, OuterOptimizer, blend, eager_start
+from atoll.core.outer import SGD, Adam, Blend, LinearOuter, OuterOptimizer, eager_start
 from atoll.core.schedule import Schedule
 from atoll.errors import AtollError, ConfigError
 from atoll.exchange import Exchange
@@ -40,10 +41,21 @@ class OuterLoop:
 
     Make it once the model has its starting parameters, the same on every worker, and call `step()` once per
     training iteration, after the inner optimizer's step; call `finish()` at the end. `weight` is this worker's part
-    in every mean, for instance the number of examples in its shard.
+    in every mean, for instance the number of examples in its shard. With `leave_out_nonfinite`, a worker whose delta
+    (or gradient) holds a NaN or an infinity is left out of the round and rolled back instead of stopping with an error.
+    An `observer` is told of every round that this worker applies.
     """
 
-    def __init__(self, model: nn.Module, sync: Sync | Gradients, link: Link, *, weight: float = 1.0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        sync: Sync | Gradients,
+        link: Link,
+        *,
+        weight: float = 1.0,
+        leave_out_nonfinite: bool = False,
+        observer: Observer | None = None,
+    ) -> None:
         if not isinstance(sync, Sync | Gradients):
             raise ConfigError(f"sync must be made by DiLoCo(...), Streaming(...) or another preset, got {sync!r}")
         if not hasattr(link, "worker"):
@@ -60,7 +72,8 @@ class OuterLoop:
         dtype = state_dtype(trainable(model))
         self._windows = [Window(model, fragment.parameters, dtype) for fragment in self.fragments]
         late = sync.late(link.workers) if isinstance(sync, Sync) else ()
-        self._exchange = Exchange(link, sync.codec, float(weight), self._windows, late)
+        self._exchange = Exchange(link, sync.codec, float(weight), self._windows, late, tolerant=leave_out_nonfinite)
+        self._observer = observer
         self._gradients = GradientAverage(self._exchange, self._windows[0])
         self._states: list[FragmentState] = []
         self._flights: dict[RoundId, Flight] = {}
@@ -108,6 +121,19 @@ class OuterLoop:
         averaged, so that no work is lost and no momentum overshoots; the live parameters become the anchor.
         """
         in_turn([self._finish()])
+
+    @torch.no_grad()
+    def roll_back(self) -> None:
+        """Give up what this worker has trained and not yet sent, for instance after a loss that is not finite.
+
+        Its parameters become the anchor, and the next round of every fragment is completed without it. Reset the inner
+        optimizer too, if it has seen what was not finite. Under DataParallel there is nothing to roll back.
+        """
+        if self._lent:
+            raise AtollError("the model holds the anchor: leave the `with outer.anchor()` block first")
+        self._start_anew()
+        for state in self._states:
+            state.left_out = True
 
     @contextmanager
     def anchor(self) -> Iterator[nn.Module]:
@@ -158,7 +184,7 @@ class OuterLoop:
         keep = step - max(self.sync.delays)
         self._flights = {round_id: flight for round_id, flight in self._flights.items() if round_id.step > keep}
         if self.link.present(step + 1) and not self.link.present(step):
-            self._arrive()
+            self._start_anew()
 
     def _begin(self) -> None:
         """Check that this is the moment, and meet the other workers if it is the first."""
@@ -203,14 +229,24 @@ class OuterLoop:
         return eager_start(self._linear_outer, state.anchor[piece], state.own[piece], newest, state.share)
 
     def _send(self, outgoing: Sequence[Outgoing]) -> None:
-        for round_id, delta, sent in outgoing:
-            state, flight = self._states[round_id.fragment], Flight(sent)
+        if self._spoilt(outgoing):
+            self.roll_back()
+        for round_id, delta, contribution in outgoing:
+            state = self._states[round_id.fragment]
+            sent = None if state.left_out else contribution
+            flight = Flight(sent, left_out=state.left_out)
+            self.counters.rounds_left_out += state.left_out
+            state.left_out = False
             if sent is not None and state.own is not None:
                 state.newest = sent.payload
             if sent is not None and state.residual is not None:
                 flight.restore = state.hold_back(delta, self._exchange.decode(sent.payload, round_id.fragment))
             flight.pending = self._exchange.open(round_id, sent)
             self._flights[round_id] = flight
+
+    def _spoilt(self, outgoing: Sequence[Outgoing]) -> bool:
+        """Whether a delta could not be sent for not being finite; the work in the other fragments is no better then."""
+        return any(o.contribution is None and self.link.present(o.round_id.step) for o in outgoing)
 
     # ------------------------------------------------------------------ apply
 
@@ -224,7 +260,7 @@ class OuterLoop:
         if not self._exchange.is_complete(completed):
             self._states[round_id.fragment].gap = round_id.step
         self._outer_step(self.sync.outer, completed)
-        if any(c.worker == self.link.worker for c in completed.contributions):
+        if flight.left_out or any(c.worker == self.link.worker for c in completed.contributions):
             return None
         self.counters.rounds_missed += flight.contribution is not None
         return flight
@@ -234,11 +270,14 @@ class OuterLoop:
             return
         state = self._states[completed.round_id.fragment]
         state.version += 1
-        for piece, mean in self._exchange.means(completed):
+        products = Products(len(completed.contributions)) if self._observer else None
+        for piece, mean in self._exchange.means(completed, products):
             slots = tuple(slot[piece] for slot in state.slots.values())
             state.anchor[piece], moved = outer.step(state.anchor[piece], slots, mean, state.version)
             for slot, new in zip(slots, moved, strict=True):
                 slot.copy_(new)
+        if self._observer and products:
+            self._observer(products.applied(completed, self.steps))
 
     # ------------------------------------------------------------------ merge
 
@@ -252,13 +291,7 @@ class OuterLoop:
             if state.residual is not None and lost.restore is not None and not lost.forgotten:
                 state.residual.add_(lost.restore)
             return
-        if alpha == 0:
-            state.window.write(state.anchor)
-        else:
-            local = state.window.read()
-            for piece in pieces(local.numel()):
-                local[piece] = blend(local[piece], state.anchor[piece], alpha)
-            state.window.write(local)
+        state.blend(alpha)
         for round_id, flight in self._flights.items():
             if round_id.fragment == fragment and not flight.applied:
                 flight.held *= alpha
@@ -270,7 +303,9 @@ class OuterLoop:
         will know, and stays in the live parameters as work not yet sent.
         """
         state = self._states[fragment]
-        assert state.newest is not None and state.own is not None
+        if state.newest is None or state.own is None:  # rolled back: nothing of its own is under way
+            state.window.write(state.anchor)
+            return
         state.share = self._exchange.share(self.steps)
         payload = lost.contribution.payload if lost and lost.contribution and not lost.forgotten else None
         local = torch.empty_like(state.anchor)
@@ -287,8 +322,8 @@ class OuterLoop:
         assert isinstance(self.sync, Sync) and not isinstance(self.sync.outer, Adam)  # as Sync has checked
         return self.sync.outer
 
-    def _arrive(self) -> None:
-        """Join, or come back: take the anchor, and nothing of one's own."""
+    def _start_anew(self) -> None:
+        """Join, come back or be rolled back: take the anchor, and nothing of one's own."""
         for state in self._states:
             state.forget()
         for flight in self._flights.values():
@@ -302,9 +337,12 @@ class OuterLoop:
             self._finished = True
             return
         everything = [RoundId(self.steps, fragment, last=True) for fragment in range(len(self._states))]
-        deltas = [outgoing.delta for outgoing in self._prepare(everything)]
+        outgoing = self._prepare(everything)
         yield
         self._finished = True
+        if self._spoilt(outgoing):
+            self.roll_back()
+        deltas = [torch.zeros_like(o.delta) if self._spoilt(outgoing) else o.delta for o in outgoing]
         for round_id, flight in self._flights.items():
             if not flight.applied:
                 lost = self._apply(round_id)

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from atoll.core.flat import Window
+from atoll.core.flat import Window, pieces
+from atoll.core.outer import blend
 from atoll.link.base import Contribution, Pending, RoundId
 
 
@@ -19,6 +20,8 @@ class Counters:
     rounds_applied: int = 0
     rounds_missed: int = 0
     """Rounds that were completed without the payload this worker had sent."""
+    rounds_left_out: int = 0
+    """Rounds that this worker had nothing to send to, because its loss or its delta was not finite."""
     bytes_sent: int = 0
     """Payload bytes handed to the link, counted once however many workers receive them."""
     bytes_received: int = 0
@@ -49,6 +52,8 @@ class FragmentState:
     """Eager: the payload of the worker's newest delta."""
     share: float = 0.0
     """Eager: the worker's expected part, 0 to 1, of the mean which that delta enters."""
+    left_out: bool = False
+    """The worker was rolled back since the last send: the next round does without it."""
 
     @classmethod
     def fresh(cls, window: Window, slot_names: Iterable[str], *, eager: bool, feedback: bool) -> Self:
@@ -73,6 +78,16 @@ class FragmentState:
         before, self.residual = self.residual, delta - decoded
         return before - self.residual if self.own is None else None
 
+    def blend(self, alpha: float) -> None:
+        """Mix the anchor into the live parameters, of which `alpha` stays."""
+        if alpha == 0:
+            self.window.write(self.anchor)
+            return
+        local = self.window.read()
+        for piece in pieces(local.numel()):
+            local[piece] = blend(local[piece], self.anchor[piece], alpha)
+        self.window.write(local)
+
     def forget(self) -> None:
         """Become the state of a worker that has just arrived: it has the anchor and nothing of its own."""
         self.residual = None if self.residual is None else torch.zeros_like(self.residual)
@@ -91,6 +106,7 @@ class FragmentState:
             "own": _copy(self.own),
             "newest": _copy(self.newest),
             "share": self.share,
+            "left_out": self.left_out,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -102,7 +118,7 @@ class FragmentState:
         self.residual, self.own, self.newest = (
             _copy(state[key], self.anchor.device) for key in ("residual", "own", "newest")
         )
-        self.share = state["share"]
+        self.share, self.left_out = state["share"], state["left_out"]
 
 
 class Outgoing(NamedTuple):
@@ -128,7 +144,9 @@ class Flight:
     held: float = 1.0
     """How much of the work it sent the live parameters still hold: less once another round has been blended in."""
     forgotten: bool = False
-    """The worker was away after sending and has started anew."""
+    """The worker was away or rolled back after sending, and has started anew."""
+    left_out: bool = False
+    """The worker had been rolled back and sent nothing; it takes the result like the others."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the pending round, which is opened anew on resume with the same contribution."""
@@ -140,6 +158,7 @@ class Flight:
             "applied": self.applied,
             "held": self.held,
             "forgotten": self.forgotten,
+            "left_out": self.left_out,
         }
 
     @classmethod
@@ -149,7 +168,7 @@ class Flight:
         if (payload := _copy(state["payload"], device)) is not None:
             sent = Contribution(worker, weight, payload, *state["anchor"])
         restore = _copy(state["restore"], device)
-        return cls(sent, None, restore, state["applied"], state["held"], state["forgotten"])
+        return cls(sent, None, restore, *(state[key] for key in ("applied", "held", "forgotten", "left_out")))
 
 
 def _copy(tensor: Tensor | None, device: torch.device | None = None) -> Tensor | None:

@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from atoll.core.fragments import Blocks, find_blocks, split
 from atoll.errors import ConfigError
-from atoll.train.model import PRESETS, Decoder, Loss, ModelConfig, preset, rope_tables, rotate
+from atoll.shapes import PRESETS, ModelConfig, preset
+from atoll.train.model import Decoder, Loss, rope_tables, rotate
 
 NANO = ModelConfig(layers=2, width=24, heads=2, head_width=8, feedforward=40, vocabulary=50, context=16)
 
