@@ -4,14 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check mutants bench clean
+.PHONY: demo test slow check mutants bench clean
 
 demo: $(READY)
-	$(BIN)/python examples/demo.py
+	$(BIN)/atoll demo
 
 # One thread a process: two test processes with two threads each would fight over two cores.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --cov=atoll --cov-report= -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow' --cov=atoll --cov-report= -q
 	$(BIN)/python -m coverage report --include='src/atoll/core/*' --show-missing --skip-covered --fail-under=100
 
 check: $(READY)
@@ -19,6 +19,10 @@ check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+# What takes minutes: kill -9 at twenty moments, and the like.
+slow: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow -q
 
 # Seeds known bugs one at a time; each must turn a test red.
 mutants: $(READY)

@@ -1,12 +1,18 @@
-"""One model, trained on workers that are far apart: DiLoCo, Streaming DiLoCo and Eager Updates for PyTorch."""
+"""atoll: one model, trained on workers that are far apart.
 
-from atoll import checkpoint  # noqa: F401 - so that `atoll.checkpoint` works after `import atoll`
-from atoll.core.outer import Nesterov
-from atoll.crew import Crew
-from atoll.errors import AtollError
-from atoll.link.local import local, run_local
-from atoll.loop import OuterLoop
-from atoll.sync import DataParallel, Delayed, DiLoCo, Eager, Streaming, Sync
+Names are imported when they are first used: `atoll --help` and a look at a run file need no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from atoll.core.outer import Nesterov
+    from atoll.crew import Crew
+    from atoll.errors import AtollError
+    from atoll.link.local import local, run_local
+    from atoll.loop import OuterLoop
+    from atoll.sync import DataParallel, Delayed, DiLoCo, Eager, Streaming, Sync
 
 __version__ = "0.1.0"
 
@@ -24,3 +30,26 @@ __all__ = [
     "local",
     "run_local",
 ]
+
+_HOMES = {
+    "AtollError": "errors",
+    "Crew": "crew",
+    "Nesterov": "core.outer",
+    "OuterLoop": "loop",
+    "local": "link.local",
+    "run_local": "link.local",
+    "checkpoint": "",  # a module
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__ and name not in _HOMES:
+        raise AttributeError(f"module 'atoll' has no attribute {name!r}")
+    home = _HOMES.get(name, "sync")
+    if not home:
+        return importlib.import_module(f"atoll.{name}")
+    return getattr(importlib.import_module(f"atoll.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -131,6 +131,7 @@ class OuterLoop:
         """
         if self._lent:
             raise AtollError("the model holds the anchor: leave the `with outer.anchor()` block first")
+        self.counters.roll_backs += 1
         self._start_anew()
         for state in self._states:
             state.left_out = True

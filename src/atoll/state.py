@@ -22,6 +22,8 @@ class Counters:
     """Rounds that were completed without the payload this worker had sent."""
     rounds_left_out: int = 0
     """Rounds that this worker had nothing to send to, because its loss or its delta was not finite."""
+    roll_backs: int = 0
+    """How often this worker gave up its work because something of it was not finite."""
     bytes_sent: int = 0
     """Payload bytes handed to the link, counted once however many workers receive them."""
     bytes_received: int = 0

@@ -50,7 +50,7 @@ def test_the_round_is_the_mean_of_the_others_and_all_end_at_the_same_place(value
     assert observed[-1].members == (0, 2) and observed[-1].step == 4
     np.testing.assert_allclose(observed[-1].norm, np.linalg.norm(mean))
     cosine = deltas[0] @ deltas[2] / np.linalg.norm(deltas[0]) / np.linalg.norm(deltas[2])
-    np.testing.assert_allclose(observed[-1].cosine, cosine)
+    assert observed[-1].cosine == pytest.approx(cosine)
 
 
 @pytest.mark.parametrize("name", PRESETS)

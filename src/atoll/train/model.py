@@ -161,6 +161,7 @@ class Decoder(nn.Module):
                 if temperature == 0:
                     drawn = logits.argmax(-1, keepdim=True)
                 else:
-                    drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+                    above = (logits - logits.amax(-1, keepdim=True)).double() / temperature  # finite for any temperature
+                    drawn = torch.multinomial(above.softmax(-1), 1, generator=generator)
                 tokens = torch.cat((tokens, drawn), 1)
         return tokens

@@ -1,0 +1,286 @@
+"""`atoll` in a terminal: parse, call one function, print. What is slow to import waits for the command that needs it.
+
+Exit codes: 0 done, 1 something failed, 2 the run file or the command line is wrong, 130 interrupted.
+"""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer.core import TyperGroup
+
+from atoll.errors import AtollError, ConfigError
+
+# ---------------------------------------------------------------------- errors
+
+
+class Commands(TyperGroup):
+    """Commands whose errors are one line for people; --debug, anywhere on the line, shows the traceback instead."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: D102 - typer's
+        ctx.obj = "--debug" in args
+        return super().parse_args(ctx, [arg for arg in args if arg != "--debug"])
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: D102 - typer's
+        with _explained(debug=ctx.obj):
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _explained(*, debug: bool) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        _complain("interrupted")
+        raise SystemExit(130) from None
+    except Exception as error:
+        message = None if debug else _message(error)
+        if message is None:
+            raise
+        _complain(message)
+        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
+
+
+def _message(error: Exception) -> str | None:
+    """What went wrong, for people; None for what only a traceback can tell."""
+    if isinstance(error, AtollError):
+        return str(error)
+    # Torch's own types are told by name: importing it only to fail would take seconds.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error):
+        return (
+            "out of memory: lower train.batch or raise train.accumulate, set model.checkpoint_activations=true, "
+            "or choose a smaller model.preset or fewer sync.workers"
+        )
+    if isinstance(error, OSError) and error.errno not in (None, errno.EPIPE):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}{_ADVICE.get(error.errno or 0, '')}"
+    return None
+
+
+_FULL = "; free some space or choose another folder (out, --out); what was saved before is unharmed"
+_CLOSED = "; choose a folder you may write to (out, --out)"
+_ADVICE = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EACCES: _CLOSED,
+    errno.EPERM: _CLOSED,
+    errno.EROFS: _CLOSED,
+}
+
+
+def _complain(message: str) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+
+
+# ---------------------------------------------------------------------- commands
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Another value for a setting of the run file, such as sync.period=50; may be given many times.",
+    ),
+]
+Jobs = Annotated[int | None, typer.Option(min=1, metavar="N", help="Runs at the same time; left out: by cores.")]
+LinkSpeed = Annotated[
+    str,
+    typer.Option(
+        metavar="SPEED",
+        help="Link between workers for which times are worked out: 100Mbit/s, or with a latency 1Gbit/s,50ms.",
+    ),
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from atoll import __version__
+
+        typer.echo(f"atoll {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _atoll(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Train one model on workers that are far apart: DiLoCo, Streaming DiLoCo and Eager Updates.
+
+    [bold]To begin:[/]
+      atoll demo               four methods side by side, on a CPU, in minutes
+      atoll init               write run.toml, with every setting explained
+      atoll train run.toml     train; the run goes to runs/run
+      atoll report runs/run    one page with curves, bytes and numbers
+    """
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the runs and the report.")] = Path("runs/demo"),
+    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Inner steps of each worker.")] = None,
+    jobs: Jobs = None,
+) -> None:
+    """Four methods side by side, on a CPU in a few minutes.
+
+    Data-parallel, DiLoCo, Streaming and Eager see equally many tokens. At the
+    end: a table (loss, bytes, hours on a slow link), a report, and a sample of
+    what a model writes.
+    """
+    from atoll.compare import demo as run_demo
+
+    raise typer.Exit(run_demo(out, steps, jobs))
+
+
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("run.toml"),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
+) -> None:
+    """Write a run file, with every setting explained."""
+    from atoll.config import template
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(template())
+    except FileExistsError:
+        raise ConfigError(f"{path}: exists already; give another path, or --force to overwrite it") from None
+    typer.echo(f"wrote {path}; to train: atoll train {path}")
+
+
+@app.command()
+def train(
+    run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="A run file; with --resume also a run's folder.")],
+    changes: Set = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue where the run stopped, exactly as if it never had.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of all runs, instead of the file's.")] = None,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the run, instead of the file's.")] = None,
+    view: Annotated[
+        Literal["auto", "live", "lines", "none"] | None,
+        typer.Option(metavar="HOW", help="What to show: auto, live, lines or none, instead of the file's."),
+    ] = None,
+) -> None:
+    """Train the model of a run file.
+
+    All of the run goes to its folder, OUT/NAME: the settings as used, metrics,
+    checkpoints and the trained model. Ctrl-C saves and stops; --resume continues.
+
+    [bold]Examples:[/]
+      atoll train run.toml
+      atoll train run.toml --set sync.period=50 --set train.lr=0.001
+      atoll train run.toml --resume
+      atoll train runs/run --resume
+    """
+    from atoll.config import load
+
+    settings = {"out": out and str(out), "name": name, "log.view": view}
+    file = run
+    if run.is_dir():
+        if not resume:
+            raise ConfigError(f"{run}: is a folder; to continue the run in it, add --resume")
+        if out or name:
+            raise ConfigError(f"{run}: is the folder of a run, which --out and --name cannot change")
+        if not (run / "run.toml").is_file():
+            raise ConfigError(f"{run}: is not the folder of a run: it has no run.toml")
+        folder = run.resolve()  # the file may say "runs", seen from elsewhere
+        file, settings = run / "run.toml", settings | {"out": str(folder.parent), "name": folder.name}
+    config = load(file, changes or ()).changed(**{key: value for key, value in settings.items() if value is not None})
+
+    from atoll.train.run import train as train_run
+
+    done = train_run(config, resume=resume)
+    typer.echo(f"the run is in {done}; to look at it: atoll report {done}, atoll sample {done}")
+
+
+@app.command()
+def compare(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE.toml...", help="Run files, or studies of several runs.")],
+    changes: Set = None,
+    jobs: Jobs = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the runs and the report.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Train again what has been trained already.")] = False,
+    link: LinkSpeed = "100Mbit/s",
+) -> None:
+    """Train several runs; ends in a table and a picture.
+
+    Runs that are finished are not repeated, and interrupted ones continue.
+
+    [bold]Examples:[/]
+      atoll compare examples/drops.toml
+      atoll compare diloco.toml streaming.toml --set train.steps=500 --jobs 2
+    """
+    from atoll.compare import compare as compare_runs
+
+    raise typer.Exit(compare_runs(files, changes or [], jobs=jobs, out=out, fresh=fresh, link=link))
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path("report.html"),
+    png: Annotated[Path | None, typer.Option(metavar="DIR", help="Also write the pictures there, as PNG.")] = None,
+    link: LinkSpeed = "100Mbit/s",
+) -> None:
+    """Write a page about runs, with pictures and numbers.
+
+    Loss by tokens and by time on a link, bytes, a timeline per worker, and what
+    the runs differ in: one HTML file that needs no network.
+
+    [bold]Examples:[/]
+      atoll report runs/run
+      atoll report runs/diloco runs/streaming --link 1Gbit/s,50ms --out both.html
+    """
+    from atoll.plan.cost import parse_link
+    from atoll.report import write
+
+    for path in write(runs, out, link_bits_per_s=parse_link(link).bits_per_s, png=png):
+        typer.echo(f"wrote {path}")
+
+
+@app.command()
+def sample(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or of an exported model.")],
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="Text to continue.")] = "",
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to write.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, metavar="T", help="0: always the likeliest token; 1: as the model says.")
+    ] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="The same seed gives the same text.")] = 0,
+    count: Annotated[int, typer.Option(min=1, metavar="N", help="How many texts.")] = 1,
+) -> None:
+    """Let a trained model write.
+
+    [bold]Examples:[/]
+      atoll sample runs/run --prompt "def main(" --tokens 100
+    """
+    from atoll.train.sample import sample as sample_texts
+
+    texts = sample_texts(folder, prompt, tokens=tokens, temperature=temperature, seed=seed, count=count)
+    typer.echo("\n\n---\n\n".join(texts))
+
+
+def main() -> None:
+    """The `atoll` command."""
+    app(prog_name="atoll")

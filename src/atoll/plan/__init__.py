@@ -1,0 +1,1 @@
+"""What a run costs before it is paid for: numbers only, no tensors."""

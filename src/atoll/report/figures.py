@@ -1,0 +1,346 @@
+"""The pictures of a report, each drawn from records alone."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from atoll.core.schedule import Schedule
+from atoll.plan.cost import Job, Link, stops
+from atoll.report.canvas import Draw, Palette, dress, legend, legend_place, line_style, marker, new_figure, shorten
+from atoll.report.clock import clock, time_axis, unit_of, window
+from atoll.report.load import RunRecord
+from atoll.report.table import Row
+from atoll.report.units import bytes_text, number_text, ratio_text, seconds_text, share_text
+
+_POINTS = 300  # more than a screen shows; keeps the page small however long the run
+
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A figure with its words."""
+
+    key: str
+    """File name without ending, and the id on the page."""
+    topic: str
+    """Its title in one or two words."""
+    title: str
+    caption: str
+    alt: str
+    """What it shows, in numbers, for who cannot see it."""
+    draw: Draw
+
+
+def pictures(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> list[Picture]:
+    """All that the records have data for."""
+    losses = "; ".join(f"{row.name}: {number_text(row.loss, 3)}" for row in rows)
+    found = []
+    if any(_held_out(r, lambda step, tokens: tokens) for r in records):
+        found.append(
+            Picture(
+                "loss-tokens",
+                "Loss",
+                "Loss against tokens",
+                "Held-out loss of the outer parameters (line) and training loss, mean over the workers (faint).",
+                f"Held-out loss against tokens trained on. At the end, in nats per token: {losses}.",
+                partial(_loss_against_tokens, records),
+            )
+        )
+        times = "; ".join(f"{row.name}: {seconds_text(row.link_time.total_s)}" for row in rows)
+        found.append(
+            Picture(
+                "loss-time",
+                "Time",
+                f"Loss against time at {link}",
+                f"The same losses over the time that each run would take with one machine per worker and a link of "
+                f"{link} for each. Modelled from the measured compute time of a step and the bytes of each round.",
+                f"Held-out loss against modelled time at {link}. Time to the end: {times}.",
+                partial(_loss_against_time, records, link),
+            )
+        )
+    sent = "; ".join(f"{row.name}: {bytes_text(row.sent_bytes)}" for row in rows)
+    found.append(
+        Picture(
+            "bytes",
+            "Bytes",
+            "Bytes sent per worker",
+            "Payloads that one worker handed to its link over the run, each counted once. The axis is logarithmic.",
+            f"Bytes sent per worker. {sent}.",
+            partial(_bytes_sent, rows),
+        )
+    )
+    if any(r.step for r in records):
+        shares = "; ".join(f"{row.name}: {share_text(row.link_time.utilisation)} computing" for row in rows)
+        found.append(
+            Picture(
+                "timeline",
+                "Timeline",
+                f"Compute and communication at {link}",
+                "How each run would begin with one machine per worker: the thick bar is a worker's processor, the thin "
+                "one below it its link. The share is over the whole run.",
+                f"Timeline of the first periods. Over the whole run: {shares}.",
+                partial(_timelines, records, rows, link),
+            )
+        )
+    if any(_outer_steps(r) for r in records):
+        found.append(
+            Picture(
+                "outer",
+                "Outer gradients",
+                "Outer gradients",
+                "Length of the mean delta over all fragments, and how much the workers' deltas agree (1: the same "
+                "direction, 0: unrelated), once a period.",
+                "Norm of the outer gradient, and cosine similarity between workers, over inner steps.",
+                partial(_outer_gradients, records),
+            )
+        )
+    return found
+
+
+# ---------------------------------------------------------------------- loss
+
+
+def _held_out(record: RunRecord, x: Callable[[int, int], float]) -> Points:
+    points = [(x(e.step, e.tokens), e.loss) for e in record.evals if math.isfinite(e.loss)]
+    return _thin(points)
+
+
+def _training(record: RunRecord, x: Callable[[int, int], float]) -> Points:
+    """Mean over the workers that trained, averaged over neighbouring events."""
+    points = []
+    for event in record.steps:
+        losses = [loss for loss in event.loss if loss is not None and math.isfinite(loss)]
+        if losses:
+            points.append((x(event.step, event.tokens), sum(losses) / len(losses)))
+    size = -(-len(points) // _POINTS) or 1
+    groups = [points[at : at + size] for at in range(0, len(points), size)]
+    return [(group[-1][0], sum(y for _, y in group) / len(group)) for group in groups]
+
+
+def _thin(points: Points) -> Points:
+    """Some of many points, the last among them."""
+    stride = -(-len(points) // _POINTS) or 1
+    return points[::-1][::stride][::-1]
+
+
+def _loss_against_tokens(records: Sequence[RunRecord], palette: Palette) -> Figure:
+    figure = new_figure(palette, 3.9, narrow_height=3.5)
+    axes = figure.add_subplot()
+    dress(axes, palette, x="tokens, all workers", y="loss, nats per token")
+    for n, record in enumerate(records):
+        _loss_lines(axes, palette, n, record, lambda step, tokens: tokens)
+    axes.set_ylim(*_loss_range(records))
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(4 if palette.narrow else 7))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _axis_count(x)))
+    legend(figure, palette, [r.name for r in records])
+    return figure
+
+
+def _loss_against_time(records: Sequence[RunRecord], link: Link, palette: Palette) -> Figure:
+    figure = new_figure(palette, 3.9, narrow_height=3.5)
+    axes = figure.add_subplot()
+    dress(axes, palette, x="", y="loss, nats per token")
+    ends, begins = [], []
+    for n, record in enumerate(records):
+        at = partial(_modelled, record.job(), link)
+        _loss_lines(axes, palette, n, record, at)
+        times = [t for t, _ in _held_out(record, at) if t > 0]
+        ends += times[-1:]
+        begins += times[:1]
+    axes.set_ylim(*_loss_range(records))
+    time_axis(axes, palette, f"time at {link}", begins, ends)
+    legend(figure, palette, [r.name for r in records])
+    return figure
+
+
+def _modelled(job: Job, link: Link, step: int, tokens: int) -> float:
+    return clock(job, link, step)
+
+
+def _loss_lines(axes: Axes, palette: Palette, n: int, record: RunRecord, x: Callable[[int, int], float]) -> None:
+    colour, style = palette.of(n), line_style(palette, n)
+    if faint := _training(record, x):
+        axes.plot(*zip(*faint, strict=True), color=colour, linewidth=0.9, alpha=0.3, zorder=2)
+    if line := _held_out(record, x):
+        axes.plot(*zip(*line, strict=True), color=colour, linestyle=style, linewidth=1.8, zorder=3)
+        axes.plot(*line[-1], marker=marker(n), color=colour, markersize=6, markeredgewidth=0, zorder=4)
+
+
+def _loss_range(records: Sequence[RunRecord]) -> tuple[float, float]:
+    """From the lowest held-out loss to where the steep beginning is over, but every run's end is in sight."""
+    curves = [points for r in records if (points := _held_out(r, lambda step, tokens: tokens))]
+    lowest = min(y for points in curves for _, y in points)
+    early = max(next((y for x, y in points if x >= 0.12 * points[-1][0]), points[-1][1]) for points in curves)
+    highest = max(early, *(points[-1][1] for points in curves))
+    room = max(highest - lowest, 0.02 * abs(highest), 1e-6)
+    return lowest - 0.06 * room, highest + 0.06 * room
+
+
+# ---------------------------------------------------------------------- bytes
+
+
+def _bytes_sent(rows: Sequence[Row], palette: Palette) -> Figure:
+    figure = new_figure(palette, 0.75 + 0.52 * len(rows), narrow_height=0.75 + 0.52 * len(rows))
+    axes = figure.add_subplot()
+    dress(axes, palette, x="bytes, logarithmic", y="", grid="x")
+    sizes = [row.sent_bytes for row in rows if row.sent_bytes > 0]
+    low = 10.0 ** (math.floor(math.log10(min(sizes))) - 1) if sizes else 1.0
+    high = max(sizes, default=10.0)
+    axes.set_xscale("log")
+    axes.set_xlim(low, 10.0 ** math.ceil(math.log10(high) + 0.01))
+    for n, row in enumerate(rows):
+        if row.sent_bytes > 0:
+            axes.barh(n, row.sent_bytes - low, left=low, height=0.36, color=palette.of(n))
+        said = "sends nothing" if not row.sent_bytes else bytes_text(row.sent_bytes)
+        if row.fewer is not None and not row.is_reference:
+            said += f", {ratio_text(row.fewer)}"
+        _heading(axes, palette, n - 0.28, shorten(row.name, 26 if palette.narrow else 70), said)
+    axes.set_ylim(len(rows) - 0.65, -0.75)
+    axes.yaxis.set_major_locator(NullLocator())
+    decades = range(round(math.log10(low)), math.ceil(math.log10(high) + 0.01) + 1)
+    axes.xaxis.set_major_locator(FixedLocator([10.0**d for d in decades][:: 2 if palette.narrow else 1]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: bytes_text(x).replace(".00", "").replace(".0 ", " ")))
+    return figure
+
+
+def _heading(axes: Axes, palette: Palette, y: float, left: str, right: str) -> None:
+    """Words above a bar: its name, and at the far end its number."""
+    where = axes.get_yaxis_transform()
+    behind = {"facecolor": palette.paper, "edgecolor": "none", "pad": 1.5}  # the grid must not cross the words
+    axes.text(0, y, left, transform=where, color=palette.ink, va="bottom", ha="left", bbox=behind)
+    axes.text(1, y, right, transform=where, color=palette.muted, va="bottom", ha="right", bbox=behind)
+
+
+# ---------------------------------------------------------------------- timeline
+
+
+def _timelines(records: Sequence[RunRecord], rows: Sequence[Row], link: Link, palette: Palette) -> Figure:
+    jobs = [record.job() for record in records]
+    window_s = window(jobs, link)
+    lanes = sum(len(job.lanes()) for job in jobs)
+    figure = new_figure(palette, 1.05 + 0.62 * lanes, narrow_height=1.2 + 0.62 * lanes)
+    axes = figure.add_subplot()
+    unit_s, unit = unit_of(window_s)
+    dress(axes, palette, x=f"{unit} since the start", y="", grid="x")
+    y = 0
+    for n, (job, row) in enumerate(zip(jobs, rows, strict=True)):
+        for lane, workers in enumerate(job.lanes()):
+            _lane(axes, palette, n, job, link, lane, y, window_s)
+            who = shorten(row.name, 28 if palette.narrow else 60)
+            if len(job.lanes()) > 1:
+                these = "worker" if len(workers) == 1 else "workers"
+                who = f"{shorten(row.name, 14 if palette.narrow else 40)}, {these} {', '.join(map(str, workers))}"
+            said = f"{share_text(row.link_time.utilisation)}" + ("" if palette.narrow else " computing")
+            _heading(axes, palette, y - 0.3, who, said)
+            y += 1
+    axes.set_xlim(0, window_s)
+    axes.set_ylim(lanes - 0.55, -0.75)
+    axes.yaxis.set_major_locator(NullLocator())
+    axes.xaxis.set_major_locator(MaxNLocator(5 if palette.narrow else 9, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / unit_s:g}"))
+    figure.legend(
+        handles=[
+            Patch(facecolor=palette.muted, label="computing"),
+            Patch(facecolor=palette.idle, edgecolor=palette.grid, label="waiting"),
+            Line2D([], [], color=palette.muted, alpha=0.6, linewidth=3, label="link busy"),
+        ],
+        **legend_place(palette, columns=3),
+    )
+    return figure
+
+
+def _lane(axes: Axes, palette: Palette, n: int, job: Job, link: Link, lane: int, y: float, window_s: float) -> None:
+    """One worker's processor and link, up to the window's end."""
+    computing: list[tuple[float, float]] = []
+    waiting: list[tuple[float, float]] = []
+    carrying: list[tuple[float, float]] = []
+    since = 0.0
+    for stop in stops(job, link):
+        reached, left = stop.reached_s[lane], stop.left_s[lane]
+        if since >= window_s:
+            break
+        carrying += [
+            (c.begin_s, min(c.end_s, window_s) - c.begin_s) for c in stop.carried[lane] if c.begin_s < window_s
+        ]
+        if left > reached:
+            computing.append((since, min(reached, window_s) - since))
+            waiting.append((reached, min(left, window_s) - reached))
+            since = left
+    end = clock(job, link, job.steps)
+    if since < min(window_s, end):
+        computing.append((since, min(window_s, end) - since))
+    axes.broken_barh([w for w in waiting if w[1] > 0], (y - 0.24, 0.36), facecolor=palette.idle, linewidth=0)
+    axes.broken_barh([c for c in computing if c[1] > 0], (y - 0.24, 0.36), facecolor=palette.of(n), linewidth=0)
+    axes.broken_barh(
+        [c for c in carrying if c[1] > 0], (y + 0.17, 0.11), facecolor=palette.of(n), alpha=0.6, linewidth=0
+    )
+
+
+# ---------------------------------------------------------------------- outer gradients
+
+
+def _outer_steps(record: RunRecord) -> list[tuple[int, float, float | None]]:
+    """(step, norm over all fragments, mean cosine) once a period, where every fragment had its round."""
+    count = len(record.start.payload_bytes)
+    if record.gradients or not record.rounds or not count:
+        return []
+    schedule = Schedule(max(record.start.period, 1), count, 0)
+    laps: dict[int, dict[int, tuple[int, float, float | None]]] = {}
+    for r in record.rounds:
+        # The last exchange of a run is not a round of a period: it holds what was left.
+        if r.fragment < count and schedule.is_send(r.fragment, r.step) and math.isfinite(r.norm):
+            lap = (r.step - schedule.offset(r.fragment)) // schedule.period
+            laps.setdefault(lap, {})[r.fragment] = (r.step, r.norm, r.cosine)
+    points = []
+    for _, parts in sorted(laps.items()):
+        if len(parts) == count:
+            steps, norms, cosines = zip(*parts.values(), strict=True)
+            agreed = [c for c in cosines if c is not None and math.isfinite(c)]
+            points.append((max(steps), math.hypot(*norms), sum(agreed) / len(agreed) if agreed else None))
+    return points
+
+
+def _outer_gradients(records: Sequence[RunRecord], palette: Palette) -> Figure:
+    figure = new_figure(palette, 3.4, narrow_height=5.2)
+    norm, cosine = figure.subplots(2, 1) if palette.narrow else figure.subplots(1, 2, gridspec_kw={"wspace": 0.08})
+    shown = []
+    for n, record in enumerate(records):
+        if points := _outer_steps(record):
+            shown.append(n)
+            stride = -(-len(points) // _POINTS)
+            style = line_style(palette, n)
+            looks: dict[str, Any] = {"color": palette.of(n), "linestyle": style, "linewidth": 1.5}
+            kept = points[::stride]
+            norm.plot([s for s, _, _ in kept], [v for _, v, _ in kept], **looks)
+            pairs = [(s, c) for s, _, c in kept if c is not None]
+            cosine.plot([s for s, _ in pairs], [c for _, c in pairs], **looks)
+    dress(norm, palette, x="inner step", y="norm of the mean delta")
+    dress(cosine, palette, x="inner step", y="cosine similarity between workers")
+    for axes in (norm, cosine):
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _axis_count(x)))
+    norm.set_ylim(bottom=0)
+    legend(figure, palette, [records[n].name for n in shown], shown)
+    return figure
+
+
+# ---------------------------------------------------------------------- shared
+
+
+def _axis_count(x: float) -> str:
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(x) >= size:
+            return f"{x / size:g} {unit}"
+    return f"{x:g}"

@@ -1,0 +1,255 @@
+"""One self-contained HTML page: words, table, pictures, settings. No script, no network, light and dark."""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup, escape
+
+from atoll.plan.cost import Link
+from atoll.report.canvas import DARK, LIGHT, css_variables, shorten, to_svg
+from atoll.report.figures import Picture
+from atoll.report.load import RunRecord, printable
+from atoll.report.table import Row, columns, notes
+from atoll.report.units import bytes_text, count_text, percent_text, ratio_text, seconds_text, share_text
+
+_MOST_FAULTS = 40  # listed one by one; the rest is counted
+_MOST_TOLD = 4  # runs with a sentence of their own
+_LONGEST_NAME = 48  # in a sentence
+_LONGEST_HEADING = 36  # in a table
+_GAP = re.compile(r"(?<=\d) (?=(?:[kMGTP]?B|[kMGT]?bit/s|m?s|min|h|days|years|%)\b|%)")  # between a number and its unit
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One line of a table with a column per run."""
+
+    label: str
+    values: list[str]
+
+    @property
+    def common(self) -> bool:
+        """Whether it is the same for all runs."""
+        return len(set(self.values)) == 1
+
+
+def page(records: Sequence[RunRecord], rows: Sequence[Row], pictures: Sequence[Picture], link: Link) -> str:
+    """The whole page as text."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(files("atoll.report").joinpath("page.html.j2").read_text("utf-8"))
+    return template.render(
+        title=f"Run {rows[0].name}" if len(rows) == 1 else f"{len(rows)} runs compared",
+        words=_words(records, rows, link),
+        notes=_notes(records, rows),
+        light=Markup(css_variables(LIGHT)),
+        dark=Markup(css_variables(DARK)),
+        colours=len(LIGHT.series),
+        rows=rows,
+        notes_of=notes,
+        short=shorten,
+        longest_heading=_LONGEST_HEADING,
+        columns=columns(rows, link),
+        figures=[_figure(picture) for picture in pictures],
+        differences=_differences(records),
+        facts=_facts(records),
+        faults=[_faults(record) for record in records if record.missed or record.faults],
+        link=link,
+    )
+
+
+def _figure(picture: Picture) -> dict[str, Any]:
+    # Markup: the pictures are our own, and names in them were escaped when the SVG was written.
+    variants = [
+        Markup(to_svg(picture.draw, f"{picture.key}-{'narrow' if narrow else 'wide'}", picture.alt, narrow=narrow))
+        for narrow in (False, True)
+    ]
+    return {
+        "key": picture.key,
+        "topic": picture.topic,
+        "title": picture.title,
+        "caption": picture.caption,
+        "variants": variants,
+    }
+
+
+# ---------------------------------------------------------------------- words
+
+
+def _words(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> Markup:
+    """The comparison as a paragraph: of few runs each, of many the outstanding."""
+    reference = next(row for row in rows if row.is_reference)
+    others = [row for row in rows if row is not reference]
+    what = "One run" if len(rows) == 1 else f"{len(rows)} runs"
+    sizes = _span([r.start.parameters for r in records], count_text, "parameters")
+    one = all(r.start.workers == 1 for r in records)
+    workers = _span([r.start.workers for r in records], str, "worker" if one else "workers")
+    tokens = _span([r.tokens for r in records], count_text, "tokens")
+    told = [escape(f"{what} of a model with {sizes}: {workers}, {tokens}."), _ending(reference, link, alone=not others)]
+    if len(others) <= _MOST_TOLD:
+        told += [_compared(row) for row in others]
+    else:
+        told += _outstanding([row for row in others if row.finished])
+    return Markup(_GAP.sub("&nbsp;", Markup(" ").join(told)))
+
+
+def _outstanding(rows: Sequence[Row]) -> list[Markup]:
+    """Who is best at what, a sentence for each."""
+    best: dict[str, list[str]] = {}
+    for what, key in (
+        ("the lowest loss", lambda row: math.inf if row.loss is None else row.loss),
+        ("the fewest bytes", lambda row: row.sent_bytes),
+        ("the shortest time", lambda row: row.link_time.total_s),
+    ):
+        if rows:
+            best.setdefault(min(rows, key=key).name, []).append(what)
+    by_name = {row.name: row for row in rows}
+    told = [f"{' and '.join(what)}: " + _compared(by_name[name]) for name, what in best.items()]
+    return ["Among the others " + told[0], *("T" + words[1:] for words in told[1:])] if told else []
+
+
+def _ending(row: Row, link: Link, *, alone: bool) -> Markup:
+    who = _name(row) if alone else "The reference, " + _name(row) + ","
+    ends = "ends at" if row.finished else f"has come to step {row.step} of {row.steps} and"
+    loss = "no held-out loss" if row.loss is None else f"a held-out loss of {row.loss:.3f}"
+    perplexity = "" if row.perplexity is None else f" (perplexity {row.perplexity:,.2f})"
+    sent = f"sends {bytes_text(row.sent_bytes)} per worker" if row.sent_bytes else "sends nothing"
+    busy = "" if row.link_time.utilisation == 1 else f", computing for {share_text(row.link_time.utilisation)} of it"
+    time = f"With one machine per worker and {link} for each it would take {seconds_text(row.link_time.total_s)}{busy}."
+    return who + f" {ends} {loss}{perplexity} and {sent}. {time}"
+
+
+def _compared(row: Row) -> Markup:
+    """One run against the reference, in a sentence."""
+    loss = "has no held-out loss yet"
+    if row.loss is not None:
+        away = "" if row.against is None else f" ({percent_text(row.against)})"
+        loss = f"{'ends' if row.finished else 'is'} at {row.loss:.3f}{away}"
+    fewer = f", {ratio_text(row.fewer)}" if row.fewer is not None and ratio_text(row.fewer) != "the same" else ""
+    sent = f"with {bytes_text(row.sent_bytes)}{fewer}" if row.sent_bytes else "sends nothing"
+    return _name(row) + f" {loss} {sent}, and would take {seconds_text(row.link_time.total_s)}."
+
+
+def _name(row: Row) -> Markup:
+    return Markup("<strong>{}</strong>").format(shorten(row.name, _LONGEST_NAME))
+
+
+def _span(values: Sequence[int], text: Callable[[int], str], unit: str) -> str:
+    low, high = text(min(values)), text(max(values))
+    return f"{low} {unit}" if low == high else f"{low} to {high} {unit}"
+
+
+def _notes(records: Sequence[RunRecord], rows: Sequence[Row]) -> list[str]:
+    """What a reader must know before comparing."""
+    notes = [
+        f"{shorten(row.name, _LONGEST_NAME)} is not finished: "
+        f"it is at step {row.step} of {row.steps}, and its numbers are those so far."
+        for row in rows
+        if not row.finished
+    ]
+    finished = [row.tokens for row in rows if row.finished]
+    if finished and max(finished) > 1.01 * min(finished):
+        notes.append("The runs have not trained on the same number of tokens: compare losses with care.")
+    if len({r.start.vocabulary for r in records}) > 1:
+        notes.append("The runs have different vocabularies: their losses per token cannot be compared.")
+    if len({r.start.workers for r in records}) > 1:
+        notes.append("The runs have different numbers of workers: bytes are per worker, tokens are of all together.")
+    if any(r.last and r.start.workers > 1 and any(s.participants < r.start.workers for s in r.steps) for r in records):
+        notes.append("Workers were away in some runs; modelled times assume that all are there all the time.")
+    return notes
+
+
+# ---------------------------------------------------------------------- settings
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for key, value in table.items():
+        name = printable(f"{prefix}{key}")
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{name}.")
+        else:
+            flat[name] = _value(value)
+    return flat
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ", ".join(_value(v) for v in value) + "]"
+    return printable(str(value))
+
+
+def _differences(records: Sequence[RunRecord]) -> list[Fact]:
+    """Settings in which the runs differ; a setting that a file does not name is '-'."""
+    settings = [_flat(record.config) for record in records]
+    keys = dict.fromkeys(key for setting in settings for key in setting if key != "name")
+    facts = [Fact(key, [setting.get(key, "-") for setting in settings]) for key in keys]
+    return [fact for fact in facts if not fact.common]
+
+
+def _facts(records: Sequence[RunRecord]) -> list[Fact]:
+    def about(record: RunRecord, key: str) -> str:
+        value = record.about.get(key, "-")
+        if isinstance(value, Mapping):
+            return ", ".join(f"{printable(str(k))} {printable(str(v))}" for k, v in value.items())
+        return printable(str(value))
+
+    def delay(record: RunRecord) -> str:
+        delays = set(record.start.delay)
+        return ", ".join(map(str, record.start.delay)) if len(delays) > 1 else str(delays.pop() if delays else "-")
+
+    def rounds(record: RunRecord) -> bool:
+        return record.start.method not in ("none", "data-parallel")
+
+    found = {
+        "method": [printable(r.start.method) for r in records],
+        "workers": [str(r.start.workers) for r in records],
+        "parameters": [f"{r.start.parameters:,}" for r in records],
+        "vocabulary": [f"{r.start.vocabulary:,}" for r in records],
+        "inner steps": [f"{r.step:,}" if r.finished else f"{r.step:,} of {r.start.steps:,}" for r in records],
+        "tokens, all workers": [f"{r.tokens:,}" for r in records],
+        "period": [f"{r.start.period:,} steps" if rounds(r) else "-" for r in records],
+        "delay": [f"{delay(r)} steps" if rounds(r) else "-" for r in records],
+        "codec": [printable(r.start.codec) or "-" for r in records],
+        "fragments": [str(len(r.start.payload_bytes)) if rounds(r) else "-" for r in records],
+        "payload of a round": [
+            "-" if not r.start.payload_bytes else _span(r.start.payload_bytes, bytes_text, "") for r in records
+        ],
+        "compute of an inner step": [seconds_text(r.step_s) for r in records],
+        "time it took here": [seconds_text(r.last.seconds) if r.last else "-" for r in records],
+        "device": [printable(r.start.device) for r in records],
+        "threads": [str(r.start.threads) for r in records],
+        "resumed": [f"{len(r.resumes)} times" if r.resumes else "never" for r in records],
+        "seed": [about(r, "seed") for r in records],
+        "started": [about(r, "started") for r in records],
+        "command": [about(r, "command") for r in records],
+        "versions": [about(r, "versions") for r in records],
+        "folder": [printable("/".join(r.folder.resolve().parts[-2:])) for r in records],
+    }
+    return [Fact(label, [value.strip() for value in values]) for label, values in found.items() if {*values} != {"-"}]
+
+
+# ---------------------------------------------------------------------- faults
+
+
+def _faults(record: RunRecord) -> dict[str, Any]:
+    rounds = len(record.rounds)
+    incomplete = sum(len(r.members) < r.expected for r in record.rounds)
+    shares = []
+    if rounds:
+        took = [sum(w in r.members for r in record.rounds) for w in range(record.start.workers)]
+        shares = [(worker, f"{100 * count / rounds:.0f} %") for worker, count in enumerate(took)]
+    return {
+        "name": record.name,
+        "words": f"{incomplete:,} of {rounds:,} rounds were incomplete; {record.missed:,} payloads did not arrive."
+        if rounds
+        else "",
+        "shares": shares,
+        "events": [(f"{f.step:,}", str(f.worker), printable(f.what)) for f in record.faults[:_MOST_FAULTS]],
+        "more": max(len(record.faults) - _MOST_FAULTS, 0),
+    }

@@ -1,0 +1,142 @@
+"""The closing table: every run's loss, bytes and time in one row, for the terminal and for the page."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from atoll.plan.cost import Link, RunTime, time_of
+from atoll.report.load import RunRecord
+from atoll.report.units import bytes_text, number_text, percent_text, ratio_text, seconds_text, share_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One run in numbers; None where there is no number."""
+
+    name: str
+    method: str
+    is_reference: bool
+    """The run that the others are compared with: the first data-parallel one, else the first."""
+    loss: float | None
+    """Last held-out loss, nats per token."""
+    against: float | None
+    """Loss, relative to the reference: 0.05 is 5 % above."""
+    perplexity: float | None
+    sent_bytes: float
+    """Payload bytes that one worker handed to its link, mean over the workers; each payload counts once."""
+    fewer: float | None
+    """The reference's bytes over this run's: 80 is 80 times fewer."""
+    tokens_per_s: float | None
+    """Measured where it ran, all workers together."""
+    link_time: RunTime
+    """Modelled: the same run with one machine per worker on the given link."""
+    rounds: int
+    missed: int
+    """Payloads that were due and did not arrive."""
+    faults: int
+    finished: bool
+    step: int
+    steps: int
+    tokens: int
+
+
+def summary(records: Sequence[RunRecord], link: Link) -> list[Row]:
+    """One row per run, in the order given."""
+    if not records:
+        return []
+    reference = next((r for r in records if r.gradients), records[0])
+    return [_row(record, reference, link) for record in records]
+
+
+def _row(record: RunRecord, reference: RunRecord, link: Link) -> Row:
+    loss, base = record.loss, reference.loss
+    return Row(
+        name=record.name,
+        method=record.start.method,
+        is_reference=record is reference,
+        loss=loss,
+        against=loss / base - 1 if loss is not None and base else None,
+        perplexity=math.exp(loss) if loss is not None and loss < 700 else None,
+        sent_bytes=record.sent_bytes,
+        fewer=reference.sent_bytes / record.sent_bytes if record.sent_bytes and reference.sent_bytes else None,
+        tokens_per_s=record.tokens_per_s,
+        link_time=time_of(record.job(), link),
+        rounds=len(record.rounds),
+        missed=record.missed,
+        faults=len(record.faults),
+        finished=record.finished,
+        step=record.step,
+        steps=record.start.steps,
+        tokens=record.tokens,
+    )
+
+
+# ---------------------------------------------------------------------- as text
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of the table, as text."""
+
+    label: str
+    short: str | None
+    """Where 80 characters must do; None: not shown there."""
+    cell: Callable[[Row], str]
+
+
+def columns(rows: Sequence[Row], link: Link) -> list[Column]:
+    """The columns after the run's name; comparisons only where there is something to compare."""
+    several = len(rows) > 1
+    found = [
+        Column("held-out loss", "loss", lambda row: number_text(row.loss, 3)),
+        Column("loss against reference", "against", lambda row: percent_text(row.against)) if several else None,
+        Column("perplexity", "ppl", lambda row: number_text(row.perplexity, 2)),
+        Column("sent per worker", "sent", lambda row: bytes_text(row.sent_bytes)),
+        Column("bytes against reference", "bytes", _fewer) if several else None,
+        Column("tokens/s here", "tok/s", lambda row: number_text(row.tokens_per_s, 0)),
+        Column(f"time at {link}", f"time at\n{link}", lambda row: seconds_text(row.link_time.total_s)),
+        Column("computing", None, lambda row: share_text(row.link_time.utilisation)),
+    ]
+    return [column for column in found if column]
+
+
+def notes(row: Row) -> str:
+    """What went wrong, and how far it got if it is not finished."""
+    found = [
+        f"{row.missed:,} missed" if row.missed else "",
+        f"{row.faults:,} {'fault' if row.faults == 1 else 'faults'}" if row.faults else "",
+        "" if row.finished else f"{100 * row.step / max(row.steps, 1):.0f} % done",
+    ]
+    return ", ".join(note for note in found if note)
+
+
+def _fewer(row: Row) -> str:
+    return "1x" if row.is_reference else ratio_text(row.fewer)
+
+
+def rich_table(rows: Sequence[Row], link: Link) -> "Table":
+    """The rows for a terminal; four runs fit into 80 characters."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    reference = next((row.name for row in rows if row.is_reference), "")
+    told = [f"against: {reference}"] if len(rows) > 1 else []
+    told.append(f"time: modelled, one machine per worker and {link} for each")
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=Text("\n".join(told)), caption_justify="left"
+    )
+    table.add_column("run", overflow="fold")
+    shown = [column for column in columns(rows, link) if column.short is not None]
+    for column in shown:
+        table.add_column(column.short or "", justify="right", no_wrap=True)
+    for row in rows:  # Text, not str: a name must not be read as markup
+        name = Text(row.name, style="bold" if row.is_reference else "")
+        if said := notes(row):
+            name.append(f"\n{said}", style="not bold dim")
+        table.add_row(name, *(column.cell(row) for column in shown))
+    return table

@@ -1,0 +1,73 @@
+"""Numbers as people read them: decimal units, three digits."""
+
+import math
+
+
+def bytes_text(count: float) -> str:
+    """1234567 -> '1.23 MB'."""
+    return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def seconds_text(seconds: float) -> str:
+    """In the unit that fits: '340 ms', '12.3 s', '4.1 min', '3.2 h', '5.4 days'."""
+    for least, unit_s, unit in _TIMES:
+        if seconds >= least:
+            return f"{_digits(seconds / unit_s)} {unit}"
+    return "0 s" if seconds <= 0 else f"{_digits(seconds * 1e3)} ms"
+
+
+_TIMES = [  # from how many seconds on, the unit in seconds, its name
+    (730 * 86400.0, 365 * 86400.0, "years"),
+    (48 * 3600.0, 86400.0, "days"),
+    (5400.0, 3600.0, "h"),
+    (90.0, 60.0, "min"),
+    (1.0, 1.0, "s"),
+]
+
+
+def count_text(count: float) -> str:
+    """213504 -> '214 thousand'; small numbers in full."""
+    if count < 10_000:
+        return f"{count:,.0f}"
+    return _scaled(count, ("", "thousand", "million", "billion", "trillion"))
+
+
+def ratio_text(fewer: float | None) -> str:
+    """How many times fewer (or more) bytes than another run; None: it cannot be said."""
+    if fewer is None:
+        return "-"
+    if 0.95 < fewer < 1.05:
+        return "the same"
+    times, which = (fewer, "fewer") if fewer > 1 else (1 / fewer, "more")
+    return f"{times:,.0f}x {which}" if times >= 9.95 else f"{times:.1f}x {which}"
+
+
+def percent_text(share: float | None) -> str:
+    """A signed difference: 0.0634 -> '+6.3 %'."""
+    if share is None:
+        return "-"
+    return f"{share * 100:+.1f} %"
+
+
+def share_text(share: float) -> str:
+    """A part of a whole: '70 %', and '99.8 %' where rounding would make it all."""
+    return f"{min(share * 100, 99.9):.1f} %" if 0.99 <= share < 1 else f"{share * 100:.0f} %"
+
+
+def number_text(value: float | None, decimals: int) -> str:
+    """A plain number, '-' where there is none."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:,.{decimals}f}"
+
+
+def _scaled(value: float, units: tuple[str, ...]) -> str:
+    at = 0
+    while value >= 999.5 and at < len(units) - 1:
+        value, at = value / 1000, at + 1
+    return f"{_digits(value) if at else f'{value:.0f}'} {units[at]}".strip()
+
+
+def _digits(value: float) -> str:
+    """Three digits; no exponent."""
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

@@ -1,0 +1,173 @@
+"""Folders of files that are built once, whole or not at all, and checked whenever they are opened.
+
+    cache/
+      .KEY.lock          held while somebody builds; the lock dies with its holder
+      .building-KEY-*    a build under way, or what a crash left of one; the next build sweeps it
+      KEY/ ...           the files, and manifest.json with the bytes and the CRC-32 of each
+
+A folder gets its name once all of it is on disk. The checksums guard against accidents, not forgers.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from atoll.errors import DataError
+
+FORMAT: Final = "atoll-tokens"
+MANIFEST: Final = "manifest.json"
+TELL_BYTES: Final = 2**18
+"""How often somebody is told; for every little document would take longer than the documents."""
+
+Tell = Callable[[str, int, int | None], None]
+"""Called with a stage, the bytes done and those to do, if known, as a build goes on."""
+
+
+def silent(stage: str, done: int, total: int | None) -> None:
+    """Tell nobody."""
+
+
+class Meter:
+    """How far a build is: bytes read, of how many if that is known, and bytes written."""
+
+    def __init__(self, tell: Tell, stage: str, total: int | None) -> None:
+        self.tell, self.stage, self.total = tell, stage, total
+        self.read = self.written = 0
+        self._told = -TELL_BYTES
+
+    def add(self, read: int, written: int = 0) -> None:
+        """So many bytes more were read, and so many are about to be written."""
+        self.read, self.written = self.read + read, self.written + written
+        if self.read >= self._told + TELL_BYTES or self.read == self.total:
+            self.tell(self.stage, self.read, self.total)
+            self._told = self.read
+
+    def needed(self) -> str:
+        """Room that the whole takes, as far as can be told by now."""
+        if self.total and self.read:
+            return f"about {_size(self.written * max(1.0, self.total / self.read))}"
+        return f"more than {_size(self.written)}"
+
+
+def build_once(target: Path, root: Path, meter: Meter, fill: Callable[[Path], dict[str, Any]]) -> None:
+    """Have `fill` write the files of `target`, unless it is there; `root` is the cache's folder that it is (in)."""
+    if os.path.exists(target):  # no lock: the cache may be read-only
+        return
+    cache, key = root.parent, root.name
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _only_builder(cache, key, meter.tell):
+            _sweep(cache, key)
+            folder = cache / f".building-{key}-{secrets.token_hex(4)}"
+            try:
+                if not target.exists():  # else somebody else has built it meanwhile
+                    folder.mkdir()
+                    _seal(folder, fill(folder))
+                    folder.rename(target)
+                    _flush(target.parent)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)  # there is none left unless something failed
+    except OSError as fault:
+        if fault.errno in (errno.ENOSPC, errno.EDQUOT):
+            room = f"the tokens need {meter.needed()}, and {_size(shutil.disk_usage(cache).free)} is free"
+            raise DataError(f"{cache} is full: {room}; make room, or set data.cache to another disk") from fault
+        raise DataError(f"tokens cannot be kept in data.cache {cache}: {fault.strerror or fault}") from fault
+
+
+@contextmanager
+def _only_builder(cache: Path, key: str, tell: Tell) -> Iterator[None]:
+    """Hold the lock of one key, after waiting for whoever holds it; it dies with its holder."""
+    with (cache / f".{key}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            tell("waiting for another process that builds the same", 0, None)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a child forked meanwhile would keep it past the closing
+
+
+def _sweep(cache: Path, own: str) -> None:
+    """Delete what dead builds left: of the key whose lock we hold, and of those whose lock nobody holds."""
+    for leftover in cache.glob(".building-*"):
+        key = leftover.name.split("-")[1]
+        with (cache / f".{key}.lock").open("w") as lock:
+            try:
+                if key != own:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _seal(folder: Path, facts: dict[str, Any]) -> None:
+    """Get every file onto the disk, and last a manifest that knows them."""
+    files = {}
+    for path in sorted(folder.iterdir()):
+        _flush(path)
+        checksum = 0
+        for part in _parts(path):
+            checksum = zlib.crc32(part, checksum)
+        files[path.name] = {"bytes": path.stat().st_size, "crc32": checksum}
+    body = {"format": FORMAT, **facts, "files": files}
+    manifest = {"manifest": body, "crc32": zlib.crc32(json.dumps(body).encode())}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    _flush(folder / MANIFEST)
+    _flush(folder)
+
+
+def check(folder: Path, tell: Tell) -> dict[str, Any]:
+    """The manifest of a folder, once every byte of its files is found good."""
+    remedy = f"delete the folder {folder} to have it built again"
+    path = folder / MANIFEST
+    try:
+        sealed = json.loads(path.read_bytes())
+        manifest: dict[str, Any] = sealed["manifest"]
+        if zlib.crc32(json.dumps(manifest).encode()) != sealed["crc32"]:
+            raise DataError(f"{path} is damaged: its CRC-32 is not the one at its end; {remedy}")
+        total = sum(file["bytes"] for file in manifest["files"].values())
+        done = 0
+        for name, file in manifest["files"].items():
+            path = folder / name
+            if (length := path.stat().st_size) != file["bytes"]:
+                raise DataError(f"{path} is torn: it has {length} bytes of {file['bytes']}; {remedy}")
+            checksum = 0
+            for part in _parts(path):
+                checksum, done = zlib.crc32(part, checksum), done + len(part)
+                tell("checking", done, total)
+            if checksum != file["crc32"]:
+                raise DataError(f"{path} is damaged: its CRC-32 is not the one in {MANIFEST}; {remedy}")
+    except (OSError, LookupError, TypeError, ValueError, AttributeError) as fault:
+        reason = getattr(fault, "strerror", None) or repr(fault)
+        raise DataError(f"{path} cannot be read ({reason}); {remedy}") from fault
+    return manifest
+
+
+def _parts(path: Path) -> Iterator[bytes]:
+    """The bytes of a file, some megabytes at a time."""
+    with path.open("rb") as file:
+        while part := file.read(2**24):
+            yield part
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file's bytes, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e6:,.1f} MB"

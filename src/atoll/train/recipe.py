@@ -1,0 +1,56 @@
+"""What a run file leaves out, filled in: the recipe of the scaling-laws paper (arXiv 2503.09799).
+
+AdamW with a cosine to 5 % of the peak, weight decay 1 / steps, 20 tokens a parameter. Its fits are for 35 million
+parameters and more; below that its learning rate grows past all use and is capped.
+"""
+
+import math
+
+import torch
+
+from atoll.config import RunConfig
+from atoll.errors import ConfigError
+
+TOKENS_PER_PARAMETER = 20
+HIGHEST_LR = 3e-3
+
+
+def inner_lr(parameters: int, workers: int) -> float:
+    """The paper's joint fit over model size and workers, to two digits."""
+    fitted = 22256 * parameters**-0.8827 * workers**0.2929
+    return float(f"{min(HIGHEST_LR, fitted):.2g}")
+
+
+def resolve(config: RunConfig, *, parameters: int, context: int | None) -> RunConfig:
+    """The run with every setting that training depends on; `context` is the longest sequence of the model in tokens."""
+    train, workers = config.train, config.sync.workers
+    sequence = train.sequence or min(context or 1024, 1024)
+    if context is not None and sequence > context:
+        raise ConfigError(
+            f"train.sequence: must be at most the model's context of {context} tokens, got {sequence}: "
+            "shorten it, or give the model a larger model.context"
+        )
+    steps = train.steps or max(1, math.ceil(TOKENS_PER_PARAMETER * parameters / (workers * train.batch * sequence)))
+    filled = {
+        "threads": config.threads or torch.get_num_threads(),
+        "device": device_of(config),
+        "train.sequence": sequence,
+        "train.steps": steps,
+        "train.lr": train.lr or inner_lr(parameters, workers),
+        "train.warmup": min(1000, steps // 10) if train.warmup is None else train.warmup,
+        "train.weight_decay": 1 / steps if train.weight_decay is None else train.weight_decay,
+        "train.eval_every": train.eval_every or max(1, steps // 20),
+        "train.save_every": train.save_every or min(1000, max(1, steps // 10)),
+    }
+    return config.changed(**filled)
+
+
+def device_of(config: RunConfig) -> str:
+    """The device that training runs on, checked to be there."""
+    if config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if config.device.startswith("cuda"):
+        index, found = torch.device(config.device).index or 0, torch.cuda.device_count()
+        if index >= found:
+            raise ConfigError(f'device: "{config.device}" is not here, torch sees {found} GPUs: use "auto" or "cpu"')
+    return config.device

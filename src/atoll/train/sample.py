@@ -1,0 +1,56 @@
+"""Text from a trained model."""
+
+from pathlib import Path
+
+import torch
+
+from atoll.errors import ConfigError, DataError
+from atoll.shapes import check_whole
+from atoll.train.export import exists, load_export
+from atoll.train.tokenizer import Tokenizer
+
+
+def sample(
+    folder: Path, prompt: str, *, tokens: int = 200, temperature: float = 0.8, seed: int = 0, count: int = 1
+) -> list[str]:
+    """`count` texts that begin with the prompt and go on for `tokens` tokens, drawn on the CPU.
+
+    `folder` is that of a finished run or an exported model. An empty prompt stands for the beginning of a document;
+    where a document ends and the next begins, the text has an empty line. The same seed gives the same texts.
+    """
+    check_whole("tokens", tokens)
+    check_whole("count", count)
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise ConfigError(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}: it names a random sequence")
+    model, tokenizer = load_export(_exported(Path(folder)))
+    if not all(parameter.isfinite().all() for parameter in model.parameters()):
+        raise DataError(f"the model in {folder} holds NaNs or infinities: its training diverged, sample another one")
+    readable = prompt.encode(errors="replace").decode()  # a terminal may hand over what is no Unicode
+    ids = tokenizer.encode(readable).tolist() or [tokenizer.separator]
+    start = torch.tensor(ids, dtype=torch.int64).expand(count, -1)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = model.eval().generate(start, tokens, temperature=temperature, generator=generator)
+    return [_text(tokenizer, row) for row in drawn.tolist()]
+
+
+def _exported(folder: Path) -> Path:
+    """The export that is meant by a run's folder, or by its own."""
+    if not (folder / "run.toml").is_file():
+        if not exists(folder):
+            raise DataError(f"{folder} is neither a run nor an exported model: it has no run.toml and no config.json")
+        return folder
+    if not exists(folder / "model"):
+        command = f"atoll train {folder / 'run.toml'} --resume"
+        raise DataError(f"the run in {folder} has no model/ yet, it has not finished: `{command}` goes on with it")
+    return folder / "model"
+
+
+def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The text of documents with separators between them; partial characters become replacement characters."""
+    documents: list[list[int]] = [[]]
+    for token in ids:
+        if token == tokenizer.separator:
+            documents.append([])
+        else:
+            documents[-1].append(token)
+    return "\n\n".join(tokenizer.decode(document) for document in documents if document)

@@ -1,0 +1,218 @@
+"""The command line: help that helps, one line for each mistake, and exit codes that scripts can use."""
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner, Result
+
+from atoll import cli
+from atoll.config import RunConfig, load
+from atoll.errors import ConfigError, DataError
+
+COMMANDS = ["demo", "init", "train", "compare", "report", "sample"]
+
+
+def atoll(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def complaint(*arguments: str | Path, code: int) -> str:
+    """What a command that fails says, on stderr alone and without a traceback."""
+    result = atoll(*arguments)
+    assert result.exit_code == code, result.output
+    assert result.stdout == "" and "Traceback" not in result.stderr
+    return result.stderr
+
+
+# ---------------------------------------------------------------------- help
+
+
+def test_help_names_every_command_and_how_to_begin() -> None:
+    result = atoll("--help")
+    assert result.exit_code == 0
+    assert all(command in result.stdout for command in COMMANDS)
+    assert "atoll train run.toml" in result.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_all_its_options(command: str) -> None:
+    assert atoll(command, "-h").exit_code == 0
+    for parameter in typer.main.get_command(cli.app).commands[command].params:  # type: ignore[attr-defined]
+        assert getattr(parameter, "help", None), f"{command} {parameter.name}"
+
+
+def test_help_imports_nothing_slow() -> None:
+    """The package's own __init__ aside, which is not imported here."""
+    folder = str(Path(cli.__file__).parent)
+    script = (
+        "import sys, types; package = types.ModuleType('atoll'); "
+        f"package.__path__ = [{folder!r}]; sys.modules['atoll'] = package\n"
+        "from atoll.cli import app\n"
+        "app(['train', '--help'], standalone_mode=False)\n"
+        "slow = {'torch', 'numpy', 'matplotlib', 'transformers', 'datasets', 'atoll.config'} & set(sys.modules)\n"
+        "assert not slow, slow"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def test_the_version() -> None:
+    import atoll as package
+
+    assert atoll("--version").stdout == f"atoll {package.__version__}\n"
+
+
+def test_a_misspelt_command_is_guessed() -> None:
+    assert "Did you mean 'train'?" in complaint("trian", code=2)
+
+
+# ---------------------------------------------------------------------- init
+
+
+def test_init_writes_a_run_file_once(tmp_path: Path) -> None:
+    file = tmp_path / "new folder" / "run.toml"
+    result = atoll("init", file)
+    assert result.exit_code == 0 and f"atoll train {file}" in result.stdout
+    assert load(file) == RunConfig()
+    file.write_text("seed = 3")
+    assert "exists already; give another path, or --force" in complaint("init", file, code=2)
+    assert file.read_text() == "seed = 3"
+    assert atoll("init", file, "--force").exit_code == 0 and load(file) == RunConfig()
+
+
+def test_init_without_a_path_writes_run_toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert atoll("init").exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_line() -> None:
+    text = complaint("init", "/dev/full", "--force", code=1)
+    assert text.startswith("error: No space left on device; free some space") and text.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    text = complaint("init", tmp_path / "file" / "deeper" / "run.toml", code=1)
+    assert text.startswith(f"error: {tmp_path / 'file'}") and text.count("\n") == 1
+
+
+# ---------------------------------------------------------------------- mistakes in a run file
+
+
+def test_a_missing_run_file_says_how_to_get_one(tmp_path: Path) -> None:
+    text = complaint("train", tmp_path / "absent.toml", code=2)
+    assert "absent.toml: no such file; `atoll init" in text and text.count("\n") == 1
+
+
+def test_all_problems_of_a_run_file_are_lines(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[sync]\nperod = 3\ncodec = "[red]"\n')
+    lines = complaint("train", file, "--set", "train.batch=x", "--set", "seed=[1]", code=2).splitlines()
+    assert lines[0] == f"error: {file} with train.batch=x, seed=[1]: 4 problems"
+    assert len(lines) == 5
+    # Square brackets are markup to rich; what a person wrote must come out as it went in.
+    assert any('got "[red]"' in line for line in lines) and any("got [1]" in line for line in lines)
+    assert any(line == "  sync.perod: unknown key; did you mean sync.period?" for line in lines)
+
+
+def test_options_are_checked_like_the_settings_they_stand_for(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("")
+    assert "name: must be letters" in complaint("train", file, "--name", "a/b", code=2)
+    assert "must be KEY=VALUE" in complaint("train", file, "--set", "sync.period", code=2)
+    assert "--view" in complaint("train", file, "--view", "film", code=2)
+
+
+def test_a_folder_is_only_for_resuming(tmp_path: Path) -> None:
+    assert "add --resume" in complaint("train", tmp_path, code=2)
+    assert "it has no run.toml" in complaint("train", tmp_path, "--resume", code=2)
+    assert "--out and --name cannot change" in complaint("train", tmp_path, "--resume", "--name", "x", code=2)
+
+
+def test_debug_anywhere_shows_the_traceback(tmp_path: Path) -> None:
+    for arguments in (("--debug", "train", tmp_path), ("train", tmp_path, "--debug")):
+        result = atoll(*arguments)
+        assert isinstance(result.exception, ConfigError) and result.exit_code == 1
+
+
+# ---------------------------------------------------------------------- mistakes in other commands
+
+
+def test_runs_that_are_none(tmp_path: Path) -> None:
+    assert str(tmp_path) in complaint("report", tmp_path, "--out", tmp_path / "report.html", code=1)
+    assert str(tmp_path) in complaint("sample", tmp_path, code=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_that_is_none(tmp_path: Path) -> None:
+    assert "fast" in complaint("report", tmp_path, "--link", "fast", code=2)
+
+
+# ---------------------------------------------------------------------- what each kind of failure is answered with
+
+
+def failing(fail: Callable[[], object]) -> Result:
+    """A command line like atoll's, whose command fails like this."""
+    app = typer.Typer(cls=cli.Commands, pretty_exceptions_enable=False)
+
+    @app.callback()
+    def callback() -> None: ...
+
+    @app.command()
+    def run() -> None:
+        fail()
+
+    return CliRunner().invoke(app, ["run"])
+
+
+def raising(error: BaseException) -> Callable[[], object]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("fail", "code", "words"),
+    [
+        (raising(DataError("shard [3] is damaged")), 1, "error: shard [3] is damaged\n"),
+        (raising(ConfigError("a\n  b: c")), 2, "error: a\n  b: c\n"),
+        (raising(KeyboardInterrupt()), 130, "interrupted"),
+        (raising(SystemExit(130)), 130, ""),
+        (
+            raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x/y")),
+            1,
+            "error: x/y: No space left on device; free",
+        ),
+        (raising(OSError(errno.EROFS, os.strerror(errno.EROFS), "x")), 1, "choose a folder you may write to"),
+        (lambda: Path("not here").read_text(), 1, "error: not here: No such file or directory\n"),
+        (lambda: bytearray(1 << 60), 1, "out of memory: lower train.batch"),
+        (lambda: torch.empty(1 << 50), 1, "out of memory: lower train.batch"),
+        (raising(torch.OutOfMemoryError("CUDA out of memory")), 1, "out of memory: lower train.batch"),
+        (raising(typer.Exit(3)), 3, ""),
+    ],
+)
+def test_failures_are_a_line_and_a_code(fail: Callable[[], object], code: int, words: str) -> None:
+    result = failing(fail)
+    assert result.exit_code == code
+    assert words in result.stderr and "Traceback" not in result.stderr and (words or not result.stderr)
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    result = failing(raising(KeyError("ours")))
+    assert isinstance(result.exception, KeyError) and result.stderr == ""
+
+
+def test_the_real_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "atoll", "train", "absent.toml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "error: absent.toml: no such file; `atoll init absent.toml` writes one to start from\n"

@@ -1,0 +1,462 @@
+"""The run file: what it becomes, and what each mistake in it is answered with."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import ValidationError
+
+from atoll import runfile
+from atoll.config import RunConfig, differences, load, parse, template
+from atoll.conflicts import METHOD_CODECS
+from atoll.core.codec import Codec
+from atoll.core.fragments import Balanced, Blocks, Whole
+from atoll.core.outer import SGD, Adam, Blend, EagerMerge, Momentum, Nesterov
+from atoll.errors import ConfigError
+from atoll.link.local import Absence, Faults
+from atoll.sections import CodecName
+from atoll.shapes import PRESETS
+from atoll.sync import DataParallel, Delayed, DiLoCo, Eager, Streaming, Sync
+
+
+def refusal(text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(text, overrides)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def test_an_empty_file_is_the_default_run() -> None:
+    assert parse("") == RunConfig()
+
+
+def test_the_template_holds_every_setting_and_is_the_default_run() -> None:
+    text = template()
+    assert parse(text) == RunConfig()
+    for name, field in RunConfig.model_fields.items():
+        section = runfile.section(RunConfig, name)
+        for key in section.model_fields if section else [name]:
+            assert re.search(rf"^(# )?{key} = \S.* # \S", text, re.MULTILINE), key
+        assert section is None or field.annotation is section
+
+
+def test_every_setting_the_template_leaves_out_can_be_switched_on() -> None:
+    """By removing the "# " alone; those that need another setting as well say which."""
+    needs = {"hf": "model.preset", "outer_betas": "adam", "outer_eps": "adam"}
+    lines = template().splitlines()
+    left_out = [n for n, line in enumerate(lines) if re.match(r"# \w+ = ", line)]
+    assert len(left_out) > 20
+    for number in left_out:
+        text = "\n".join([*lines[:number], lines[number][2:], *lines[number + 1 :]])
+        key = lines[number].split()[1]
+        if key in needs or (key == "vocabulary" and "8192" in lines[number]):
+            assert needs.get(key, "bpe") in refusal(text)
+        else:
+            assert parse(text) is not None
+
+
+def test_overrides_are_toml_and_bare_words_are_text() -> None:
+    overrides = ["sync.period=50", "sync.fragments=blocks:2", "train.betas=[0.8, 0.9]", 'name="x"', "compile=true"]
+    run = parse("[sync]\nperiod = 10\ndelay = 3", [*overrides, "data.source=texts/*.txt", "faults.speeds.1=0.5"])
+    assert (run.sync.period, run.sync.delay, run.sync.fragments) == (50, 3, "blocks:2")
+    assert (run.train.betas, run.name, run.compile) == ((0.8, 0.9), "x", True)
+    assert run.data.source == "texts/*.txt" and run.faults.speeds == {1: 0.5}
+
+
+@pytest.mark.parametrize("override", ["sync.period", "sync.period=", "=3", "sync..period=3", ".=3", ""])
+def test_an_override_without_key_or_value_is_refused(override: str) -> None:
+    assert "must be KEY=VALUE" in refusal("", override)
+
+
+def test_an_override_that_looks_like_a_list_must_be_one() -> None:
+    assert refusal("", "data.source=[a, b]").startswith("data.source: not valid TOML: [a, b]")
+
+
+def test_whole_numbers_are_taken_for_numbers_and_nothing_else_is_converted() -> None:
+    run = parse({"train": {"lr": 1, "betas": [0, 0.5]}})
+    assert type(run.train.lr) is float and run.train.betas == (0.0, 0.5)
+    assert 'got "3"; write it without quotes' in refusal('[train]\nbatch = "3"')
+    assert "got true" in refusal("[train]\nbatch = true")
+    assert "got true" in refusal("[train]\nlr = true")
+    assert "got 3.0" in refusal("[train]\nbatch = 3.0")
+    assert "got nan" in refusal("[train]\nlr = nan")
+    assert 'got "true"; write it without quotes' in refusal('[log]\ntensorboard = "true"')
+
+
+def test_a_run_is_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        RunConfig().seed = 3
+    with pytest.raises(ValidationError, match="frozen"):
+        RunConfig().sync.period = 3
+
+
+def test_a_table_that_is_parsed_is_not_changed() -> None:
+    table: dict[str, Any] = {"sync": {"period": 3}}
+    parse(table, ["sync.period=4", "train.steps=3"])
+    assert table == {"sync": {"period": 3}}
+
+
+def test_checking_a_file_does_not_import_torch() -> None:
+    """The package's own __init__ aside, which is not imported here."""
+    folder = str(Path(runfile.__file__).parent)
+    script = (
+        "import sys, types; package = types.ModuleType('atoll'); "
+        f"package.__path__ = [{folder!r}]; sys.modules['atoll'] = package\n"
+        "from atoll import config\n"
+        "assert config.parse(config.template()) == config.RunConfig()\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+# ---------------------------------------------------------------------- files
+
+
+def test_a_file_is_read_with_a_byte_order_mark_and_other_line_ends(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(b"\xef\xbb\xbfseed = 3\r\n[sync]\r\nperiod = 5\r\n")
+    assert (load(file).seed, load(file, ["seed=4"]).seed, load(str(file)).sync.period) == (3, 4, 5)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"\x00\xff\xfe")
+    cases = {
+        tmp_path / "absent.toml": "no such file; `atoll init",
+        tmp_path: "is a folder",
+        weights: "byte 1 is not UTF-8",
+        Path("a\x00b"): "cannot be read",
+        Path("x" * 5000): "cannot be read",
+    }
+    for path, words in cases.items():
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            load(path)
+
+
+def test_broken_toml_shows_the_line() -> None:
+    text = refusal("seed = 1\n[sync]\nmethod = streaming\n")
+    assert text == (
+        "run.toml: not valid TOML at line 3, column 10: Invalid value; text needs quotes: method = streaming"
+    )
+    assert "nested too deeply" in refusal("x = " + "[" * 5000)
+    assert "digits" in refusal("seed = " + "1" * 5000)
+    assert "a number of 36000 bits" in refusal("seed = 0x" + "f" * 9000)
+
+
+# ---------------------------------------------------------------------- what is wrong with one setting
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("[sync]\nperod = 3", "sync.perod: unknown key; did you mean sync.period?"),
+        ("perod = 3", "perod: unknown key; did you mean sync.period?"),
+        ("[train]\nperiod = 3", "train.period: unknown key; did you mean sync.period?"),
+        ("[syncc]\nperiod = 3", "syncc: unknown key; did you mean sync?"),
+        ("[data]\nvocab = 300", "data.vocab: unknown key; did you mean data.vocabulary?"),
+        ("[model]\nvocab = 300", "model.vocab: unknown key; did you mean model.vocabulary?"),
+        ("[Sync]\nperiod = 3", "Sync: unknown key; did you mean sync?"),
+        ("[log]\nzzz = 3", "log.zzz: unknown key; log has tensorboard, wandb, trackio, view"),
+        ('"sync.period" = 3', '"sync.period": unknown key; did you mean sync.period?'),
+        ('"q.q" = 3', '"q.q": unknown key; a run file has name, out'),
+        ('"a\\nb" = 3', '"a\\nb": unknown key; a run file has name, out'),
+        ('[sync]\ncodec = "e3m1"', "sync.codec: must be one of fp64, fp32, bf16, fp16, int8, int4, e3m0, e2m1, got"),
+        ('[sync]\ncodec = "e3m1"', 'got "e3m1"; did you mean "e3m0"?'),
+        ('[sync]\nmethod = "dilocco"', 'did you mean "diloco"?'),
+        ('[model]\npreset = "35m"', 'did you mean "35M"?'),
+        ('[data]\ntokenizer = "byte"', 'did you mean "bytes"?'),
+        ("sync = 3", "sync: must be a table, got 3: write [sync]"),
+        ("[[sync]]", "sync: must be a table, got [{}]"),
+        ('name = "a/b"', "name: must be letters, digits, - _ and . only"),
+        ('name = ".."', 'got ".."'),
+        ('device = "gpu"', "device: must be auto, cpu, cuda (a GPU) or cuda:N"),
+        ("compile = 3", "compile: must be auto or true or false, got 3: use torch.compile"),
+        ("seed = -1", "seed: must be a whole number from 0 to 2^32 - 1, got -1: decides"),
+        ("[train]\nbetas = [0.9, 1.0]", "train.betas: must be a pair like [0.9, 0.99], each at least 0 and below 1"),
+        ("[train]\nbetas = [0.9]", "train.betas: must be a pair"),
+        ("[faults]\ndrop = 1.5", "faults.drop: must be a number from 0 to 1, got 1.5: chance"),
+        ("[faults]\nabsences = [{first = 3}]", "faults.absences: must be a list like [{worker = 1"),
+        ("[faults]\nabsences = [{worker = 1, frist = 3}]", "faults.absences: must be a list like"),
+        ("[faults]\nspeeds = {1 = 0.0}", "faults.speeds: must be a table of workers and shares like {1 = 0.5}"),
+        ("[faults]\nspeeds = {01 = 0.5}", "faults.speeds: must be"),
+        ('[sync]\nfragments = "blocks:0"', 'sync.fragments: must be "whole", "blocks:3", "blocks:3:sequential" or'),
+        ("[data]\nheld_out = 1.0", "data.held_out: must be a number above 0 and below 1, got 1.0"),
+        ('[data]\nsource = "hf:"', "data.source: must be"),
+        ("[data]\nsource = []", "data.source: must be"),
+        ('[data]\nsource = ["a", " "]', "data.source: must be"),
+        ('[log]\nwandb = ""', "log.wandb: must be text in quotes, not empty"),
+        ("[model]\nhead_width = 15", "model.head_width: must be an even whole number"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_is_allowed(text: str, line: str) -> None:
+    assert line in refusal(text)
+    assert "\n" not in refusal(text)
+
+
+def test_all_problems_come_at_once_and_follow_from_nothing_else() -> None:
+    text = """
+        sed = 3
+        [sync]
+        perod = 50
+        delay = 31
+        codec = "e9"
+        stochastic = true
+        [train]
+        batch = "8"
+        accumulate = 3
+        warmup = 9
+        steps = 5
+    """
+    lines = refusal(text).splitlines()
+    assert lines[0] == "run.toml: 6 problems"
+    keys = [line.split(":")[0].strip() for line in lines[1:]]
+    # Not accumulate, which only a right batch could contradict, nor stochastic, which depends on the codec.
+    assert keys == ["train.batch", "sync.codec", "sync.perod", "sed", "train.warmup", "sync.delay"]
+
+
+def test_an_override_is_blamed_for_what_it_did() -> None:
+    assert refusal("", "sync.workers=3", "sync.perod=3").startswith("run.toml with sync.perod=3: sync.perod: unknown")
+    assert refusal("[sync]\nperod = 3", "sync.workers=3").startswith("run.toml: sync.perod: unknown")
+    assert refusal("[sync]\nouter_lr = 0", "sync.outer=sgd").startswith("run.toml: sync.outer_lr: must")
+    assert refusal("sync = 3", "sync.period=3") == "sync.period: cannot be set, since sync must be a table and is 3"
+
+
+# ---------------------------------------------------------------------- what settings cannot be together
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ("sync.method=none", 'sync.method: "none" needs sync.workers = 1, got 2'),
+        ("sync.method=none sync.workers=1 sync.codec=int8", 'sync.codec: cannot be set with sync.method = "none"'),
+        ("sync.delay=31", "sync.delay: must be from 0 to sync.period (30), got 31"),
+        ("sync.delay=[1,31]", "sync.delay: must be from 0 to sync.period (30), got 31"),
+        ("sync.delay=[1,2,3]", "sync.delay: has 3 entries and sync.workers is 2"),
+        ("sync.method=eager sync.delay=30", 'sync.delay: cannot be set with sync.method = "eager"'),
+        ("sync.method=delayed sync.delay=30", 'sync.delay: cannot be set with sync.method = "delayed"'),
+        ("sync.method=eager sync.alpha=0.5", 'sync.alpha: cannot be set with sync.method = "eager"'),
+        ("sync.method=data-parallel sync.alpha=0.0", "sync.alpha: cannot be set"),
+        ("sync.method=data-parallel sync.fragments=whole", "sync.fragments: cannot be set"),
+        ("sync.method=data-parallel sync.codec=int8 sync.feedback=true", "sync.feedback: cannot be set"),
+        ("sync.method=eager sync.outer=adam", 'sync.outer: cannot be "adam" with sync.method = "eager"'),
+        ("sync.outer=sgd sync.outer_momentum=0.9", "sync.outer_momentum: is a setting of nesterov and momentum"),
+        ("sync.outer_betas=[0.9,0.9]", "sync.outer_betas: is a setting of adam"),
+        ("sync.outer_eps=0.1", "sync.outer_eps: is a setting of adam"),
+        ("sync.codec=bf16 sync.stochastic=true", "sync.stochastic: rounding is for int8, int4, e3m0 and e2m1"),
+        ("sync.method=diloco sync.stochastic=true", "sync.stochastic: rounding is for"),
+        ("sync.method=diloco sync.feedback=true", "sync.feedback: is for codecs that lose something, and fp32"),
+        ("sync.method=none sync.workers=1 faults.drop=0.1", 'faults.drop: cannot be set with sync.method = "none"'),
+        ("sync.method=none sync.workers=1 faults.speeds.0=0.5", "faults.speeds: cannot be set"),
+        ("sync.method=data-parallel faults.absences=[{worker=1}]", "DataParallel has no anchor to come back to"),
+        ("sync.method=data-parallel faults.compute=halving", "DataParallel has no anchor to come back to"),
+        ("sync.method=data-parallel faults.speeds.1=0.5", "faults.speeds: cannot be set"),
+        ("faults.compute=halving sync.workers=1", 'faults.compute: "halving" needs sync.workers of at least 2'),
+        ("faults.absences=[{worker=2}]", "faults.absences[0].worker: names worker 2; workers are 0 to 1"),
+        ("faults.absences=[{worker=1,first=5,last=4}]", "faults.absences[0].last: must be at least first (5), got 4"),
+        ("faults.absences=[{worker=0,first=9},{worker=1,last=9}]", "faults.absences: at inner step 9 all are away"),
+        ("faults.speeds.2=0.5", "faults.speeds: names worker 2; workers are 0 to 1"),
+        ("train.accumulate=3", "train.accumulate: must divide train.batch (8), got 3"),
+        ("train.steps=10 train.warmup=10", "train.warmup: must be below train.steps (10), got 10"),
+        ("train.sequence=129", "train.sequence: must be at most the model's context (128), got 129"),
+        ("train.sequence=65 model.context=64", "train.sequence: must be at most the model's context (64)"),
+        ("model.hf=gpt2 model.preset=tiny", "model.hf: it brings a shape of its own, so leave out model.preset"),
+        ("model.hf=gpt2 model.layers=3 model.vocabulary=999", "leave out model.layers, model.vocabulary"),
+        ("model.hf_weights=false", "model.hf_weights: false only means something with model.hf"),
+        ("model.vocabulary=255", "model.vocabulary: must be at least the tokenizer's (256), got 255"),
+        ("data.tokenizer=bpe model.vocabulary=300", "model.vocabulary: must be at least the tokenizer's (8192)"),
+        ("data.vocabulary=300", 'data.vocabulary: is for data.tokenizer = "bpe", got "bytes"'),
+        ("data.split=clusters sync.workers=1", 'data.split: "clusters" needs sync.workers of at least 2'),
+    ],
+)
+def test_settings_that_cannot_be_together_say_why(overrides: str, line: str) -> None:
+    assert line in refusal("", *overrides.split(" "))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "sync.method=none sync.workers=1 sync.period=50",
+        "sync.method=data-parallel sync.codec=bf16 faults.drop=0.5 sync.outer_lr=0.5",
+        "sync.delay=[0,30]",
+        "sync.method=delayed sync.alpha=0.5",
+        "sync.method=diloco sync.delay=30 sync.codec=e3m0 sync.feedback=true",
+        "train.steps=10 train.warmup=9",
+        "train.sequence=200 model.context=200",
+        "train.sequence=4096 model.hf=gpt2 model.hf_weights=false",
+        "data.tokenizer=bpe data.vocabulary=300 model.vocabulary=300",
+        "data.tokenizer=some/tokenizer.json model.vocabulary=100",
+        'data.source=["hf:wikitext:wikitext-2","a/*.txt"]',
+        "faults.absences=[{worker=0,first=10},{worker=1,last=9}]",
+        "faults.drop=1.0",
+        "train.clip=0 train.warmup=0",
+        "device=cuda:1 threads=1 train.optimizer=muon",
+    ],
+)
+def test_what_looks_odd_and_works(overrides: str) -> None:
+    run = parse("", overrides.split(" "))
+    assert parse(run.to_toml()) == run
+    run.synchronisation()
+
+
+# ---------------------------------------------------------------------- what a run becomes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sync"),
+    [
+        ("sync.period=7", Streaming(period=7, outer=Nesterov(0.6))),
+        ("sync.workers=8", Streaming(period=30, outer=Nesterov(0.8))),
+        ("sync.workers=1", Streaming(period=30, outer=Nesterov(0.4))),
+        ("sync.method=diloco", DiLoCo(period=30, outer=Nesterov(0.6))),
+        ("sync.method=eager", Eager(period=30, outer=Nesterov(0.6))),
+        ("sync.method=delayed", Delayed(period=30, outer=Nesterov(0.6))),
+        ("sync.method=data-parallel", DataParallel()),
+        ("sync.method=data-parallel sync.codec=bf16", DataParallel(codec="bf16")),
+        ("sync.outer_lr=0.5 sync.outer_momentum=0.8", Streaming(period=30, outer=Nesterov(0.5, 0.8))),
+        ("sync.outer=momentum", Streaming(period=30, outer=Momentum(0.7, 0.9))),
+        ("sync.outer=sgd", Streaming(period=30, outer=SGD(1.0))),
+        ("sync.outer=adam sync.outer_eps=1", Streaming(period=30, outer=Adam(0.3, 0.9, 0.95, 1.0))),
+        ("sync.outer=adam sync.outer_betas=[0.5,0.6]", Streaming(period=30, outer=Adam(0.3, 0.5, 0.6, 0.1))),
+        (
+            "sync.method=diloco sync.delay=[3,4] sync.alpha=0.25 sync.codec=int8 sync.stochastic=true",
+            DiLoCo(
+                period=30,
+                delay=(3, 4),
+                merge=Blend(0.25),
+                codec=Codec("int8", stochastic=True),
+                outer=Nesterov(0.6),
+            ),
+        ),
+    ],
+)
+def test_a_method_becomes_its_sync(overrides: str, sync: Sync) -> None:
+    made = parse("", overrides.split(" ")).synchronisation()
+    assert made == sync and type(made) is type(sync)
+    assert not isinstance(made, Sync) or type(made.outer) is type(sync.outer)
+
+
+def test_no_method_is_no_sync() -> None:
+    assert parse("", ["sync.method=none", "sync.workers=1"]).synchronisation() is None
+
+
+def test_eager_keeps_its_merge() -> None:
+    sync = parse("", ["sync.method=eager", "sync.fragments=blocks:2:sequential"]).synchronisation()
+    assert isinstance(sync, Sync)
+    assert sync.merge == EagerMerge() and sync.delay == 30 and sync.fragments == Blocks(each=2, order="sequential")
+
+
+def test_fragments_have_a_small_language() -> None:
+    meanings = {
+        "whole": Whole(),
+        "blocks": Blocks(),
+        "blocks:2": Blocks(each=2),
+        "blocks:2:strided": Blocks(each=2),
+        "blocks:2:sequential": Blocks(each=2, order="sequential"),
+        "balanced:5": Balanced(count=5),
+    }
+    for text, policy in meanings.items():
+        sync = parse("", [f"sync.fragments={text}"]).synchronisation()
+        assert isinstance(sync, Sync) and sync.fragments == policy
+    for text in ("Whole", "whole:1", "blocks:", "blocks:x", "blocks:2:", "blocks:2:both", "balanced", "balanced:0"):
+        assert "sync.fragments" in refusal("", f"sync.fragments={text}")
+
+
+def test_the_codecs_are_those_that_exist() -> None:
+    for name in get_args(CodecName):
+        Codec(name)
+    with pytest.raises(ConfigError, match=f"one of {', '.join(get_args(CodecName))};"):
+        Codec("none of them")
+
+
+def test_the_codecs_of_the_methods_are_the_presets_own() -> None:
+    methods = {"diloco": DiLoCo(), "streaming": Streaming(), "eager": Eager(), "delayed": Delayed()}
+    formats = {method: sync.codec.format for method, sync in methods.items()}
+    assert formats | {"data-parallel": DataParallel().codec.format} == METHOD_CODECS
+
+
+def test_the_shape_is_the_preset_with_what_is_given() -> None:
+    run = parse("", ["model.preset=small", "model.layers=3", "model.tied=false", "model.z_loss=0"])
+    shape = run.shape(1000)
+    assert (shape.layers, shape.tied, shape.z_loss, shape.vocabulary) == (3, False, 0.0, 1000)
+    assert shape.width == PRESETS["small"].width
+    assert parse("", ["model.vocabulary=2000"]).shape(1000).vocabulary == 2000
+    with pytest.raises(ConfigError, match=r"model\.vocabulary: must be at least the tokenizer's \(1000\), got 500"):
+        parse("", ["model.vocabulary=500"]).shape(1000)
+    with pytest.raises(ConfigError, match=r"model\.hf"):
+        parse("", ["model.hf=gpt2"]).shape(1000)
+
+
+def test_faults_are_the_links() -> None:
+    run = parse("[faults]\ndrop = 0.5\nseed = 3\nabsences = [{worker = 1, first = 5, last = 9}]\nspeeds = {0 = 0.5}")
+    absences = (Absence(worker=1, first=5, last=9),)
+    assert run.faults_of_link() == Faults(drop=0.5, seed=3, absences=absences, speeds={0: 0.5})
+
+
+@pytest.mark.parametrize(
+    ("compute", "workers", "counts"),
+    [
+        ("constant", 4, [4, 4, 4, 4, 4, 4, 4, 4]),
+        ("doubling", 4, [2, 2, 2, 2, 4, 4, 4, 4]),
+        ("halving", 4, [4, 4, 4, 4, 2, 2, 2, 2]),
+        ("ramp-up", 4, [1, 1, 2, 2, 3, 3, 4, 4]),
+        ("ramp-down", 4, [4, 4, 3, 3, 2, 2, 1, 1]),
+        ("ramp-up", 8, [1, 2, 3, 4, 5, 6, 7, 8]),
+        ("doubling", 3, [1, 1, 1, 1, 3, 3, 3, 3]),
+    ],
+)
+def test_compute_schedules_are_the_papers(compute: str, workers: int, counts: list[int]) -> None:
+    run = parse("", [f"faults.compute={compute}", f"sync.workers={workers}", "sync.period=10", "train.steps=80"])
+    faults = run.faults_of_link()
+    for step in range(1, 81):
+        present = [faults.present(w, step) for w in range(workers)]
+        assert present == [w < counts[(step - 1) // 10] for w in range(workers)], step
+
+
+def test_a_schedule_needs_to_know_the_steps() -> None:
+    run = parse("", ["faults.compute=ramp-up"])
+    with pytest.raises(ConfigError, match=r"train\.steps: must be known for faults\.compute"):
+        run.faults_of_link()
+    assert run.changed(**{"train.steps": 60}).faults_of_link().absences == (Absence(worker=1, first=1, last=30),)
+
+
+# ---------------------------------------------------------------------- changes, text, differences
+
+
+def test_changed_is_checked_again() -> None:
+    run = parse("", ["sync.delay=20"])
+    assert run.changed(**{"train.steps": 5, "name": "other"}).train.steps == 5
+    assert run.changed(**{"sync.delay": None}).sync.delay is None
+    assert run.changed() == run and run.train.steps is None
+    with pytest.raises(ConfigError, match=r"sync\.delay: must be from 0 to sync\.period \(10\), got 20"):
+        run.changed(**{"sync.period": 10})
+    with pytest.raises(ConfigError, match=r"did you mean sync\.period\?"):
+        run.changed(**{"sync.perod": 10})
+
+
+def test_a_hugging_face_run_has_no_preset_and_comes_back_the_same() -> None:
+    run = parse("", ["model.hf=gpt2"])
+    assert run.model.preset is None and parse(run.to_toml()) == run
+    assert run.changed(**{"model.hf": None}).model.preset == "tiny"
+    assert parse({"model": {"preset": None}}) == RunConfig()
+
+
+def test_text_holds_what_is_set_and_no_more() -> None:
+    table = tomllib.loads(parse("", ["sync.delay=[1,2]", "faults.speeds.1=0.5"]).to_toml())
+    assert table["sync"]["delay"] == [1, 2] and table["faults"]["speeds"] == {"1": 0.5}
+    assert table["train"]["batch"] == 8 and "steps" not in table["train"]
+
+
+def test_differences_are_rows_of_what_differs() -> None:
+    first, second = parse("", ["name=a", "sync.period=5"]), parse("", ["name=b", "train.lr=0.1", "seed=3"])
+    assert differences({"a": first, "b": second, "c": second}) == [
+        ("seed", [0, 3, 3]),
+        ("train.lr", [None, 0.1, 0.1]),
+        ("sync.period", [5, 30, 30]),
+    ]
+    assert differences({"a": first}) == [] and differences({}) == []

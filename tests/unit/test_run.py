@@ -1,0 +1,263 @@
+"""Whole runs through files: the folder, resuming to the bit, kills at any moment, and what is refused."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from atoll import checkpoint, config
+from atoll.config import RunConfig
+from atoll.errors import AtollError, CheckpointError, ConfigError
+from atoll.events import End, Eval, Fault, Resumed, Round, Start, Step, read
+from atoll.train.run import train
+
+SMALL: dict[str, Any] = {
+    "model": {"preset": "tiny", "layers": 2, "width": 16, "heads": 1, "feedforward": 32, "context": 16},
+    "train": {"steps": 20, "batch": 2, "eval_every": 5, "eval_tokens": 256, "save_every": 3, "log_every": 2},
+    "sync": {"workers": 3, "method": "streaming", "period": 4, "fragments": "blocks:1"},
+    "log": {"view": "none"},
+}
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    words = random.Random(0).choices(["reef", "lagoon", "islet", "tide", "surf", "sand"], k=6000)
+    for number in range(12):
+        (folder / f"{number}.txt").write_text(" ".join(words[number * 500 : (number + 1) * 500]))
+    return folder
+
+
+@pytest.fixture
+def make(corpus: Path, tmp_path: Path) -> Any:
+    def make(name: str = "run", **changes: Any) -> RunConfig:
+        base = {**SMALL, "data": {"source": str(corpus), "cache": str(tmp_path / "tokens"), "held_out": 0.1}}
+        made = config.parse({**base, "name": name, "out": str(tmp_path / "runs")})
+        return made.changed(**changes) if changes else made
+
+    return make
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in load_file(folder / "model" / "model.safetensors").items()}
+
+
+def happened(folder: Path) -> list[dict[str, Any]]:
+    """What a run reports, without what depends on the clock or on having been resumed."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timed = ("seconds", "step_s", "tokens_per_s", "wait_s")
+    kept = [line for line in lines if line["event"] not in ("saved", "resumed")]
+    return [{key: value for key, value in line.items() if key not in timed} for line in kept]
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "streaming": {},
+    "diloco": {"sync.method": "diloco", "sync.fragments": None},
+    "eager": {"sync.method": "eager", "sync.fragments": None},
+    "delayed": {"sync.method": "delayed", "sync.fragments": None, "sync.codec": "int8"},
+    "data-parallel": {"sync.method": "data-parallel", "sync.fragments": None},
+    "alone": {"sync.method": "none", "sync.fragments": None, "sync.workers": 1},
+    "muon": {"train.optimizer": "muon", "train.accumulate": 2},
+    "clusters, faults": {
+        "data.split": "clusters",
+        "faults.drop": 0.3,
+        "faults.absences": [{"worker": 2, "first": 5, "last": 11}],
+        "faults.speeds": {"1": 0.5},
+    },
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_interrupted_and_resumed_is_the_same_run(make: Any, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = train(make("whole", **METHODS[method]))
+    cut = make("cut", **METHODS[method])
+    for stop_at in (4, 10, 19):
+        interrupt_after(stop_at, monkeypatch)
+        with pytest.raises(SystemExit) as stopped:
+            train(cut, resume=True)
+        assert stopped.value.code == 130
+    monkeypatch.undo()
+    folder = train(cut, resume=True)
+    assert weights(folder) == weights(whole)
+    first, second = happened(folder), happened(whole)
+    assert [{**line, "name": ""} for line in first] == [{**line, "name": ""} for line in second]
+    events = read(folder / "metrics.jsonl")
+    assert [event.step for event in events if isinstance(event, Resumed)] == [4, 10, 19]
+    assert isinstance(events[-1], End) and events[-1].outcome == "finished"
+
+
+def interrupt_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C arrives during this inner step."""
+    from atoll.train.trainer import Trainer
+
+    original = Trainer.step
+
+    def interrupted(self: Trainer) -> None:
+        original(self)
+        if self.steps == step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+
+
+def test_a_run_says_what_it_was_and_what_happened(make: Any) -> None:
+    folder = train(make())
+    events = read(folder / "metrics.jsonl")
+    start = events[0]
+    assert isinstance(start, Start) and start.workers == 3 and sum(start.fragments) == start.parameters
+    steps = [event for event in events if isinstance(event, Step)]
+    assert [event.step for event in steps] == list(range(2, 21, 2))
+    assert steps[-1].tokens == 20 * 3 * 2 * 16
+    assert all(loss is not None and 0 < loss < 7 for event in steps for loss in event.loss)
+    evals = [event for event in events if isinstance(event, Eval)]
+    assert [event.step for event in evals] == [5, 10, 15, 20] and evals[-1].loss < evals[0].loss
+    rounds = [event for event in events if isinstance(event, Round)]
+    assert rounds and all(event.cosine is not None and event.members == [0, 1, 2] for event in rounds)
+    about = json.loads((folder / "about.json").read_text())
+    assert about["parameters"] == start.parameters and "torch" in about["versions"]
+    again = config.load(folder / "run.toml")
+    assert again.train.lr and again.train.warmup == 2 and again.train.sequence == 16
+    assert checkpoint.steps(folder / "checkpoints") == (18, 20)
+    step, best = checkpoint.load(folder / "best")
+    assert best["loss"] == min(event.loss for event in evals) and step in (5, 10, 15, 20)
+
+
+def test_all_methods_see_the_same_data_in_the_same_order(make: Any) -> None:
+    first = {}
+    for method in ("data-parallel", "diloco", "streaming", "eager"):
+        folder = train(make(method, **METHODS[method], **{"train.steps": 1, "train.log_every": 1}))
+        first[method] = next(event.loss for event in read(folder / "metrics.jsonl") if isinstance(event, Step))
+    assert len({tuple(loss) for loss in first.values()}) == 1
+
+
+def test_a_worker_whose_loss_is_not_finite_is_left_out_and_the_run_goes_on(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from atoll.train.trainer import Trainer
+
+    original = Trainer._backward
+
+    def spoilt(self: Trainer, worker: int) -> Any:
+        loss = original(self, worker)
+        return loss * float("nan") if worker == 1 and self.steps == 6 else loss
+
+    monkeypatch.setattr(Trainer, "_backward", spoilt)
+    folder = train(make(**METHODS["diloco"]))
+    events = read(folder / "metrics.jsonl")
+    faults = [event for event in events if isinstance(event, Fault)]
+    assert [(event.step, event.worker) for event in faults] == [(6, 1), (8, 1)]
+    members = {event.step: event.members for event in events if isinstance(event, Round)}
+    assert members == {4: [0, 1, 2], 8: [0, 2], 12: [0, 1, 2], 16: [0, 1, 2], 20: [0, 1, 2]}
+    assert isinstance(events[-1], End) and events[-1].loss < 6
+
+
+# ---- kill -9
+
+
+def start(config_file: Path) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-c", "import sys; from atoll.cli import main; main()", "train", str(config_file)]
+    return subprocess.Popen([*command, "--resume"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_moments_it_ends_with_the_same_bits(make: Any, tmp_path: Path) -> None:
+    """Every third kill comes while a checkpoint is being written."""
+    whole = train(make("whole", **{"train.save_every": 1, "train.steps": 60}))
+    cut = make("cut", **{"train.save_every": 1, "train.steps": 60})
+    file = tmp_path / "cut.toml"
+    file.write_text(cut.to_toml())
+    folder, rng = tmp_path / "runs" / "cut", random.Random(5)
+    for kill in range(20):
+        process = start(file)
+        reached = max(checkpoint.steps(folder / "checkpoints"), default=0)
+        wanted = min(58, 3 * kill)
+        while process.poll() is None and max(checkpoint.steps(folder / "checkpoints"), default=0) <= max(
+            wanted, reached
+        ):
+            time.sleep(0.005)
+        if kill % 3 == 0:
+            for _ in range(2000):
+                if process.poll() is not None or any((folder / "checkpoints").glob(".saving-*")):
+                    break
+        else:
+            time.sleep(rng.uniform(0, 0.05))
+        process.kill()
+        process.communicate()
+    process = start(file)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors.decode()
+    assert weights(folder) == weights(whole)
+    assert [{**line, "name": ""} for line in happened(folder)] == [{**line, "name": ""} for line in happened(whole)]
+    assert sum(isinstance(event, Resumed) for event in read(folder / "metrics.jsonl")) >= 10
+
+
+# ---- what is refused
+
+
+def test_a_finished_run_is_left_alone_and_a_begun_one_is_not_started_over(make: Any) -> None:
+    folder = train(make())
+    before = (folder / "metrics.jsonl").read_bytes()
+    assert train(make(), resume=True) == folder
+    with pytest.raises(ConfigError, match="holds a run already: continue it with --resume"):
+        train(make())
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_other_settings_cannot_be_resumed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt_after(5, monkeypatch)
+    with pytest.raises(SystemExit):
+        train(make())
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=r"sync\.period was 4, is 5"):
+        train(make(**{"sync.period": 5}), resume=True)
+    with pytest.raises(ConfigError, match=r"model\.width was 16, is 32"):
+        train(make(**{"model.width": 32}), resume=True)
+    train(make(**{"train.save_every": 10}), resume=True)
+
+
+def test_a_checkpoint_of_another_model_is_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, width in (("one", 16), ("two", 32)):
+        interrupt_after(5, monkeypatch)
+        with pytest.raises(SystemExit):
+            train(make(name, **{"model.width": width}))
+        monkeypatch.undo()
+    root = Path(make().out)
+    (root / "one" / "checkpoints").rename(root / "aside")
+    (root / "two" / "checkpoints").rename(root / "one" / "checkpoints")
+    with pytest.raises(CheckpointError, match="is not of this model"):
+        train(make("one"), resume=True)
+
+
+def test_two_processes_do_not_train_one_folder(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from atoll.train.trainer import Trainer
+
+    inner_error: list[Exception] = []
+    original = Trainer.step
+
+    def meanwhile(self: Trainer) -> None:
+        if self.steps == 3:
+            code = "import sys; from atoll.cli import main; main()"
+            file = tmp_path / "again.toml"
+            file.write_text(make().to_toml())
+            command = [sys.executable, "-c", code, "train", str(file), "--resume"]
+            second = subprocess.run(command, capture_output=True, text=True, check=False)
+            if second.returncode != 1 or "another process" not in second.stderr:
+                inner_error.append(AssertionError(second.stderr))
+        original(self)
+
+    monkeypatch.setattr(Trainer, "step", meanwhile)
+    train(make())
+    assert not inner_error
+
+
+def test_a_loss_that_is_not_finite_without_other_workers_stops_the_run(make: Any) -> None:
+    with pytest.raises(AtollError, match="is not finite: lower train.lr"):
+        train(make(**METHODS["alone"], **{"train.lr": 1e30, "train.clip": 0, "train.warmup": 0}))
