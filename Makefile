@@ -31,6 +31,8 @@ mutants: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/codec.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/data.py
+	$(BIN)/python benchmarks/trainer.py
 
 # The constraints pin what CI runs; the exact torch pin also keeps a CPU machine from fetching CUDA.
 $(READY): pyproject.toml constraints.txt

@@ -116,9 +116,15 @@ def run_all(study: Study, *, jobs: int | None = None, fresh: bool = False) -> di
         prepare(run)  # once, with a progress bar, before they all ask for it
     board = Board(list(study.runs))
     children = _Children(board, at_once, threads)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         children.run(study)
+    except KeyboardInterrupt:
+        board.close()
+        print("stopped, and all runs are saved; the same command goes on from there", flush=True)
+        raise SystemExit(130) from None
     finally:
+        signal.signal(signal.SIGTERM, before)
         board.close()
     return children.failed
 
@@ -158,7 +164,10 @@ class _Children:
         errors = (scratch / f"{run.name}.err").open("w+b")
         command = [sys.executable, "-m", "atoll", "train", str(file), "--resume"]
         environment = os.environ | {"OMP_NUM_THREADS": str(run.threads)}
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=environment)
+        # In a session of its own: Ctrl-C reaches this process alone, which passes it on once; twice would not save.
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=errors, env=environment, start_new_session=True
+        )
         return _Child(run.name, process, Tail(folder_of(run) / METRICS), errors)
 
     def _look(self) -> None:

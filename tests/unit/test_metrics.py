@@ -441,9 +441,7 @@ def curves_in(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard shows of a folder."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # what it imports
-        from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
-            EventAccumulator,
-        )
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     shown = EventAccumulator(str(folder))
     shown.Reload()
     return {tag: [(at.step, at.value) for at in shown.Scalars(tag)] for tag in shown.Tags()["scalars"]}

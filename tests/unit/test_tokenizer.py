@@ -122,6 +122,7 @@ def test_any_tokenizer_json_can_be_used(tmp_path: Path, special: list[str], sepa
     assert tokenizer.separator == inner.token_to_id(separator)
     assert tokenizer.vocabulary == 70_001  # ids count, not words
     assert tokenizer.encode("cat dog " * 5).tolist() == [0, 5] * 5  # neither cut nor filled up
+    assert tokenizer.encode("cat").tolist() == [0]
     assert tokenizer.encode("cat").dtype == np.dtype("<u4")
 
 

@@ -98,7 +98,15 @@ def to_png(draw: Draw) -> bytes:
     """The wide picture on white, 200 pixels an inch."""
     buffer = io.BytesIO()
     with _settings("png"):
-        draw(LIGHT).savefig(buffer, format="png", dpi=200, facecolor=LIGHT.paper, metadata={"Software": None})
+        draw(LIGHT).savefig(
+            buffer,
+            format="png",
+            dpi=200,
+            facecolor=LIGHT.paper,
+            bbox_inches="tight",
+            pad_inches=0.15,
+            metadata={"Software": None},
+        )
     return buffer.getvalue()
 
 

@@ -48,11 +48,7 @@ def time_axis(axes: Axes, palette: Palette, label: str, begins: Sequence[float],
     """Logarithmic where the runs' times differ so much that a linear axis would hide the short ones."""
     most = 4 if palette.narrow else 9
     if not ends or max(ends) < 6 * min(ends):
-        unit_s, unit = unit_of(max(ends, default=1.0))
-        axes.set_xlim(left=0)
-        axes.xaxis.set_major_locator(MaxNLocator(5 if palette.narrow else 8))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / unit_s:g}"))
-        axes.set_xlabel(f"{label}, {unit}", color=palette.muted)
+        linear_time_axis(axes, palette, label, 1.05 * max(ends, default=1.0))
         return
     low, high = min(begins) / 1.3, max(ends) * 1.3
     axes.set_xscale("log")
@@ -65,6 +61,16 @@ def time_axis(axes: Axes, palette: Palette, label: str, begins: Sequence[float],
     axes.xaxis.set_major_formatter(FixedFormatter([_tick(t) for t in ticks]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel(f"{label}, logarithmic", color=palette.muted)
+
+
+def linear_time_axis(axes: Axes, palette: Palette, label: str, longest_s: float) -> None:
+    """From 0, with round numbers of a unit that fits."""
+    unit_s, unit = unit_of(longest_s)
+    ticks = MaxNLocator(5 if palette.narrow else 9, steps=[1, 2, 5, 10]).tick_values(0, longest_s / unit_s)
+    axes.set_xlim(0, longest_s)
+    axes.xaxis.set_major_locator(FixedLocator([tick * unit_s for tick in ticks if tick * unit_s <= longest_s]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / unit_s:g}"))
+    axes.set_xlabel(f"{label}, {unit}", color=palette.muted)
 
 
 def unit_of(longest_s: float) -> tuple[float, str]:

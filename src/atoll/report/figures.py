@@ -15,7 +15,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from atoll.core.schedule import Schedule
 from atoll.plan.cost import Job, Link, stops
 from atoll.report.canvas import Draw, Palette, dress, legend, legend_place, line_style, marker, new_figure, shorten
-from atoll.report.clock import clock, time_axis, unit_of, window
+from atoll.report.clock import clock, linear_time_axis, time_axis, window
 from atoll.report.load import RunRecord
 from atoll.report.table import Row
 from atoll.report.units import bytes_text, number_text, ratio_text, seconds_text, share_text
@@ -177,11 +177,12 @@ def _loss_lines(axes: Axes, palette: Palette, n: int, record: RunRecord, x: Call
 
 
 def _loss_range(records: Sequence[RunRecord]) -> tuple[float, float]:
-    """From the lowest held-out loss to where the steep beginning is over, but every run's end is in sight."""
+    """From the lowest held-out loss to where the steep beginning is over; every end is in sight, unless it diverged."""
     curves = [points for r in records if (points := _held_out(r, lambda step, tokens: tokens))]
     lowest = min(y for points in curves for _, y in points)
-    early = max(next((y for x, y in points if x >= 0.12 * points[-1][0]), points[-1][1]) for points in curves)
-    highest = max(early, *(points[-1][1] for points in curves))
+    early = [next((y for x, y in points if x >= 0.12 * points[-1][0]), points[-1][1]) for points in curves]
+    tops = [*early, *(points[-1][1] for points in curves), lowest]
+    highest = max(top for top in tops if top <= 4 * abs(lowest) + 4)  # what no training has is far below
     room = max(highest - lowest, 0.02 * abs(highest), 1e-6)
     return lowest - 0.06 * room, highest + 0.06 * room
 
@@ -231,8 +232,7 @@ def _timelines(records: Sequence[RunRecord], rows: Sequence[Row], link: Link, pa
     lanes = sum(len(job.lanes()) for job in jobs)
     figure = new_figure(palette, 1.05 + 0.62 * lanes, narrow_height=1.2 + 0.62 * lanes)
     axes = figure.add_subplot()
-    unit_s, unit = unit_of(window_s)
-    dress(axes, palette, x=f"{unit} since the start", y="", grid="x")
+    dress(axes, palette, x="", y="", grid="x")
     y = 0
     for n, (job, row) in enumerate(zip(jobs, rows, strict=True)):
         for lane, workers in enumerate(job.lanes()):
@@ -244,11 +244,9 @@ def _timelines(records: Sequence[RunRecord], rows: Sequence[Row], link: Link, pa
             said = f"{share_text(row.link_time.utilisation)}" + ("" if palette.narrow else " computing")
             _heading(axes, palette, y - 0.3, who, said)
             y += 1
-    axes.set_xlim(0, window_s)
     axes.set_ylim(lanes - 0.55, -0.75)
     axes.yaxis.set_major_locator(NullLocator())
-    axes.xaxis.set_major_locator(MaxNLocator(5 if palette.narrow else 9, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / unit_s:g}"))
+    linear_time_axis(axes, palette, "time since the start", window_s)
     figure.legend(
         handles=[
             Patch(facecolor=palette.muted, label="computing"),

@@ -55,9 +55,9 @@ class RunRecord:
 
     @property
     def loss(self) -> float | None:
-        """The last held-out loss, nats per token."""
+        """The last held-out loss, nats per token; None if there is none, or it is not finite."""
         losses = [e.loss for e in self.evals] + ([self.end.loss] if self.end else [])
-        return next((loss for loss in reversed(losses) if math.isfinite(loss)), None)
+        return losses[-1] if losses and math.isfinite(losses[-1]) else None
 
     @property
     def sent_bytes(self) -> float:

@@ -51,6 +51,8 @@ def percent_text(share: float | None) -> str:
 
 def share_text(share: float) -> str:
     """A part of a whole: '70 %', and '99.8 %' where rounding would make it all."""
+    if 0 < share < 0.005:
+        return "<1 %"
     return f"{min(share * 100, 99.9):.1f} %" if 0.99 <= share < 1 else f"{share * 100:.0f} %"
 
 

@@ -161,7 +161,8 @@ class Decoder(nn.Module):
                 if temperature == 0:
                     drawn = logits.argmax(-1, keepdim=True)
                 else:
-                    above = (logits - logits.amax(-1, keepdim=True)).double() / temperature  # finite for any temperature
+                    # At most 0, so that no temperature makes it overflow.
+                    above = (logits - logits.amax(-1, keepdim=True)).double() / temperature
                     drawn = torch.multinomial(above.softmax(-1), 1, generator=generator)
                 tokens = torch.cat((tokens, drawn), 1)
         return tokens

@@ -72,7 +72,7 @@ def train(config: RunConfig, *, resume: bool = False) -> Path:
         if config.threads:
             torch.set_num_threads(config.threads)
         data = prepare(config)
-        model, config = _start(config, data)
+        model, config = start(config, data)
         _check_same_text(folder, data)
         saved = _last_checkpoint(folder)
         _write_down(folder, config, model, data)
@@ -135,7 +135,7 @@ def prepare(config: RunConfig) -> TokenData:
         )
 
 
-def _start(config: RunConfig, data: TokenData) -> tuple[Model, RunConfig]:
+def start(config: RunConfig, data: TokenData) -> tuple[Model, RunConfig]:
     """The model that all workers start from, on its device, and the run with nothing left out."""
     model: Model
     vocabulary = data.tokenizer.vocabulary

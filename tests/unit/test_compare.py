@@ -1,0 +1,115 @@
+"""`atoll compare`, with real processes: all runs end in one table, a failed one takes no other down."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from atoll.compare import compare, verdict
+from atoll.events import End, Resumed, read
+from atoll.plan.cost import parse_link
+from atoll.report import load, summary
+from atoll.study import Claim
+
+STUDY = """
+[model]
+layers = 2
+width = 16
+heads = 1
+feedforward = 32
+context = 16
+[data]
+source = {source!r}
+cache = {cache!r}
+[train]
+steps = {steps}
+batch = 2
+eval_tokens = 64
+save_every = 5
+log_every = 2
+[sync]
+period = 4
+fragments = "blocks:1"
+[study]
+title = "A study"
+[[study.runs]]
+name = "one"
+[[study.runs]]
+name = "other"
+sync.codec = "fp32"
+[[study.claims]]
+say = "they are close"
+run = "one"
+against = "other"
+at_least = -0.5
+at_most = 0.5
+"""
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    text = tmp_path / "corpus"
+    text.mkdir()
+    for number in range(10):
+        (text / f"{number}.txt").write_text(f"{number} reef lagoon islet tide surf sand " * 60)
+    file = tmp_path / "study.toml"
+    file.write_text(STUDY.format(source=str(text), cache=str(tmp_path / "tokens"), steps=12))
+    return file
+
+
+def test_all_runs_end_in_a_table_a_claim_and_a_report(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert compare([study], out=out, jobs=2) == 0
+    told = capsys.readouterr().out
+    assert "A study" in told and "holds           they are close (one" in told and "report.html" in told
+    assert (out / "report.html").exists() and list((out / "pictures").glob("*.png"))
+    ends = {name: read(out / name / "metrics.jsonl")[-1] for name in ("one", "other")}
+    assert all(isinstance(end, End) and end.outcome == "finished" for end in ends.values())
+    before = (out / "one" / "metrics.jsonl").stat()
+    assert compare([study], out=out) == 0  # nothing is run again
+    assert (out / "one" / "metrics.jsonl").stat().st_mtime_ns == before.st_mtime_ns
+    rows = summary([load(out / name) for name in ("one", "other")], parse_link("1Mbit/s"))
+    wrong = Claim(say="far apart", run="one", against="other", at_least=0.9)
+    assert verdict(wrong, rows).startswith("does not hold   far apart (one")
+
+
+def test_a_run_that_fails_is_told_and_the_others_end(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    study.write_text(
+        study.read_text().replace('sync.codec = "fp32"', "train.sequence = 100000\nmodel.context = 100000")
+    )
+    assert compare([study], out=out, jobs=1) == 1
+    captured = capsys.readouterr()
+    assert "error: run other failed:" in captured.err and "tokens, but" in captured.err
+    assert "Traceback" not in captured.err
+    assert (out / "one" / "model").exists() and (out / "report.html").exists()
+
+
+def test_interrupted_it_saves_all_runs_and_the_same_command_goes_on(study: Path, tmp_path: Path) -> None:
+    study.write_text(study.read_text().replace("steps = 12", "steps = 4000"))
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "atoll", "compare", str(study), "--out", str(out), "--jobs", "2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    logs = [out / name / "metrics.jsonl" for name in ("one", "other")]
+    deadline = time.monotonic() + 120
+    while not all(log.exists() and b'"step"' in log.read_bytes() for log in logs):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C in a terminal
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130 and b"Traceback" not in errors
+    ends = [read(log)[-1] for log in logs]
+    assert all(isinstance(end, End) and end.outcome == "interrupted" for end in ends)
+    steps = max(end.step for end in ends if isinstance(end, End))
+    study.write_text(study.read_text().replace("steps = 4000", f"steps = {steps + 4000}"))
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1 and "train.steps was 4000" in refused.stderr
+    assert not any(isinstance(event, Resumed) for log in logs for event in read(log))
