@@ -237,7 +237,7 @@ def _write(root: Path, step: int, tree: Any, tensors: dict[str, Tensor]) -> Path
             "format": FORMAT,
             "version": VERSION,
             "step": step,
-            "written_by": _versions(),
+            "written_by": versions(),
             "files": {TENSORS: {"bytes": data.stat().st_size, "sha256": _sha256_of(data)}},
             "state": tree,
         }
@@ -314,7 +314,7 @@ def _sha256_of(path: Path) -> str:
 
 
 @cache
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Versions of what writes a checkpoint, for people to read; an uninstalled library is left out."""
     libraries = ("atoll", "torch", "numpy", "safetensors")
     return {name: package.version for name in libraries for package in distributions(name=name)}

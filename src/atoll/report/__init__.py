@@ -13,10 +13,13 @@ from atoll.report.table import Row, rich_table, summary
 __all__ = ["Row", "RunRecord", "load", "load_all", "rich_table", "summary", "write"]
 
 
-def write(runs: Sequence[Path], out: Path, *, link_bits_per_s: float, png: Path | None = None) -> list[Path]:
+def write(
+    runs: Sequence[Path], out: Path, *, link_bits_per_s: float, latency_s: float = 0.0, png: Path | None = None
+) -> list[Path]:
     """Write the page about these runs' folders to `out`, and the pictures alone into the folder `png` if given.
 
-    Returns all paths written. Every file appears whole or not at all. An `out` that is a folder gets a report.html.
+    Times are those on a link of `link_bits_per_s` and `latency_s` for each worker. Returns all paths written. Every
+    file appears whole or not at all. An `out` that is a folder gets a report.html.
     """
     # Matplotlib and Jinja take a second to import: only who wants a page pays.
     from atoll.report.canvas import to_png
@@ -25,7 +28,7 @@ def write(runs: Sequence[Path], out: Path, *, link_bits_per_s: float, png: Path 
 
     if not runs:
         raise ConfigError("a report needs the folder of at least one run, got none")
-    link, out = Link(link_bits_per_s), Path(out)
+    link, out = Link(link_bits_per_s, latency_s), Path(out)
     records = load_all(runs)
     rows = summary(records, link)
     drawn = pictures(records, rows, link)

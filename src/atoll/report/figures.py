@@ -42,68 +42,57 @@ class Picture:
 
 def pictures(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> list[Picture]:
     """All that the records have data for."""
-    losses = "; ".join(f"{row.name}: {number_text(row.loss, 3)}" for row in rows)
-    found = []
-    if any(_held_out(r, lambda step, tokens: tokens) for r in records):
-        found.append(
-            Picture(
-                "loss-tokens",
-                "Loss",
-                "Loss against tokens",
-                "Held-out loss of the outer parameters (line) and training loss, mean over the workers (faint).",
-                f"Held-out loss against tokens trained on. At the end, in nats per token: {losses}.",
-                partial(_loss_against_tokens, records),
-            )
-        )
-        times = "; ".join(f"{row.name}: {seconds_text(row.link_time.total_s)}" for row in rows)
-        found.append(
-            Picture(
-                "loss-time",
-                "Time",
-                f"Loss against time at {link}",
-                f"The same losses over the time that each run would take with one machine per worker and a link of "
-                f"{link} for each. Modelled from the measured compute time of a step and the bytes of each round.",
-                f"Held-out loss against modelled time at {link}. Time to the end: {times}.",
-                partial(_loss_against_time, records, link),
-            )
-        )
-    sent = "; ".join(f"{row.name}: {bytes_text(row.sent_bytes)}" for row in rows)
-    found.append(
+
+    def each(text: Callable[[Row], str]) -> str:
+        return "; ".join(f"{row.name}: {text(row)}" for row in rows)
+
+    evaluated = any(_held_out(r, lambda step, tokens: tokens) for r in records)
+    found = {
+        Picture(
+            "loss-tokens",
+            "Loss",
+            "Loss against tokens",
+            "Held-out loss of the outer parameters (line) and training loss, mean over the workers (faint).",
+            f"Held-out loss against tokens. At the end, in nats per token: {each(lambda r: number_text(r.loss, 3))}.",
+            partial(_loss_against_tokens, records),
+        ): evaluated,
+        Picture(
+            "loss-time",
+            "Time",
+            f"Loss against time at {link}",
+            f"The same losses over the time that each run would take with one machine per worker and a link of "
+            f"{link} for each. Modelled from the measured compute time of a step and the bytes of each round.",
+            f"Held-out loss against modelled time. To the end: {each(lambda r: seconds_text(r.link_time.total_s))}.",
+            partial(_loss_against_time, records, link),
+        ): evaluated,
         Picture(
             "bytes",
             "Bytes",
             "Bytes sent per worker",
             "Payloads that one worker handed to its link over the run, each counted once. The axis is logarithmic.",
-            f"Bytes sent per worker. {sent}.",
+            f"Bytes sent per worker. {each(lambda r: bytes_text(r.sent_bytes))}.",
             partial(_bytes_sent, rows),
-        )
-    )
-    if any(r.step for r in records):
-        shares = "; ".join(f"{row.name}: {share_text(row.link_time.utilisation)} computing" for row in rows)
-        found.append(
-            Picture(
-                "timeline",
-                "Timeline",
-                f"Compute and communication at {link}",
-                "How each run would begin with one machine per worker: the thick bar is a worker's processor, the thin "
-                "one below it its link. The share is over the whole run.",
-                f"Timeline of the first periods. Over the whole run: {shares}.",
-                partial(_timelines, records, rows, link),
-            )
-        )
-    if any(_outer_steps(r) for r in records):
-        found.append(
-            Picture(
-                "outer",
-                "Outer gradients",
-                "Outer gradients",
-                "Length of the mean delta over all fragments, and how much the workers' deltas agree (1: the same "
-                "direction, 0: unrelated), once a period.",
-                "Norm of the outer gradient, and cosine similarity between workers, over inner steps.",
-                partial(_outer_gradients, records),
-            )
-        )
-    return found
+        ): True,
+        Picture(
+            "timeline",
+            "Timeline",
+            f"Compute and communication at {link}",
+            "How each run would begin with one machine per worker: the thick bar is a worker's processor, the thin "
+            "one below it its link. The share is over the whole run.",
+            f"Share of the time spent computing. {each(lambda r: share_text(r.link_time.utilisation))}.",
+            partial(_timelines, records, rows, link),
+        ): any(r.step for r in records),
+        Picture(
+            "outer",
+            "Outer gradients",
+            "Outer gradients",
+            "Length of the mean delta over all fragments, and how much the workers' deltas agree (1: the same "
+            "direction, 0: unrelated), once a period.",
+            "Norm of the outer gradient, and cosine similarity between workers, over inner steps.",
+            partial(_outer_gradients, records),
+        ): any(_outer_steps(r) for r in records),
+    }
+    return [picture for picture, has_data in found.items() if has_data]
 
 
 # ---------------------------------------------------------------------- loss
@@ -150,14 +139,15 @@ def _loss_against_time(records: Sequence[RunRecord], link: Link, palette: Palett
     figure = new_figure(palette, 3.9, narrow_height=3.5)
     axes = figure.add_subplot()
     dress(axes, palette, x="", y="loss, nats per token")
+    lowest, highest = _loss_range(records)
     ends, begins = [], []
     for n, record in enumerate(records):
         at = partial(_modelled, record.job(), link)
         _loss_lines(axes, palette, n, record, at)
-        times = [t for t, _ in _held_out(record, at) if t > 0]
+        times = [t for t, loss in _held_out(record, at) if t > 0 and loss <= highest]
         ends += times[-1:]
         begins += times[:1]
-    axes.set_ylim(*_loss_range(records))
+    axes.set_ylim(lowest, highest)
     time_axis(axes, palette, f"time at {link}", begins, ends)
     legend(figure, palette, [r.name for r in records])
     return figure

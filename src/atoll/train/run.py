@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -264,10 +263,7 @@ def _write_down(folder: Path, config: RunConfig, model: Model, data: TokenData) 
     if (folder / RUN).exists():
         return
     about = {
-        "versions": {
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("atoll", "torch", "numpy", "safetensors")},
-        },
+        "versions": {"python": platform.python_version(), **checkpoint.versions()},
         "seed": config.seed,
         "device": torch.cuda.get_device_name(config.device) if config.device.startswith("cuda") else platform.machine(),
         "threads": config.threads,

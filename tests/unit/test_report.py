@@ -1,0 +1,468 @@
+"""Reports on generated runs: numbers by hand, pages that are whole, harmless and the same every time."""
+
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from rich.console import Console
+
+from atoll import metrics, report
+from atoll.core.schedule import Schedule
+from atoll.errors import AtollError, ConfigError, DataError
+from atoll.plan.cost import Link, time_of
+from atoll.report.canvas import DARK, LIGHT
+from atoll.report.clock import clock
+from atoll.report.figures import Picture, pictures
+from atoll.report.page import page
+from atoll.report.units import bytes_text, count_text, percent_text, ratio_text, seconds_text, share_text
+
+LINK = Link(1e6)
+HOSTILE = "<script>alert('x')</script>\"><img src=x onerror=alert(1)> $\\frac{1}{0}$ \u65e5\u672c \u202e\x1b[31m ]]>&_"
+
+
+def start(name: str, method: str, **changes: object) -> metrics.Start:
+    event = metrics.Start(
+        name=name,
+        method=method,
+        workers=4,
+        steps=40,
+        parameters=1000,
+        tokens_per_step=32,
+        period=10,
+        delay=[0] * 4,
+        codec="fp32",
+        fragments=[600, 400],
+        payload_bytes=[2400, 1600],
+        vocabulary=256,
+        device="cpu",
+        threads=1,
+        weights=[1.0] * 4,
+    )
+    return replace(event, **changes)  # type: ignore[arg-type]
+
+
+def events(
+    first: metrics.Start, final: float = 2.0, *, until: int | None = None, missing: int = 0
+) -> list[metrics.Event]:
+    """A run whose loss falls to `final` and whose first `missing` rounds lack worker 3."""
+    found: list[metrics.Event] = [first]
+    gradients, sent = first.method == "data-parallel", 0
+    schedule = Schedule(1 if gradients else first.period, len(first.payload_bytes), 0)
+    rounds = 0
+    for step in range(1, (until or first.steps) + 1):
+        for fragment in schedule.due(step).send if first.method != "none" else ():
+            sent += first.payload_bytes[fragment]
+            rounds += 1
+            members = [0, 1, 2] if rounds <= missing else [0, 1, 2, 3]
+            if not gradients:
+                found.append(
+                    metrics.Round(
+                        step=step, fragment=fragment, applied=step, members=members, expected=4,
+                        norm=3.0 + fragment, cosine=0.5, bytes=first.payload_bytes[fragment],
+                    )
+                )  # fmt: skip
+        loss = final + math.exp(-step / 5)
+        totals: dict[str, Any] = {"bytes_sent": [sent] * 4, "bytes_received": [3 * sent] * 4, "wait_s": [0.0] * 4}
+        if step % 5 == 0:
+            found.append(
+                metrics.Step(
+                    step=step, tokens=128 * step, seconds=0.1 * step, step_s=0.02, loss=[loss, loss, None, loss + 0.01],
+                    lr=1e-3, grad_norm=[1.0] * 4, tokens_per_s=1280.0, participants=4, **totals,
+                )
+            )  # fmt: skip
+            found.append(metrics.Eval(step=step, tokens=128 * step, seconds=0.1 * step, loss=loss, best=True))
+    if until is None:
+        found.append(
+            metrics.End(
+                step=first.steps, tokens=128 * first.steps, seconds=4.0, step_s=0.02, loss=final, best_loss=final,
+                outcome="finished", **totals,
+            )
+        )  # fmt: skip
+    return found
+
+
+def save(folder: Path, happened: Sequence[metrics.Event], toml: str = "") -> Path:
+    folder.mkdir(parents=True)
+    sink = metrics.Jsonl(folder / "metrics.jsonl")
+    for event in happened:
+        sink.write(event)
+    sink.close()
+    (folder / "run.toml").write_text(f'name = "run"\n[sync]\nworkers = 4\n{toml}')
+    about = {
+        "versions": {"torch": "2.13.0"},
+        "seed": 7,
+        "started": "2025-01-02T03:04:05+00:00",
+        "command": "atoll train",
+    }
+    (folder / "about.json").write_text(json.dumps(about))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("runs")
+    nan = metrics.Fault(step=12, worker=2, what="loss is <b>not</b> finite; left out of its round")
+    return [
+        save(root / "diloco", [*events(start("diloco", "diloco"), 2.1, missing=3), nan], 'method = "diloco"\n'),
+        save(root / "parallel", events(start("parallel", "data-parallel"), 2.0), 'method = "data-parallel"\n'),
+        save(root / "hostile", events(start(HOSTILE, "diloco", delay=[0, 0, 5, 10])), 'method = "</style><script>"\n'),
+        save(root / "unfinished", events(start("unfinished", "eager", delay=[10] * 4), until=25), 'method = "eager"\n'),
+    ]
+
+
+@pytest.fixture(scope="module")
+def records(runs: list[Path]) -> list[report.RunRecord]:
+    return report.load_all(runs)
+
+
+# ---------------------------------------------------------------------- the page
+
+
+class Page(HTMLParser):
+    """What a browser would find."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    def values(self, name: str) -> list[str]:
+        return [value for key, value in self.attributes if key == name]
+
+
+@pytest.fixture(scope="module")
+def written(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("out")
+    return report.write(runs, folder / "new" / "page.html", link_bits_per_s=1e6, png=folder / "png")
+
+
+@pytest.fixture(scope="module")
+def text(written: list[Path]) -> str:
+    return written[0].read_text("utf-8")
+
+
+def test_all_files_are_written_and_nothing_else(written: list[Path]) -> None:
+    names = ["page.html", "loss-tokens.png", "loss-time.png", "bytes.png", "timeline.png", "outer.png"]
+    assert [path.name for path in written] == names
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written[1:])
+    assert sorted(p.name for p in [*written[0].parent.iterdir(), *written[1].parent.iterdir()]) == sorted(names)
+
+
+def test_a_page_runs_nothing_and_loads_nothing(text: str) -> None:
+    page = Page(text)
+    assert not {"script", "img", "iframe", "object", "embed", "b"} & set(page.tags)
+    assert page.tags.count("style") == 1
+    assert not [name for name, _ in page.attributes if name.startswith("on") or name in ("src", "action", "srcset")]
+    assert all(url.startswith(("#", "data:")) for url in page.values("href"))
+    assert "@import" not in text and not re.findall(r"url\((?!#)", text)
+    assert "default-src 'none'" in " ".join(page.values("content"))
+    assert "<script>alert('x')</script>" in "".join(page.words), "the name is shown, as text"
+    assert not re.search("[\x00-\x08\x1b\u202e]", text)
+
+
+def test_links_inside_a_page_lead_somewhere(text: str) -> None:
+    page = Page(text)
+    ids = page.values("id")
+    assert len(ids) == len(set(ids))
+    used = [url[1:] for url in page.values("href") if url.startswith("#")] + re.findall(r"url\(#([^)]+)\)", text)
+    assert used and set(used) <= set(ids)
+
+
+def test_every_colour_of_a_picture_is_defined_in_light_and_dark(text: str) -> None:
+    light, dark = re.findall(r":root \{([^}]*)\}", text)
+    used = set(re.findall(r"var\((--[\w-]+)\)", text))
+    for block, palette in ((light, LIGHT), (dark, DARK)):
+        assert used <= set(re.findall(r"(--[\w-]+):", block))
+        assert f"--ink: {palette.ink};" in block
+    svgs = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(svgs) == 10
+    assert not [colour for svg in svgs for colour in re.findall(r"#[0-9a-f]{6}\b", svg)]
+    assert all('role="img" aria-label="' in svg for svg in svgs)
+
+
+def test_a_page_says_what_matters(text: str) -> None:
+    words = re.sub(r"\s+", " ", "".join(Page(text).words))
+    assert "4 runs of a model with 1,000 parameters: 4 workers" in words
+    assert "The reference, parallel, ends at a held-out loss of 2.000 (perplexity 7.39)" in words
+    assert "diloco ends at 2.100 (+5.0 %) with 14.4 kB, 11x fewer" in words
+    assert "unfinished is not finished: it is at step 25 of 40" in words
+    assert "3 of 7 rounds were incomplete; 3 payloads did not arrive." in words
+    assert "worker 2 100 %, worker 3 57 %." in words
+    assert "loss is <b>not</b> finite; left out of its round" in words
+    assert "sync.method" in words and "sync.workers" not in words, "settings that differ, and no others"
+    assert "torch 2.13.0" in words and "2025-01-02T03:04:05+00:00" in words
+
+
+def test_the_same_runs_give_the_same_bytes(runs: list[Path], tmp_path: Path) -> None:
+    once = report.write(runs[:1], tmp_path / "a.html", link_bits_per_s=1e6, png=tmp_path / "a")
+    again = report.write(runs[:1], tmp_path / "b.html", link_bits_per_s=1e6, png=tmp_path / "b")
+    assert [path.read_bytes() for path in once] == [path.read_bytes() for path in again]
+
+
+def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
+    run = save(tmp_path / "run", [start("young", "diloco")])
+    (path,) = report.write([run], tmp_path, link_bits_per_s=1e6)
+    assert path == tmp_path / "report.html"
+    assert "no held-out loss" in path.read_text()
+
+
+def test_what_cannot_be_written_is_one_line(runs: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(AtollError, match=r"file/page\.html cannot be written: (Not a directory|File exists)"):
+        report.write(runs[1:2], tmp_path / "file" / "page.html", link_bits_per_s=1e6)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "mine"
+
+
+def test_refused_requests(runs: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="at least one run"):
+        report.write([], tmp_path / "page.html", link_bits_per_s=1e6)
+    with pytest.raises(ConfigError, match="rate above 0"):
+        report.write(runs, tmp_path / "page.html", link_bits_per_s=0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_importing_the_report_does_not_import_matplotlib() -> None:
+    code = "import sys, atoll.report; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def test_numbers_by_hand(records: list[report.RunRecord]) -> None:
+    diloco, parallel, _, unfinished = report.summary(records, LINK)
+    assert parallel.is_reference and not diloco.is_reference
+    assert diloco.loss == 2.1
+    assert diloco.against == pytest.approx(0.05)
+    assert diloco.perplexity == pytest.approx(math.exp(2.1))
+    assert parallel.sent_bytes == 40 * 4000
+    assert diloco.sent_bytes == 4 * 2400 + 3 * 1600  # fragment 1 trails by half a period
+    assert diloco.fewer == pytest.approx(160_000 / 14_400)
+    assert diloco.tokens_per_s == 5120 / 4
+    assert (diloco.rounds, diloco.missed, diloco.faults) == (7, 3, 1)
+    # A round is two-shot among four: 1.5 payloads. Data-parallel waits for 6000 bytes on each of 40 steps.
+    assert parallel.link_time.total_s == pytest.approx(40 * (0.02 + 8 * 6000 / 1e6))
+    # DiLoCo waits for the 7 rounds and, at the end, for what fragment 1 has not sent.
+    assert diloco.link_time.total_s == pytest.approx(40 * 0.02 + 8 * 1.5 * (4 * 2400 + 4 * 1600) / 1e6)
+    assert not unfinished.finished and (unfinished.step, unfinished.steps) == (25, 40)
+    assert unfinished.link_time.compute_s == pytest.approx(25 * 0.02)
+
+
+def test_without_a_data_parallel_run_the_first_is_the_reference(records: list[report.RunRecord]) -> None:
+    rows = report.summary([records[3], records[0]], LINK)
+    assert [row.is_reference for row in rows] == [True, False]
+
+
+def test_a_table_fits_a_terminal_and_names_are_not_markup(records: list[report.RunRecord]) -> None:
+    tame = [replace(records[0], name="[red]diloco[/]"), records[1], records[3]]
+    console = Console(width=80, file=io.StringIO())
+    console.print(report.rich_table(report.summary(tame, LINK), LINK))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "[red]diloco[/]" in shown and "\u2026" not in shown
+    assert re.search(r"2\.100 +\+5\.0 % +8\.17 +14\.4 kB +11x fewer +1,280 +\d", shown)
+    assert "3 missed, 1 fault" in shown and "62 % done" in shown and "1 Mbit/s" in shown
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (bytes_text(0), "0 B"),
+        (bytes_text(999), "999 B"),
+        (bytes_text(999_960), "1.00 MB"),
+        (bytes_text(81_234_567), "81.2 MB"),
+        (bytes_text(9e21), "9,000,000 PB"),
+        (seconds_text(0), "0 s"),
+        (seconds_text(0.0123), "12.3 ms"),
+        (seconds_text(89), "89.0 s"),
+        (seconds_text(90), "1.50 min"),
+        (seconds_text(3 * 3600), "3.00 h"),
+        (seconds_text(72 * 3600), "3.00 days"),
+        (seconds_text(800 * 86400), "2.19 years"),
+        (count_text(9999), "9,999"),
+        (count_text(213_504), "214 thousand"),
+        (count_text(4.2e9), "4.20 billion"),
+        (ratio_text(80.6), "81x fewer"),
+        (ratio_text(0.5), "2.0x more"),
+        (ratio_text(1.01), "the same"),
+        (ratio_text(None), "-"),
+        (percent_text(-0.0634), "-6.3 %"),
+        (share_text(0.9999), "99.9 %"),
+        (share_text(1), "100 %"),
+        (share_text(0.001), "<1 %"),
+        (share_text(0.7), "70 %"),
+    ],
+)
+def test_units(said: str, words: str) -> None:
+    assert said == words
+
+
+# ---------------------------------------------------------------------- folders
+
+
+def test_runs_of_one_name_are_told_apart_and_a_folder_counts_once(tmp_path: Path) -> None:
+    happened = events(start("same", "diloco"))
+    a, b = save(tmp_path / "a" / "run", happened), save(tmp_path / "b" / "run", happened)
+    other = save(tmp_path / "c" / "run", events(start("other", "diloco")))
+    names = [record.name for record in report.load_all([a, b, other, a / ".." / "run"])]
+    assert names == ["same (a/run)", "same (b/run)", "other"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("rm -r run", r"run does not exist, or is not the folder of a run: give the folder that holds metrics\.jsonl"),
+        ("rm -r run; touch run", "run is a file, not the folder of a run"),
+        ("rm run/metrics.jsonl", r"run is not the folder of a run: it has no metrics\.jsonl"),
+        ("rm run/run.toml", r"it has no run\.toml"),
+        (": > run/metrics.jsonl", r"metrics\.jsonl has no start event"),
+        ("echo 'a = [' > run/run.toml", r"run\.toml cannot be read"),
+        ("printf 'a = \"\\377\"' > run/run.toml", r"run\.toml cannot be read"),
+        ("echo '{' > run/about.json", r"about\.json cannot be read"),
+        ("echo '[1]' > run/about.json", r"about\.json cannot be read: it should hold one JSON object"),
+        ('sed -i \'s/"workers": *4/"workers":3/\' run/metrics.jsonl', "the start event cannot be that of a run: delay"),
+        ('sed -i \'s/"period": *10/"period":4/\' run/metrics.jsonl', "delay must be between 0 and period"),
+        ("sed -i '3s/.*/{}/' run/metrics.jsonl", r"metrics\.jsonl"),
+    ],
+)
+def test_folders_that_are_no_runs(tmp_path: Path, damage: str, message: str) -> None:
+    save(tmp_path / "run", events(start("run", "diloco", delay=[0, 0, 5, 5])))
+    subprocess.run(damage, shell=True, check=True, cwd=tmp_path)
+    with pytest.raises(DataError, match=message) as caught:
+        report.load(tmp_path / "run")
+    assert "\n" not in str(caught.value).strip()
+
+
+def test_a_run_that_was_interrupted_and_went_on_is_not_at_its_end(tmp_path: Path) -> None:
+    first = start("run", "diloco")
+    whole = events(first)
+    end = whole[-1]
+    assert isinstance(end, metrics.End)
+    stopped = [*events(first, until=20), replace(end, step=20, outcome="interrupted")]
+    record = report.load(save(tmp_path / "stopped", stopped))
+    assert record.end is not None and not record.finished and record.step == 20
+    more = [e for e in whole[:-1] if isinstance(e, metrics.Step) and e.step == 25]
+    record = report.load(save(tmp_path / "on", [*stopped, metrics.Resumed(step=20, seconds=2.0), *more]))
+    assert record.end is None and record.step == 25 and len(record.resumes) == 1
+
+
+def test_a_loss_that_is_gone_is_not_replaced_by_an_older_one(tmp_path: Path) -> None:
+    happened = events(start("run", "diloco"))
+    end = happened[-1]
+    assert isinstance(end, metrics.End)
+    record = report.load(save(tmp_path / "run", [*happened[:-1], replace(end, loss=math.nan)]))
+    assert record.loss is None
+    assert report.summary([record], LINK)[0].perplexity is None
+
+
+# ---------------------------------------------------------------------- the pictures
+
+
+def drawn(records: list[report.RunRecord], link: Link = LINK) -> dict[str, Picture]:
+    return {picture.key: picture for picture in pictures(records, report.summary(records, link), link)}
+
+
+def curves(axes: Axes) -> list[list[list[float]]]:
+    return [np.asarray(line.get_xydata()).tolist() for line in axes.lines]
+
+
+def test_loss_is_drawn_where_the_cost_model_has_it(records: list[report.RunRecord]) -> None:
+    both = records[:2]
+    axes = drawn(both)["loss-time"].draw(LIGHT).axes[0]
+    held_out = [curve for curve in curves(axes) if len(curve) > 1][1::2]  # training loss comes first
+    for record, curve in zip(both, held_out, strict=True):
+        assert curve[-1][0] == pytest.approx(time_of(record.job(), LINK).total_s)
+        assert curve[0] == [pytest.approx(clock(record.job(), LINK, 5)), pytest.approx(record.evals[0].loss)]
+
+
+def test_the_clock_counts_what_was_waited_up_to_a_step(records: list[report.RunRecord]) -> None:
+    """Fragment 0 goes out after step 10 and 20, fragment 1 after step 15."""
+    waited = [clock(records[0].job(), LINK, step) - step * 0.02 for step in (9, 10, 14, 15, 20)]
+    first, second = 8 * 1.5 * 2400 / 1e6, 8 * 1.5 * 1600 / 1e6
+    assert waited == pytest.approx([0, first, first, first + second, 2 * first + second])
+
+
+def test_outer_gradients_are_whole_periods(records: list[report.RunRecord]) -> None:
+    """Fragments of norm 3 and 4 make 5; the period whose second fragment was never sent is left out."""
+    norm, cosine = drawn(records[:1])["outer"].draw(LIGHT).axes
+    assert curves(norm) == [[[15, 5.0], [25, 5.0], [35, 5.0]]]
+    assert curves(cosine) == [[[15, 0.5], [25, 0.5], [35, 0.5]]]
+
+
+def test_a_timeline_shows_each_kind_of_worker(records: list[report.RunRecord]) -> None:
+    words = [text.get_text() for text in drawn(records[2:3])["timeline"].draw(LIGHT).axes[0].texts]
+    assert [w.rpartition(", worker")[2] for w in words[::2]] == ["s 0, 1", " 2", " 3"]
+
+
+def test_bytes_are_drawn_to_scale(records: list[report.RunRecord]) -> None:
+    bars = drawn(records[:2])["bytes"].draw(LIGHT).axes[0].patches
+    assert [bar.get_x() + bar.get_width() for bar in bars] == [14_400, 160_000]  # type: ignore[attr-defined]
+
+
+def test_long_runs_are_thinned_but_keep_their_end(records: list[report.RunRecord]) -> None:
+    one = records[0].evals[-1]
+    many = tuple(replace(one, step=n, tokens=n, loss=2 + 1 / n) for n in range(1, 5001))
+    axes = drawn([replace(records[0], evals=many)])["loss-tokens"].draw(LIGHT).axes[0]
+    curve = max(curves(axes), key=len)
+    assert 200 < len(curve) < 400 and curve[-1] == [5000, 2 + 1 / 5000]
+
+
+def test_pictures_without_data_are_left_out(records: list[report.RunRecord]) -> None:
+    silent = replace(records[0], evals=(), steps=(), rounds=(), end=None)
+    assert list(drawn([silent])) == ["bytes"]
+
+
+def test_times_that_differ_much_are_on_a_logarithmic_axis_with_words(records: list[report.RunRecord]) -> None:
+    slow = Link(1e4)  # data-parallel takes 193 s here, DiLoCo 20 s
+    axes = drawn(records[:2], slow)["loss-time"].draw(LIGHT).axes[0]
+    assert axes.get_xscale() == "log"
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["100 ms", "1 s", "10 s", "1 min"]
+    assert drawn(records[:1], slow)["loss-time"].draw(LIGHT).axes[0].get_xscale() == "linear"
+
+
+# ---------------------------------------------------------------------- words
+
+
+def words_of(records: list[report.RunRecord]) -> str:
+    """The page without its pictures, as text."""
+    return re.sub(r"\s+", " ", " ".join(Page(page(records, report.summary(records, LINK), [], LINK)).words))
+
+
+def test_of_many_runs_the_outstanding_are_told(records: list[report.RunRecord]) -> None:
+    diloco, parallel = records[:2]
+    others = [replace(diloco, name=f"run {n}", evals=(), end=replace(diloco.end, loss=2.2 - n / 100)) for n in range(6)]  # type: ignore[type-var]
+    words = words_of([parallel, *others])
+    assert "Among the others the lowest loss: run 5 ends at 2.150 (+7.5 %)" in words
+    assert "The fewest bytes and the shortest time: run 0 ends at 2.200" in words
+    assert "run 3 ends" not in words
+
+
+def test_runs_that_cannot_be_compared_are_noted(records: list[report.RunRecord]) -> None:
+    diloco, parallel = records[:2]
+    assert "compare losses with care" not in words_of([diloco, parallel])
+    alone = replace(parallel.start, method="none", workers=1, delay=[0], vocabulary=512)
+    other = replace(parallel, start=alone, end=replace(parallel.end, tokens=99))  # type: ignore[type-var]
+    words = words_of([diloco, other])
+    assert "have not trained on the same number of tokens" in words
+    assert "different vocabularies: their losses per token cannot be compared" in words
+    assert "different numbers of workers" in words
