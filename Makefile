@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test slow check mutants bench clean
+.PHONY: demo test slow check mutants bench studies clean
 
 demo: $(READY)
 	$(BIN)/atoll demo
@@ -41,5 +41,9 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# The papers' statements at small scale, each with its figure; about a quarter of an hour on two cores.
+studies: $(READY)
+	for study in examples/*.toml; do $(BIN)/atoll compare $$study || exit 1; done
+
 clean:
-	rm -rf $(VENV) build dist out .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache .coverage
+	rm -rf $(VENV) build dist runs .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache .coverage

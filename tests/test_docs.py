@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from atoll.study import read
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = [
@@ -30,10 +32,24 @@ def test_the_first_block_of_the_readme_is_a_training_loop_that_learns(capsys: py
 
 
 def test_the_demo_runs(tmp_path: Path) -> None:
-    command = [sys.executable, "examples/demo.py", "--steps", "20", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True)
-    assert "fewer bytes" in done.stdout
-    assert (tmp_path / "demo.png").stat().st_size > 10_000
+    command = [sys.executable, "-m", "atoll", "demo", "--steps", "20", "--out", str(tmp_path / "demo")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=True)
+    assert "x fewer" in done.stdout and "def main(" in done.stdout
+    assert (tmp_path / "demo" / "report.html").stat().st_size > 10_000
+
+
+TOML = [
+    pytest.param(block, id=f"{page.relative_to(ROOT)}-{number}")
+    for page in PAGES
+    for number, block in enumerate(re.findall(r"^```toml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
+]
+
+
+@pytest.mark.parametrize("block", TOML)
+def test_run_files_in_the_docs_are_good(block: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(block)
+    assert read([file]).runs
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

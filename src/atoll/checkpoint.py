@@ -13,7 +13,6 @@ caught by SHA-256 (`sha256sum` is everywhere); the manifest ends with the digest
 against accidents, not forgers; yet reading runs nothing and opens only those two files.
 """
 
-import fcntl
 import hashlib
 import json
 import math
@@ -37,6 +36,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from atoll.disk import flush, locked, sha256_of
 from atoll.errors import CheckpointError, ConfigError
 
 FORMAT: Final = "atoll-checkpoint"
@@ -238,14 +238,14 @@ def _write(root: Path, step: int, tree: Any, tensors: dict[str, Tensor]) -> Path
             "version": VERSION,
             "step": step,
             "written_by": versions(),
-            "files": {TENSORS: {"bytes": data.stat().st_size, "sha256": _sha256_of(data)}},
+            "files": {TENSORS: {"bytes": data.stat().st_size, "sha256": sha256_of(data)}},
             "state": tree,
         }
         text = json.dumps(body, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
         manifest.write_bytes(_sealed(text.encode().removesuffix(b"}")))
         shutil.copymode(manifest, data)  # safetensors hides the file from all others, whatever the umask
         for path in (data, manifest, folder):
-            _flush(path)
+            flush(path)
         return _put_in_place(folder, root / f"step-{step:09d}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # there is none left unless something failed
@@ -256,7 +256,7 @@ def _read(folder: Path) -> dict[str, Any]:
     data = folder / TENSORS
     try:
         manifest = _read_manifest(folder)
-        if _sha256_of(data) != manifest["files"][TENSORS]["sha256"]:
+        if sha256_of(data) != manifest["files"][TENSORS]["sha256"]:
             raise CheckpointError(f"{data} is damaged: its SHA-256 is not the one in {MANIFEST}")
         # Cloned because load_file maps the file: what was checked must not change under the reader.
         tensors = {name: tensor.clone() for name, tensor in load_file(data).items()}
@@ -307,26 +307,11 @@ def _sealed(body: bytes) -> bytes:
     return body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
 
 
-def _sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 @cache
 def versions() -> dict[str, str]:
     """Versions of what writes a checkpoint, for people to read; an uninstalled library is left out."""
     libraries = ("atoll", "torch", "numpy", "safetensors")
     return {name: package.version for name in libraries for package in distributions(name=name)}
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file's bytes, or the names in a folder, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # The folders of one root: who may write, what is a checkpoint, and how one comes and goes.
@@ -335,15 +320,12 @@ def _flush(path: Path) -> None:
 @contextmanager
 def _only_saver(root: Path) -> Iterator[None]:
     """Hold the root's lock, which dies with its holder: what is temporary under it was left by the dead."""
-    with (root / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as fault:
-            raise CheckpointError(f"{root} is in use by another save: give each worker its own") from fault
-        try:
-            yield
-        finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a child forked meanwhile would keep it past the closing
+
+    def refuse() -> None:
+        raise CheckpointError(f"{root} is in use by another save: give each worker its own")
+
+    with locked(root / ".lock", refuse):
+        yield
 
 
 def _step_folders(root: Path) -> list[Path]:
@@ -382,7 +364,7 @@ def _put_in_place(temporary: Path, folder: Path) -> Path:
     if folder.exists():  # POSIX renames nothing onto a folder that has files in it
         folder.rename(set_aside)
     temporary.rename(folder)
-    _flush(folder.parent)
+    flush(folder.parent)
     if set_aside.exists():
         _discard(set_aside)
     return folder

@@ -255,7 +255,7 @@ def report(
     from atoll.plan.cost import parse_link
     from atoll.report import write
 
-    for path in write(runs, out, link_bits_per_s=parse_link(link).bits_per_s, png=png):
+    for path in write(runs, out, link=parse_link(link), png=png):
         typer.echo(f"wrote {path}")
 
 

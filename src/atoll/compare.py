@@ -23,7 +23,7 @@ from rich.text import Text
 from atoll.config import RunConfig
 from atoll.events import Tail
 from atoll.plan.cost import parse_link
-from atoll.report import load, rich_table, summary, write
+from atoll.report import load_all, rich_table, summary, write
 from atoll.report.table import Row
 from atoll.study import Claim, Study, read
 from atoll.train.run import METRICS, RUN, prepare
@@ -53,13 +53,14 @@ def compare(
     failed = run_all(study, jobs=jobs, fresh=fresh)
     folders = [folder_of(run) for name, run in study.runs.items() if name not in failed]
     if folders:
-        rows = summary([load(folder) for folder in folders], slow)
+        rows = summary(load_all(folders), slow)
         console.print(rich_table(rows, slow))
         for claim in study.claims:
-            console.print(Text(verdict(claim, rows)))
+            console.print(Text(verdict(claim, rows)), soft_wrap=True)
         place = folders[0].parent
-        written = write(folders, place / "report.html", link_bits_per_s=slow.bits_per_s, png=place / "pictures")
-        console.print(Text(f"report: {written[0]}   pictures: {place / 'pictures'}"))
+        page, pictures = place / "report.html", place / "pictures"
+        write(folders, page, link=slow, png=pictures)
+        console.print(Text(f"report: {page}   pictures: {pictures}"), soft_wrap=True)
     for name, why in failed.items():
         print(f"error: run {name} failed: {why}", file=sys.stderr)
     return 1 if failed else 0
@@ -68,7 +69,7 @@ def compare(
 def demo(out: Path, steps: int | None = None, jobs: int | None = None) -> int:
     """The embedded study: four methods side by side on the Python standard library's source, and a generated sample."""
     overrides = [] if steps is None else [f"train.steps={steps}", f"train.warmup={steps // 10}"]
-    status = compare([DEMO], overrides, jobs=jobs, out=out)
+    status = compare([DEMO], overrides, jobs=jobs, out=out, fresh=True)
     if status == 0:
         console = Console()
         console.print(Text('\nwhat the model trained by Streaming DiLoCo in 4 bits writes after "def main(":\n'))

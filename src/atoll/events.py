@@ -8,8 +8,8 @@ atoll and are passed over; anything else that does not fit is damage, never gues
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache, reduce
 from operator import or_
@@ -18,7 +18,8 @@ from typing import IO, Annotated, Any, ClassVar, Literal, Protocol, get_args
 
 from pydantic import BeforeValidator, Discriminator, Tag, TypeAdapter, ValidationError
 
-from atoll.errors import AtollError, DataError
+from atoll.disk import writing
+from atoll.errors import DataError
 
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """A float that may have been infinite or NaN when it was written: read back as NaN."""
@@ -199,7 +200,7 @@ class Jsonl:
 
     def __init__(self, path: str | Path, at: int | None = None) -> None:
         self.path = Path(path)
-        with telling(self.path):
+        with writing(self.path):
             # Unbuffered, so that a line is one write(), and one that failed is not tried again by close().
             self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115
             whole = _length_of_whole_lines(self._file, at or 0)
@@ -208,7 +209,7 @@ class Jsonl:
 
     def write(self, event: Event) -> None:
         """Append an event; on failure, the file ends in a whole line as before."""
-        with telling(self.path):
+        with writing(self.path):
             before = os.fstat(self._file.fileno()).st_size
             try:
                 line = _line(event)
@@ -221,13 +222,13 @@ class Jsonl:
 
     def position(self) -> int:
         """Wait until all is on disk, and return the length in bytes: what `at` wants after a crash."""
-        with telling(self.path):
+        with writing(self.path):
             os.fsync(self._file.fileno())
             return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
         """Close the file."""
-        with telling(self.path):
+        with writing(self.path):
             self._file.close()
 
 
@@ -333,12 +334,3 @@ def _length_of_whole_lines(file: IO[bytes], limit: int) -> int:
             return begin + newline
         end = begin
     return 0
-
-
-@contextmanager
-def telling(path: Path) -> Iterator[None]:
-    """Turn what the system refuses into one clear line."""
-    try:
-        yield
-    except OSError as fault:
-        raise AtollError(f"{path} cannot be written: {fault.strerror or fault}") from fault

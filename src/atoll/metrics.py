@@ -13,8 +13,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from atoll.disk import writing
 from atoll.errors import ConfigError
-from atoll.events import End, Eval, Event, Fault, Jsonl, Resumed, Round, Saved, Sink, Start, Step, Tail, read, telling
+from atoll.events import End, Eval, Event, Fault, Jsonl, Resumed, Round, Saved, Sink, Start, Step, Tail, read
 
 __all__ = [
     "End",
@@ -98,19 +99,19 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         purge = None if resume_step is None else resume_step + 1
-        with telling(self._folder):
+        with writing(self._folder):
             self._writer = SummaryWriter(str(folder), purge_step=purge, flush_secs=10)
 
     def write(self, event: Event) -> None:
         """Draw an event."""
         where, curves = scalars(event)
-        with telling(self._folder):
+        with writing(self._folder):
             for name, value in curves.items():
                 self._writer.add_scalar(name, value, where)
 
     def close(self) -> None:
         """Write what is left."""
-        with telling(self._folder):
+        with writing(self._folder):
             self._writer.close()
 
 
@@ -196,7 +197,7 @@ def _package(name: str, setting: str) -> ModuleType:
 
 def _kept_id(path: Path) -> str:
     """The id in a file, made up the first time."""
-    with telling(path):
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or not path.read_text().strip():  # empty after a crash
             path.write_text(secrets.token_hex(8))

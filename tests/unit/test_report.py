@@ -28,7 +28,7 @@ from atoll.report.page import page
 from atoll.report.units import bytes_text, count_text, percent_text, ratio_text, seconds_text, share_text
 
 LINK = Link(1e6)
-HOSTILE = "<script>alert('x')</script>\"><img src=x onerror=alert(1)> $\\frac{1}{0}$ \u65e5\u672c \u202e\x1b[31m ]]>&_"
+HOSTILE = "$\\bad{1}$<script>alert('x')</script>\"><img src=x onerror=alert(1)> \u65e5\u672c \u202e\x1b[31m ]]>&_"
 
 
 def start(name: str, method: str, **changes: object) -> metrics.Start:
@@ -153,7 +153,7 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def written(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("out")
-    return report.write(runs, folder / "new" / "page.html", link_bits_per_s=1e6, png=folder / "png")
+    return report.write(runs, folder / "new" / "page.html", link=Link(1e6), png=folder / "png")
 
 
 @pytest.fixture(scope="module")
@@ -214,14 +214,14 @@ def test_a_page_says_what_matters(text: str) -> None:
 
 
 def test_the_same_runs_give_the_same_bytes(runs: list[Path], tmp_path: Path) -> None:
-    once = report.write(runs[:1], tmp_path / "a.html", link_bits_per_s=1e6, png=tmp_path / "a")
-    again = report.write(runs[:1], tmp_path / "b.html", link_bits_per_s=1e6, png=tmp_path / "b")
+    once = report.write(runs[:1], tmp_path / "a.html", link=Link(1e6), png=tmp_path / "a")
+    again = report.write(runs[:1], tmp_path / "b.html", link=Link(1e6), png=tmp_path / "b")
     assert [path.read_bytes() for path in once] == [path.read_bytes() for path in again]
 
 
 def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
     run = save(tmp_path / "run", [start("young", "diloco")])
-    (path,) = report.write([run], tmp_path, link_bits_per_s=1e6)
+    (path,) = report.write([run], tmp_path, link=Link(1e6))
     assert path == tmp_path / "report.html"
     assert "no held-out loss" in path.read_text()
 
@@ -229,15 +229,15 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_one_line(runs: list[Path], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(AtollError, match=r"file/page\.html cannot be written: (Not a directory|File exists)"):
-        report.write(runs[1:2], tmp_path / "file" / "page.html", link_bits_per_s=1e6)
+        report.write(runs[1:2], tmp_path / "file" / "page.html", link=Link(1e6))
     assert [p.name for p in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "mine"
 
 
 def test_refused_requests(runs: list[Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least one run"):
-        report.write([], tmp_path / "page.html", link_bits_per_s=1e6)
+        report.write([], tmp_path / "page.html", link=Link(1e6))
     with pytest.raises(ConfigError, match="rate above 0"):
-        report.write(runs, tmp_path / "page.html", link_bits_per_s=0)
+        report.write(runs, tmp_path / "page.html", link=Link(0))
     assert not list(tmp_path.iterdir())
 
 
@@ -266,6 +266,7 @@ def test_numbers_by_hand(records: list[report.RunRecord]) -> None:
     assert diloco.link_time.total_s == pytest.approx(40 * 0.02 + 8 * 1.5 * (4 * 2400 + 4 * 1600) / 1e6)
     assert not unfinished.finished and (unfinished.step, unfinished.steps) == (25, 40)
     assert unfinished.link_time.compute_s == pytest.approx(25 * 0.02)
+    assert unfinished.link_time.bytes_per_worker == 1.5 * (2 * 2400 + 2 * 1600), "no last exchange yet"
 
 
 def test_without_a_data_parallel_run_the_first_is_the_reference(records: list[report.RunRecord]) -> None:
@@ -404,7 +405,9 @@ def test_the_clock_counts_what_was_waited_up_to_a_step(records: list[report.RunR
 
 def test_outer_gradients_are_whole_periods(records: list[report.RunRecord]) -> None:
     """Fragments of norm 3 and 4 make 5; the period whose second fragment was never sent is left out."""
-    norm, cosine = drawn(records[:1])["outer"].draw(LIGHT).axes
+    last = replace(records[0].rounds[1], step=40, norm=99.0)  # the rest of fragment 1, sent when the run finishes
+    record = replace(records[0], rounds=(*records[0].rounds, last))
+    norm, cosine = drawn([record])["outer"].draw(LIGHT).axes
     assert curves(norm) == [[[15, 5.0], [25, 5.0], [35, 5.0]]]
     assert curves(cosine) == [[[15, 0.5], [25, 0.5], [35, 0.5]]]
 

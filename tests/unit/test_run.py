@@ -159,6 +159,25 @@ def test_a_worker_whose_loss_is_not_finite_is_left_out_and_the_run_goes_on(
     assert isinstance(events[-1], End) and events[-1].loss < 6
 
 
+def test_a_hugging_face_model_is_trained_resumed_and_exported_for_transformers(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
+    transformers.LlamaConfig(**shape, **heads).save_pretrained(tmp_path / "llama")
+    changes = {"model": {"hf": str(tmp_path / "llama"), "hf_weights": False}, "train.steps": 8, "train.sequence": 16}
+    whole = train(make("whole", **changes))
+    interrupt_after(5, monkeypatch)
+    with pytest.raises(SystemExit):
+        train(make("cut", **changes))
+    monkeypatch.undo()
+    folder = train(make("cut", **changes), resume=True)
+    assert weights(folder) == weights(whole)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert sum(p.numel() for p in loaded.parameters()) == json.loads((folder / "about.json").read_text())["parameters"]
+
+
 # ---- kill -9
 
 
@@ -259,5 +278,5 @@ def test_two_processes_do_not_train_one_folder(make: Any, tmp_path: Path, monkey
 
 
 def test_a_loss_that_is_not_finite_without_other_workers_stops_the_run(make: Any) -> None:
-    with pytest.raises(AtollError, match="is not finite: lower train.lr"):
+    with pytest.raises(AtollError, match=r"is not finite: lower train\.lr"):
         train(make(**METHODS["alone"], **{"train.lr": 1e30, "train.clip": 0, "train.warmup": 0}))

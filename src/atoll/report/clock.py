@@ -26,7 +26,7 @@ def _waits(job: Job, link: Link) -> tuple[list[int], list[float]]:
 def clock(job: Job, link: Link, step: int) -> float:
     """Seconds until the slowest worker has left this step."""
     steps, waits = _waits(job, link)
-    return step * job.step_s + waits[bisect_right(steps, step) - 2]
+    return step * job.step_s + waits[bisect_right(steps, step) - 1]
 
 
 def window(jobs: Sequence[Job], link: Link) -> float:

@@ -16,10 +16,11 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from atoll.disk import flush, locked
 from atoll.errors import DataError
 
 FORMAT: Final = "atoll-tokens"
@@ -64,7 +65,8 @@ def build_once(target: Path, root: Path, meter: Meter, fill: Callable[[Path], di
     cache, key = root.parent, root.name
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _only_builder(cache, key, meter.tell):
+        waiting = partial(meter.tell, "waiting for another process that builds the same", 0, None)
+        with locked(cache / f".{key}.lock", waiting):
             _sweep(cache, key)
             folder = cache / f".building-{key}-{secrets.token_hex(4)}"
             try:
@@ -72,7 +74,7 @@ def build_once(target: Path, root: Path, meter: Meter, fill: Callable[[Path], di
                     folder.mkdir()
                     _seal(folder, fill(folder))
                     folder.rename(target)
-                    _flush(target.parent)
+                    flush(target.parent)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)  # there is none left unless something failed
     except OSError as fault:
@@ -80,21 +82,6 @@ def build_once(target: Path, root: Path, meter: Meter, fill: Callable[[Path], di
             room = f"the tokens need {meter.needed()}, and {_size(shutil.disk_usage(cache).free)} is free"
             raise DataError(f"{cache} is full: {room}; make room, or set data.cache to another disk") from fault
         raise DataError(f"tokens cannot be kept in data.cache {cache}: {fault.strerror or fault}") from fault
-
-
-@contextmanager
-def _only_builder(cache: Path, key: str, tell: Tell) -> Iterator[None]:
-    """Hold the lock of one key, after waiting for whoever holds it; it dies with its holder."""
-    with (cache / f".{key}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            tell("waiting for another process that builds the same", 0, None)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a child forked meanwhile would keep it past the closing
 
 
 def _sweep(cache: Path, own: str) -> None:
@@ -114,7 +101,7 @@ def _seal(folder: Path, facts: dict[str, Any]) -> None:
     """Get every file onto the disk, and last a manifest that knows them."""
     files = {}
     for path in sorted(folder.iterdir()):
-        _flush(path)
+        flush(path)
         checksum = 0
         for part in _parts(path):
             checksum = zlib.crc32(part, checksum)
@@ -122,8 +109,8 @@ def _seal(folder: Path, facts: dict[str, Any]) -> None:
     body = {"format": FORMAT, **facts, "files": files}
     manifest = {"manifest": body, "crc32": zlib.crc32(json.dumps(body).encode())}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-    _flush(folder / MANIFEST)
-    _flush(folder)
+    flush(folder / MANIFEST)
+    flush(folder)
 
 
 def check(folder: Path, tell: Tell) -> dict[str, Any]:
@@ -158,15 +145,6 @@ def _parts(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while part := file.read(2**24):
             yield part
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file's bytes, or the names in a folder, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _size(count: float) -> str:

@@ -4,11 +4,10 @@ model/
   config.json          the shape: atoll's own, or for a Hugging Face model the one transformers writes
   model.safetensors    the parameters
   tokenizer.json       bytes, or a file of the package tokenizers
-model.old/             set aside while model/ is replaced; read if that was cut short
+.model.old/            set aside while model/ is replaced; read if that was cut short
 .model.new/            an export under way, or what a crash left of one; the next export sweeps it
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from atoll.disk import flush, sha256_of
 from atoll.errors import ConfigError, DataError
 from atoll.shapes import ModelConfig
 from atoll.train import hub
@@ -95,14 +95,14 @@ def exists(folder: Path) -> bool:
 def _save_decoder(model: Decoder, folder: Path) -> None:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    config = {"format": FORMAT, "version": VERSION, **asdict(model.config), "sha256": _sha256_of(folder / WEIGHTS)}
+    config = {"format": FORMAT, "version": VERSION, **asdict(model.config), "sha256": sha256_of(folder / WEIGHTS)}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _load_decoder(folder: Path, config: Mapping[str, Any]) -> Decoder:
     shape, weights = _shape(folder / CONFIG, config), folder / WEIGHTS
     try:
-        if config.get("sha256", digest := _sha256_of(weights)) != digest:
+        if config.get("sha256", digest := sha256_of(weights)) != digest:
             hint = f"if it was changed on purpose, take sha256 out of {CONFIG}"
             raise DataError(f"{weights} is damaged: its SHA-256 is not the one in {CONFIG}; {hint}")
         # Cloned because load_file maps the file, which may change or go.
@@ -156,11 +156,6 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 # --- for transformers
 
 
@@ -206,23 +201,14 @@ def _replacing(folder: Path) -> Iterator[Path]:
         yield new
         for path in new.iterdir():
             shutil.copymode(new / CONFIG, path)  # safetensors hides its file from all others, whatever the umask
-            _flush(path)
-        _flush(new)
+            flush(path)
+        flush(new)
         if folder.exists():  # POSIX renames nothing onto a folder that has files in it
             folder.rename(old)
         new.rename(folder)
-        _flush(folder.parent)
+        flush(folder.parent)
     finally:
         if old.exists() and not folder.exists():
             old.rename(folder)
         shutil.rmtree(new, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file's bytes, or the names in a folder, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,9 +9,7 @@ out/name/
   model/          the final model, exported
 """
 
-import fcntl
 import json
-import os
 import platform
 import shlex
 import signal
@@ -28,6 +26,7 @@ import torch
 from atoll import checkpoint
 from atoll import config as run_config
 from atoll.config import RunConfig
+from atoll.disk import locked, write_whole
 from atoll.errors import AtollError, CheckpointError, ConfigError
 from atoll.events import End, Event, Jsonl, Resumed, Saved, Sink, read
 from atoll.metrics import Metrics, TensorBoard, Trackio, WandB
@@ -191,18 +190,16 @@ def _sinks(config: RunConfig, folder: Path, saved: dict[str, Any] | None) -> Ite
 @contextmanager
 def _only_run(folder: Path) -> Iterator[None]:
     """Hold the folder for one process; the lock dies with its holder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
-    except OSError as fault:
-        raise ConfigError(f"out: the run's folder {folder} cannot be made: {fault.strerror}") from fault
-    with lock:
+
+    def refuse() -> None:
+        raise AtollError(f"{folder} is being trained by another process: wait for it, or choose another name")
+
+    with ExitStack() as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as fault:
-            raise AtollError(
-                f"{folder} is being trained by another process: wait for it, or choose another name"
-            ) from fault
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(folder / ".lock", refuse))
+        except OSError as fault:
+            raise ConfigError(f"out: the run's folder {folder} cannot be made: {fault.strerror}") from fault
         yield
 
 
@@ -275,18 +272,8 @@ def _write_down(folder: Path, config: RunConfig, model: Model, data: TokenData) 
         "command": shlex.join(sys.argv),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    _write(folder / ABOUT, json.dumps(about, indent=2) + "\n")
-    _write(folder / RUN, config.to_toml())  # last: its presence says that the run has begun
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
-    part = path.with_name(f".{path.name}.new")
-    try:
-        part.write_text(text)
-        os.replace(part, path)
-    except OSError as fault:
-        raise AtollError(f"{path} cannot be written: {fault.strerror}") from fault
+    write_whole(folder / ABOUT, (json.dumps(about, indent=2) + "\n").encode())
+    write_whole(folder / RUN, config.to_toml().encode())  # last: its presence says that the run has begun
 
 
 def _save(trainer: Trainer, folder: Path, log: Jsonl, sink: Sink) -> None:
