@@ -6,7 +6,7 @@ Each function looks at values that are right on their own and yields what cannot
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from atoll.sections import DataSection, FaultSection, ModelSection, SyncSection, TrainSection
+from atoll.sections import BPE_VOCABULARY, DataSection, FaultSection, ModelSection, SyncSection, TrainSection
 from atoll.shapes import PRESETS
 
 METHOD_CODECS = {"data-parallel": "fp32", "diloco": "fp32", "streaming": "e3m0", "eager": "e3m0", "delayed": "e3m0"}
@@ -20,8 +20,6 @@ _USELESS = {
     "delayed": {"delay": _LATE},
 }
 """Method -> settings it has no use for, and why."""
-BPE_VOCABULARY = 8192
-"""Tokens of a BPE tokenizer unless told otherwise."""
 
 
 class Conflict(NamedTuple):

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll.applied import Observer, Products
+from atoll.applied import Applied, Observer, Products
 from atoll.core.flat import Window, check_coverage, pieces, scatter, state_dtype, trainable
 from atoll.core.fragments import Whole, describe, split, unsynchronised_buffers
 from atoll.core.outer import SGD, Adam, Blend, LinearOuter, OuterOptimizer, eager_start
@@ -268,6 +268,8 @@ class OuterLoop:
 
     def _outer_step(self, outer: OuterOptimizer, completed: Round) -> None:
         if not completed.contributions:
+            if self._observer:
+                self._observer(Applied(completed.round_id, self.steps, members=(), norm=0.0, cosine=None))
             return
         state = self._states[completed.round_id.fragment]
         state.version += 1

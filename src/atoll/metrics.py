@@ -1,7 +1,4 @@
-"""Where the events of a run go: JSONL always; TensorBoard, W&B and trackio when asked.
-
-The events themselves and their file are in `atoll.events`; all of it can be had from here.
-"""
+"""Where the events of a run go besides their file: TensorBoard, W&B and trackio, when asked."""
 
 import importlib
 import math
@@ -13,30 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from atoll.disk import writing
+from atoll.disk import write_whole, writing
 from atoll.errors import ConfigError
-from atoll.events import End, Eval, Event, Fault, Jsonl, Resumed, Round, Saved, Sink, Start, Step, Tail, read
-
-__all__ = [
-    "End",
-    "Eval",
-    "Event",
-    "Fault",
-    "Jsonl",
-    "Metrics",
-    "Resumed",
-    "Round",
-    "Saved",
-    "Sink",
-    "Start",
-    "Step",
-    "Tail",
-    "TensorBoard",
-    "Trackio",
-    "WandB",
-    "read",
-    "scalars",
-]
+from atoll.events import Eval, Event, Round, Sink, Step
 
 
 class Metrics:
@@ -198,10 +174,9 @@ def _package(name: str, setting: str) -> ModuleType:
 def _kept_id(path: Path) -> str:
     """The id in a file, made up the first time."""
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists() or not path.read_text().strip():  # empty after a crash
-            path.write_text(secrets.token_hex(8))
-        return path.read_text().strip()
+        if not path.exists():
+            write_whole(path, secrets.token_hex(8).encode())
+        return path.read_text()
 
 
 def _first_line(fault: Exception) -> str:

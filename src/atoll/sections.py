@@ -56,6 +56,8 @@ def _worker_numbers(table: Any) -> Any:
     return {int(k) if isinstance(k, str) and re.fullmatch(r"0|[1-9][0-9]{0,8}", k) else k: v for k, v in table.items()}
 
 
+BPE_VOCABULARY = 8192
+"""Tokens of a BPE tokenizer unless told otherwise."""
 _MANY = 10**12
 Count = Annotated[int, Field(ge=1, le=_MANY), Allowed("a whole number from 1 to 10^12")]
 Steps = Annotated[int, Field(ge=0, le=_MANY), Allowed("a whole number from 0 to 10^12")]

@@ -3,24 +3,12 @@
 No tensors here, so that a run file can be checked and a run planned without making a model.
 """
 
-import math
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
+from atoll.checks import check_number, check_whole
 from atoll.errors import ConfigError
-
-
-def check_whole(setting: str, value: object) -> None:
-    """Refuse what cannot count things."""
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"{setting} must be a whole number of at least 1, got {value!r}: it counts things")
-
-
-def check_number(setting: str, value: object, least: float, why: str) -> None:
-    """Refuse what is no finite number of at least `least`."""
-    if not isinstance(value, int | float) or not least <= value < math.inf:
-        raise ConfigError(f"{setting} must be a finite number of at least {least}, got {value!r}: {why}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +42,9 @@ class ModelConfig:
             check_whole(setting, getattr(self, setting))
         if self.head_width % 2:
             raise ConfigError(f"head_width must be even, got {self.head_width}: RoPE turns its values in pairs")
-        check_number("z_loss", self.z_loss, 0, "below 0 it would reward drifting logits")
-        check_number("rope_base", self.rope_base, 1, "below 1 the later pairs of a head would turn faster, not slower")
+        check_number("z_loss", self.z_loss, least=0, why="below 0 it would reward drifting logits")
+        faster = "below 1 the later pairs of a head would turn faster, not slower"
+        check_number("rope_base", self.rope_base, least=1, why=faster)
 
     @property
     def parameters(self) -> int:

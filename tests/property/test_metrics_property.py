@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.errors import DataError
-from atoll.metrics import Event, Jsonl, Tail, read
+from atoll.events import Event, Jsonl, Tail, read
 
 events: st.SearchStrategy[Event] = st.one_of([st.builds(kind) for kind in get_args(Event)])
 some_events = st.lists(events, max_size=6)

@@ -121,6 +121,15 @@ def test_data_parallel_takes_the_mean_of_the_finite_gradients() -> None:
     assert clean[0].counters.rounds_left_out == 0
 
 
+def test_a_round_that_nobody_reached_is_observed_too() -> None:
+    observed = list[Applied]()
+    loops = tolerant(DiLoCo(period=2), observed)
+    for loop in loops:
+        loop.roll_back()
+    train(loops, 4, PROBLEM.inner)
+    assert [(a.round_id.step, a.members) for a in observed] == [(2, ()), (4, (0, 1, 2))]
+
+
 def test_without_the_option_it_is_an_error_that_names_the_worker() -> None:
     loops = PROBLEM.loops(DiLoCo(period=1))
     spoil(loops[1])

@@ -20,25 +20,8 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import AtollError, ConfigError, DataError
-from atoll.metrics import (
-    End,
-    Eval,
-    Event,
-    Fault,
-    Jsonl,
-    Metrics,
-    Resumed,
-    Round,
-    Saved,
-    Start,
-    Step,
-    Tail,
-    TensorBoard,
-    Trackio,
-    WandB,
-    read,
-    scalars,
-)
+from atoll.events import End, Eval, Event, Fault, Jsonl, Resumed, Round, Saved, Start, Step, Tail, read
+from atoll.metrics import Metrics, TensorBoard, Trackio, WandB, scalars
 
 
 def a_step(step: int, loss: list[float | None] | None = None) -> Step:

@@ -17,22 +17,22 @@ import pytest
 from matplotlib.axes import Axes
 from rich.console import Console
 
-from atoll import metrics, report
+from atoll import report
 from atoll.core.schedule import Schedule
 from atoll.errors import AtollError, ConfigError, DataError
+from atoll.events import End, Eval, Event, Fault, Jsonl, Resumed, Round, Start, Step
 from atoll.plan.cost import Link, time_of
 from atoll.report.canvas import DARK, LIGHT
 from atoll.report.clock import clock
 from atoll.report.figures import Picture, pictures
 from atoll.report.page import page
-from atoll.report.units import bytes_text, count_text, percent_text, ratio_text, seconds_text, share_text
 
 LINK = Link(1e6)
 HOSTILE = "$\\bad{1}$<script>alert('x')</script>\"><img src=x onerror=alert(1)> \u65e5\u672c \u202e\x1b[31m ]]>&_"
 
 
-def start(name: str, method: str, **changes: object) -> metrics.Start:
-    event = metrics.Start(
+def start(name: str, method: str, **changes: object) -> Start:
+    event = Start(
         name=name,
         method=method,
         workers=4,
@@ -52,11 +52,9 @@ def start(name: str, method: str, **changes: object) -> metrics.Start:
     return replace(event, **changes)  # type: ignore[arg-type]
 
 
-def events(
-    first: metrics.Start, final: float = 2.0, *, until: int | None = None, missing: int = 0
-) -> list[metrics.Event]:
+def events(first: Start, final: float = 2.0, *, until: int | None = None, missing: int = 0) -> list[Event]:
     """A run whose loss falls to `final` and whose first `missing` rounds lack worker 3."""
-    found: list[metrics.Event] = [first]
+    found: list[Event] = [first]
     gradients, sent = first.method == "data-parallel", 0
     schedule = Schedule(1 if gradients else first.period, len(first.payload_bytes), 0)
     rounds = 0
@@ -67,7 +65,7 @@ def events(
             members = [0, 1, 2] if rounds <= missing else [0, 1, 2, 3]
             if not gradients:
                 found.append(
-                    metrics.Round(
+                    Round(
                         step=step, fragment=fragment, applied=step, members=members, expected=4,
                         norm=3.0 + fragment, cosine=0.5, bytes=first.payload_bytes[fragment],
                     )
@@ -76,15 +74,15 @@ def events(
         totals: dict[str, Any] = {"bytes_sent": [sent] * 4, "bytes_received": [3 * sent] * 4, "wait_s": [0.0] * 4}
         if step % 5 == 0:
             found.append(
-                metrics.Step(
+                Step(
                     step=step, tokens=128 * step, seconds=0.1 * step, step_s=0.02, loss=[loss, loss, None, loss + 0.01],
                     lr=1e-3, grad_norm=[1.0] * 4, tokens_per_s=1280.0, participants=4, **totals,
                 )
             )  # fmt: skip
-            found.append(metrics.Eval(step=step, tokens=128 * step, seconds=0.1 * step, loss=loss, best=True))
+            found.append(Eval(step=step, tokens=128 * step, seconds=0.1 * step, loss=loss, best=True))
     if until is None:
         found.append(
-            metrics.End(
+            End(
                 step=first.steps, tokens=128 * first.steps, seconds=4.0, step_s=0.02, loss=final, best_loss=final,
                 outcome="finished", **totals,
             )
@@ -92,9 +90,9 @@ def events(
     return found
 
 
-def save(folder: Path, happened: Sequence[metrics.Event], toml: str = "") -> Path:
+def save(folder: Path, happened: Sequence[Event], toml: str = "") -> Path:
     folder.mkdir(parents=True)
-    sink = metrics.Jsonl(folder / "metrics.jsonl")
+    sink = Jsonl(folder / "metrics.jsonl")
     for event in happened:
         sink.write(event)
     sink.close()
@@ -112,7 +110,7 @@ def save(folder: Path, happened: Sequence[metrics.Event], toml: str = "") -> Pat
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp("runs")
-    nan = metrics.Fault(step=12, worker=2, what="loss is <b>not</b> finite; left out of its round")
+    nan = Fault(step=12, worker=2, what="loss is <b>not</b> finite; left out of its round")
     return [
         save(root / "diloco", [*events(start("diloco", "diloco"), 2.1, missing=3), nan], 'method = "diloco"\n'),
         save(root / "parallel", events(start("parallel", "data-parallel"), 2.0), 'method = "data-parallel"\n'),
@@ -285,39 +283,6 @@ def test_a_table_fits_a_terminal_and_names_are_not_markup(records: list[report.R
     assert "3 missed, 1 fault" in shown and "62 % done" in shown and "1 Mbit/s" in shown
 
 
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [
-        (bytes_text(0), "0 B"),
-        (bytes_text(999), "999 B"),
-        (bytes_text(999_960), "1.00 MB"),
-        (bytes_text(81_234_567), "81.2 MB"),
-        (bytes_text(9e21), "9,000,000 PB"),
-        (seconds_text(0), "0 s"),
-        (seconds_text(0.0123), "12.3 ms"),
-        (seconds_text(89), "89.0 s"),
-        (seconds_text(90), "1.50 min"),
-        (seconds_text(3 * 3600), "3.00 h"),
-        (seconds_text(72 * 3600), "3.00 days"),
-        (seconds_text(800 * 86400), "2.19 years"),
-        (count_text(9999), "9,999"),
-        (count_text(213_504), "214 thousand"),
-        (count_text(4.2e9), "4.20 billion"),
-        (ratio_text(80.6), "81x fewer"),
-        (ratio_text(0.5), "2.0x more"),
-        (ratio_text(1.01), "the same"),
-        (ratio_text(None), "-"),
-        (percent_text(-0.0634), "-6.3 %"),
-        (share_text(0.9999), "99.9 %"),
-        (share_text(1), "100 %"),
-        (share_text(0.001), "<1 %"),
-        (share_text(0.7), "70 %"),
-    ],
-)
-def test_units(said: str, words: str) -> None:
-    assert said == words
-
-
 # ---------------------------------------------------------------------- folders
 
 
@@ -358,19 +323,19 @@ def test_a_run_that_was_interrupted_and_went_on_is_not_at_its_end(tmp_path: Path
     first = start("run", "diloco")
     whole = events(first)
     end = whole[-1]
-    assert isinstance(end, metrics.End)
+    assert isinstance(end, End)
     stopped = [*events(first, until=20), replace(end, step=20, outcome="interrupted")]
     record = report.load(save(tmp_path / "stopped", stopped))
     assert record.end is not None and not record.finished and record.step == 20
-    more = [e for e in whole[:-1] if isinstance(e, metrics.Step) and e.step == 25]
-    record = report.load(save(tmp_path / "on", [*stopped, metrics.Resumed(step=20, seconds=2.0), *more]))
+    more = [e for e in whole[:-1] if isinstance(e, Step) and e.step == 25]
+    record = report.load(save(tmp_path / "on", [*stopped, Resumed(step=20, seconds=2.0), *more]))
     assert record.end is None and record.step == 25 and len(record.resumes) == 1
 
 
 def test_a_loss_that_is_gone_is_not_replaced_by_an_older_one(tmp_path: Path) -> None:
     happened = events(start("run", "diloco"))
     end = happened[-1]
-    assert isinstance(end, metrics.End)
+    assert isinstance(end, End)
     record = report.load(save(tmp_path / "run", [*happened[:-1], replace(end, loss=math.nan)]))
     assert record.loss is None
     assert report.summary([record], LINK)[0].perplexity is None

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ SMALL: dict[str, Any] = {
     "sync": {"workers": 3, "method": "streaming", "period": 4, "fragments": "blocks:1"},
     "log": {"view": "none"},
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    """No test can cut the power, and what a killed process has written is not lost."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,8 @@ from rich.cells import cell_len
 
 import atoll.train.seen
 from atoll.errors import ConfigError
-from atoll.metrics import End, Eval, Event, Fault, Resumed, Round, Saved, Start, Step
-from atoll.train.seen import Seen, clock_text, count_text, mean_and_spread, size_text, sparkline
+from atoll.events import End, Eval, Event, Fault, Resumed, Round, Saved, Start, Step
+from atoll.train.seen import Seen, mean_and_spread, sparkline
 from atoll.train.view import Board, preparing, view
 
 
@@ -131,37 +131,10 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
-# ---- how numbers are written
+# ---- several numbers in few characters
 
 
-def test_numbers_as_people_write_them() -> None:
-    assert [count_text(value) for value in (0, 7, 999, 999.6, 12_345, 3.2e6, 5e15, math.nan)] == [
-        "0",
-        "7",
-        "999",
-        "1 k",
-        "12.3 k",
-        "3.2 M",
-        "5e+03 T",
-        "-",
-    ]
-    assert [size_text(value) for value in (0, 999, 1_234.5, 12_400_000, math.nan)] == [
-        "0 bytes",
-        "999 bytes",
-        "1.2 kB",
-        "12.4 MB",
-        "-",
-    ]
-    assert [clock_text(value) for value in (0, 59.6, 3599, 3600, 172_799, 270_000, None, math.inf)] == [
-        "0:00",
-        "1:00",
-        "59:59",
-        "1:00:00",
-        "47:59:59",
-        "3 d 3 h",
-        "-",
-        "-",
-    ]
+def test_the_mean_of_losses_and_their_spread() -> None:
     assert [mean_and_spread(losses) for losses in ([], [4.0], [4.0, 5.0])] == ["-", "4.000", "4.500 (4.00-5.00)"]
 
 
@@ -227,8 +200,7 @@ def test_lines_say_what_matters() -> None:
     lines = shown("lines", events).splitlines()
     assert lines[0] == "demo: streaming, 4 workers, 3.21 M parameters, cpu, 1000 steps"
     assert (
-        lines[1]
-        == "   0:01  step 10/1000: loss 4.150 (4.00-4.30), 81.9 k tokens/s, 100.0 kB sent per worker, 1:39 left"
+        lines[1] == "   0:01  step 10/1000: loss 4.150 (4.00-4.30), 81.9 k tokens/s, 100 kB sent per worker, 1:39 left"
     )
     assert [line for line in lines if "held-out loss" in line][:-1] == [
         "   0:59  step 590/1000: held-out loss 3.500, best so far",
@@ -238,7 +210,7 @@ def test_lines_say_what_matters() -> None:
     assert "   1:02  step 610/1000: saved" in lines
     assert lines[-1] == (
         "demo: interrupted at step 610/1000, 5 M tokens in 1:02, held-out loss 3.910 (best 3.900), "
-        "6.1 MB sent per worker, 1 fault"
+        "6.10 MB sent per worker, 1 fault"
     )
 
 
@@ -251,7 +223,7 @@ def test_lines_after_a_resume_do_not_repeat_the_past() -> None:
     events: list[Event] = [Resumed(step=610, seconds=61.0), a_step(620, 62.0), an_eval(620, 62.0, 3.6, best=False)]
     assert shown("lines", events, past=UNTIL_610).splitlines() == [
         "   1:01  step 610/1000: resumed",
-        "   1:02  step 620/1000: loss 4.150 (4.00-4.30), 81.9 k tokens/s, 6.2 MB sent per worker, 0:38 left",
+        "   1:02  step 620/1000: loss 4.150 (4.00-4.30), 81.9 k tokens/s, 6.20 MB sent per worker, 0:38 left",
         "   1:02  step 620/1000: held-out loss 3.600, best 3.500",
     ]
 
@@ -291,7 +263,7 @@ def test_a_live_view_in_80_columns() -> None:
         "demo  streaming, 4 workers, 3.21 M parameters, cpu",
         lines[1].split("  ")[0] + "   61%  step 610/1000  0:39 left",
         "loss      4.150 (4.00-4.30)             tokens/s  81.9 k",
-        "held out  3.750 (best 3.500)            sent      6.1 MB per worker",
+        "held out  3.750 (best 3.500)            sent      6.10 MB per worker",
         "          ▁█                            faults    1",
     ]
 
@@ -429,9 +401,9 @@ def test_a_board_has_one_row_a_run() -> None:
     assert [re.split(r"  +", re.sub("[━╸╺]+", "", line)) for line in lines] == [
         ["run", "loss", "held out", "sent", "state"],
         ["data-parallel", "100%", "4.150", "3.750", "10.0 MB", "done"],
-        ["diloco", "61%", "4.150", "3.750", "6.1 MB", "failed"],
-        ["streaming", "61%", "4.150", "3.750", "6.1 MB", "running"],
-        ["eager", "70%", "4.150", "3.750", "7.0 MB", "stopped"],
+        ["diloco", "61%", "4.150", "3.750", "6.10 MB", "failed"],
+        ["streaming", "61%", "4.150", "3.750", "6.10 MB", "running"],
+        ["eager", "70%", "4.150", "3.750", "7.00 MB", "stopped"],
         ["delayed", "-", "-", "-", "waiting"],
         ["3 of 5 runs are through, about 2:19 left"],
     ]
@@ -445,7 +417,7 @@ def test_a_board_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int) 
     lines = frame(stream.getvalue())
     assert len(lines) == 4
     assert max(map(cell_len, lines)) <= width
-    assert "3.750" in lines[1] and "6.1 MB" in lines[1]
+    assert "3.750" in lines[1] and "6.10 MB" in lines[1]
     assert width < 52 or "running" in lines[1]
 
 
@@ -455,7 +427,7 @@ def test_a_board_in_lines_names_the_run() -> None:
     board.close()
     assert stream.getvalue().splitlines() == [
         "diloco  streaming, 4 workers, 3.21 M parameters, cpu, 1000 steps",
-        "diloco     0:01  step 10/1000: loss 4.150 (4.00-4.30), 81.9 k tokens/s, 100.0 kB sent per worker, 1:39 left",
+        "diloco     0:01  step 10/1000: loss 4.150 (4.00-4.30), 81.9 k tokens/s, 100 kB sent per worker, 1:39 left",
         "eager   finished at step 1000, 8.19 M tokens in 1:39, held-out loss 3.910 (best 3.900), "
         "10.0 MB sent per worker",
         "diloco: failed: killed",

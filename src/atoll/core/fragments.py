@@ -14,8 +14,10 @@ from typing import Literal, NamedTuple, get_args
 
 from torch import nn
 
+from atoll.checks import check_whole
 from atoll.core.flat import trainable
 from atoll.errors import ConfigError
+from atoll.units import bytes_text
 
 BlockOrder = Literal["strided", "sequential"]
 RestPlace = Literal["own", "spread"]
@@ -61,7 +63,7 @@ class Blocks:
             )
         for setting, value in (("Blocks each", self.each), ("Blocks count", self.count)):
             if value is not None:
-                _check_positive(setting, value, "leave it out for 3 blocks to a fragment")
+                check_whole(setting, value, why="leave it out for 3 blocks to a fragment")
         _check_choice("Blocks order", self.order, get_args(BlockOrder), "it says which blocks travel together")
         _check_choice("Blocks rest", self.rest, get_args(RestPlace), "it places what is outside blocks")
 
@@ -74,7 +76,7 @@ class Balanced:
     """Fragments in all."""
 
     def __post_init__(self) -> None:
-        _check_positive("Balanced count", self.count, "1 is the whole model as one fragment")
+        check_whole("Balanced count", self.count, why="1 is the whole model as one fragment")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +133,8 @@ def describe(fragments: Sequence[Fragment]) -> str:
     rows = [("fragment", "name", "parameters", "bytes", "share")]
     for number, f in enumerate(fragments):
         share = f.bytes / max(size, 1)
-        rows.append((str(number), f.name, f"{f.numel:,}", _human(f.bytes), f"{share:.1%}"))
-    rows.append(("total", "", f"{numel:,}", _human(size), "100.0%"))
+        rows.append((str(number), f.name, f"{f.numel:,}", bytes_text(f.bytes), f"{share:.1%}"))
+    rows.append(("total", "", f"{numel:,}", bytes_text(size), "100.0%"))
 
     a, b, c, d, e = (max(map(len, column)) for column in zip(*rows, strict=True))
     return "\n".join(f"{r[0]:>{a}}  {r[1]:<{b}}  {r[2]:>{c}}  {r[3]:>{d}}  {r[4]:>{e}}" for r in rows)
@@ -321,11 +323,6 @@ def _check_partition(names: Iterable[str], fragments: Sequence[Fragment], policy
         )
 
 
-def _check_positive(setting: str, value: object, hint: str) -> None:
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"{setting} must be a whole number of at least 1, got {value!r}: {hint}")
-
-
 def _check_choice(setting: str, value: object, allowed: tuple[str, ...], hint: str) -> None:
     if value not in allowed:
         raise ConfigError(f"{setting} must be {' or '.join(map(repr, allowed))}, got {value!r}: {hint}")
@@ -335,9 +332,3 @@ def _listing(items: Sequence[object], shown: int = 6) -> str:
     """Items for a sentence, many cut short: "0, 2, 4, 6, 8, 10 and 30 more"."""
     more = f" and {len(items) - shown} more" if len(items) > shown else ""
     return ", ".join(map(str, items[:shown])) + more
-
-
-def _human(size: int) -> str:
-    """Bytes for people, in powers of 1000 like the links that carry them: "27.3 MB"."""
-    power = min((len(str(size)) - 1) // 3, 4)
-    return f"{size / 1000**power:.{min(power, 1)}f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"

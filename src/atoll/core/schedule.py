@@ -7,6 +7,7 @@ disagree. Steps are counted from 1: step t is the t-th completed inner step.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from atoll.checks import check_whole
 from atoll.errors import ConfigError
 
 
@@ -31,9 +32,9 @@ class Schedule:
     """Inner steps between a fragment's send and its apply (tau); 0 to period."""
 
     def __post_init__(self) -> None:
-        _check_whole("period", self.period, least=1)
-        _check_whole("fragments", self.fragments, least=1)
-        _check_whole("delay", self.delay, least=0)
+        check_whole("period", self.period)
+        check_whole("fragments", self.fragments)
+        check_whole("delay", self.delay, least=0)
         if self.delay > self.period:
             raise ConfigError(
                 f"delay must be between 0 and period ({self.period}), got {self.delay}: "
@@ -56,8 +57,3 @@ class Schedule:
             send=tuple(f for f in everyone if self.is_send(f, step)),
             apply=tuple(f for f in everyone if self.is_send(f, step - self.delay)),
         )
-
-
-def _check_whole(name: str, value: object, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from atoll.checks import check_whole
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Contribution, Pending, Round, RoundId, difference
 
@@ -209,8 +210,7 @@ class LocalLink:
 
 def local(workers: int, *, faults: Faults | None = None, timeout_s: float = 600.0) -> list[LocalLink]:
     """The ends of a link between `workers` workers of this process, in worker order."""
-    if type(workers) is not int or workers < 1:
-        raise ConfigError(f"workers must be a whole number of at least 1, got {workers!r}")
+    check_whole("workers", workers)
     if not timeout_s > 0:
         raise ConfigError(f"timeout_s must be a number of seconds above 0, got {timeout_s}")
     faults = Faults() if faults is None else faults

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
+from atoll.checks import check_whole
 from atoll.core.schedule import Due, Schedule
 from atoll.errors import ConfigError
 
@@ -116,10 +117,8 @@ def _latency_s(workers: int, link: Link) -> float:
 
 
 def _check_round(payload_bytes: int, workers: int) -> None:
-    if type(workers) is not int or workers < 1:
-        raise ConfigError(f"workers must be a whole number of at least 1, got {workers!r}")
-    if type(payload_bytes) is not int or payload_bytes < 0:
-        raise ConfigError(f"payload_bytes must be a whole number of at least 0, got {payload_bytes!r}")
+    check_whole("workers", workers)
+    check_whole("payload_bytes", payload_bytes, least=0)
 
 
 # ---------------------------------------------------------------------- a run
@@ -147,8 +146,7 @@ class Job:
     """Whether the run ends with the exchange of what was not sent yet, as `OuterLoop.finish` does."""
 
     def __post_init__(self) -> None:
-        if type(self.steps) is not int or self.steps < 0:
-            raise ConfigError(f"steps must be a whole number of at least 0, got {self.steps!r}")
+        check_whole("steps", self.steps, least=0)
         if not 0 <= self.step_s < math.inf:
             raise ConfigError(f"step_s must be a number of seconds, 0 or more, got {self.step_s!r}")
         for size in (*self.payload_bytes, 0):

@@ -18,7 +18,7 @@ from atoll.report.canvas import Draw, Palette, dress, legend, legend_place, line
 from atoll.report.clock import clock, linear_time_axis, time_axis, window
 from atoll.report.load import RunRecord
 from atoll.report.table import Row
-from atoll.report.units import bytes_text, number_text, ratio_text, seconds_text, share_text
+from atoll.units import bytes_text, count_text, loss_text, ratio_text, seconds_text, share_text
 
 _POINTS = 300  # more than a screen shows; keeps the page small however long the run
 
@@ -53,7 +53,7 @@ def pictures(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> l
             "Loss",
             "Loss against tokens",
             "Held-out loss of the outer parameters (line) and training loss, mean over the workers (faint).",
-            f"Held-out loss against tokens. At the end, in nats per token: {each(lambda r: number_text(r.loss, 3))}.",
+            f"Held-out loss against tokens. At the end, in nats per token: {each(lambda r: loss_text(r.loss))}.",
             partial(_loss_against_tokens, records),
         ): evaluated,
         Picture(
@@ -130,7 +130,7 @@ def _loss_against_tokens(records: Sequence[RunRecord], palette: Palette) -> Figu
     axes.set_ylim(*_loss_range(records))
     axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator(4 if palette.narrow else 7))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _axis_count(x)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: count_text(x)))
     legend(figure, palette, [r.name for r in records])
     return figure
 
@@ -318,17 +318,7 @@ def _outer_gradients(records: Sequence[RunRecord], palette: Palette) -> Figure:
     for axes in (norm, cosine):
         axes.set_xlim(left=0)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _axis_count(x)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: count_text(x)))
     norm.set_ylim(bottom=0)
     legend(figure, palette, [records[n].name for n in shown], shown)
     return figure
-
-
-# ---------------------------------------------------------------------- shared
-
-
-def _axis_count(x: float) -> str:
-    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(x) >= size:
-            return f"{x / size:g} {unit}"
-    return f"{x:g}"

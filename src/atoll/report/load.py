@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from atoll import metrics
 from atoll.errors import ConfigError, DataError
+from atoll.events import End, Eval, Fault, Resumed, Round, Start, Step, read
 from atoll.plan.cost import Job
 
 
@@ -24,13 +24,13 @@ class RunRecord:
     """run.toml."""
     about: dict[str, Any]
     """about.json: versions, device, seed, when it was started."""
-    start: metrics.Start
-    steps: tuple[metrics.Step, ...]
-    rounds: tuple[metrics.Round, ...]
-    evals: tuple[metrics.Eval, ...]
-    faults: tuple[metrics.Fault, ...]
-    resumes: tuple[metrics.Resumed, ...]
-    end: metrics.End | None
+    start: Start
+    steps: tuple[Step, ...]
+    rounds: tuple[Round, ...]
+    evals: tuple[Eval, ...]
+    faults: tuple[Fault, ...]
+    resumes: tuple[Resumed, ...]
+    end: End | None
     """None while it runs, or if it was killed."""
 
     @property
@@ -39,7 +39,7 @@ class RunRecord:
         return self.end is not None and self.end.outcome == "finished"
 
     @property
-    def last(self) -> metrics.End | metrics.Step | None:
+    def last(self) -> End | Step | None:
         """The newest totals."""
         return self.end or (self.steps[-1] if self.steps else None)
 
@@ -118,23 +118,23 @@ def load(folder: Path) -> RunRecord:
     for needed in ("metrics.jsonl", "run.toml"):
         if not (folder / needed).is_file():
             raise DataError(f"{folder} is not the folder of a run: it has no {needed}")
-    events = metrics.read(folder / "metrics.jsonl")
-    starts = [e for e in events if isinstance(e, metrics.Start)]
+    events = read(folder / "metrics.jsonl")
+    starts = [e for e in events if isinstance(e, Start)]
     if not starts:
         raise DataError(f"{folder / 'metrics.jsonl'} has no start event: nothing has happened in this run yet")
-    newest = next((e for e in reversed(events) if isinstance(e, metrics.Step | metrics.End)), None)
+    newest = next((e for e in reversed(events) if isinstance(e, Step | End)), None)
     record = RunRecord(
         name=printable(starts[-1].name) or printable(folder.resolve().name),
         folder=folder,
         config=_toml(folder / "run.toml"),
         about=_json(folder / "about.json"),
         start=starts[-1],
-        steps=tuple(e for e in events if isinstance(e, metrics.Step)),
-        rounds=tuple(e for e in events if isinstance(e, metrics.Round)),
-        evals=tuple(e for e in events if isinstance(e, metrics.Eval)),
-        faults=tuple(e for e in events if isinstance(e, metrics.Fault)),
-        resumes=tuple(e for e in events if isinstance(e, metrics.Resumed)),
-        end=newest if isinstance(newest, metrics.End) else None,  # an interrupted run may have gone on
+        steps=tuple(e for e in events if isinstance(e, Step)),
+        rounds=tuple(e for e in events if isinstance(e, Round)),
+        evals=tuple(e for e in events if isinstance(e, Eval)),
+        faults=tuple(e for e in events if isinstance(e, Fault)),
+        resumes=tuple(e for e in events if isinstance(e, Resumed)),
+        end=newest if isinstance(newest, End) else None,  # an interrupted run may have gone on
     )
     try:
         record.job()

@@ -15,7 +15,7 @@ from atoll.report.canvas import DARK, LIGHT, css_variables, shorten, to_svg
 from atoll.report.figures import Picture
 from atoll.report.load import RunRecord, printable
 from atoll.report.table import Row, columns, notes
-from atoll.report.units import bytes_text, count_text, percent_text, ratio_text, seconds_text, share_text
+from atoll.units import bytes_text, count_words, loss_text, percent_text, ratio_text, seconds_text, share_text
 
 _MOST_FAULTS = 40  # listed one by one; the rest is counted
 _MOST_TOLD = 4  # runs with a sentence of their own
@@ -84,10 +84,10 @@ def _words(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> Mar
     reference = next(row for row in rows if row.is_reference)
     others = [row for row in rows if row is not reference]
     what = "One run" if len(rows) == 1 else f"{len(rows)} runs"
-    sizes = _span([r.start.parameters for r in records], count_text, "parameters")
+    sizes = _span([r.start.parameters for r in records], count_words, "parameters")
     one = all(r.start.workers == 1 for r in records)
     workers = _span([r.start.workers for r in records], str, "worker" if one else "workers")
-    tokens = _span([r.tokens for r in records], count_text, "tokens")
+    tokens = _span([r.tokens for r in records], count_words, "tokens")
     told = [escape(f"{what} of a model with {sizes}: {workers}, {tokens}."), _ending(reference, link, alone=not others)]
     if len(others) <= _MOST_TOLD:
         told += [_compared(row) for row in others]
@@ -114,7 +114,7 @@ def _outstanding(rows: Sequence[Row]) -> list[Markup]:
 def _ending(row: Row, link: Link, *, alone: bool) -> Markup:
     who = _name(row) if alone else "The reference, " + _name(row) + ","
     ends = "ends at" if row.finished else f"has come to step {row.step} of {row.steps} and"
-    loss = "no held-out loss" if row.loss is None else f"a held-out loss of {row.loss:.3f}"
+    loss = "no held-out loss" if row.loss is None else f"a held-out loss of {loss_text(row.loss)}"
     perplexity = "" if row.perplexity is None else f" (perplexity {row.perplexity:,.2f})"
     sent = f"sends {bytes_text(row.sent_bytes)} per worker" if row.sent_bytes else "sends nothing"
     busy = "" if row.link_time.utilisation == 1 else f", computing for {share_text(row.link_time.utilisation)} of it"
@@ -127,7 +127,7 @@ def _compared(row: Row) -> Markup:
     loss = "has no held-out loss yet"
     if row.loss is not None:
         away = "" if row.against is None else f" ({percent_text(row.against)})"
-        loss = f"{'ends' if row.finished else 'is'} at {row.loss:.3f}{away}"
+        loss = f"{'ends' if row.finished else 'is'} at {loss_text(row.loss)}{away}"
     fewer = f", {ratio_text(row.fewer)}" if row.fewer is not None and ratio_text(row.fewer) != "the same" else ""
     sent = f"with {bytes_text(row.sent_bytes)}{fewer}" if row.sent_bytes else "sends nothing"
     return _name(row) + f" {loss} {sent}, and would take {seconds_text(row.link_time.total_s)}."

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from atoll.plan.cost import Link, RunTime, time_of
 from atoll.report.load import RunRecord
-from atoll.report.units import bytes_text, number_text, percent_text, ratio_text, seconds_text, share_text
+from atoll.units import bytes_text, loss_text, number_text, percent_text, ratio_text, seconds_text, share_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -92,7 +92,7 @@ def columns(rows: Sequence[Row], link: Link) -> list[Column]:
     """The columns after the run's name; comparisons only where there is something to compare."""
     several = len(rows) > 1
     found = [
-        Column("held-out loss", "loss", lambda row: number_text(row.loss, 3)),
+        Column("held-out loss", "loss", lambda row: loss_text(row.loss)),
         Column("loss against reference", "against", lambda row: percent_text(row.against)) if several else None,
         Column("perplexity", "ppl", lambda row: number_text(row.perplexity, 2)),
         Column("sent per worker", "sent", lambda row: bytes_text(row.sent_bytes)),

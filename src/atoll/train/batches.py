@@ -16,8 +16,8 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
+from atoll.checks import check_whole
 from atoll.errors import ConfigError, DataError
-from atoll.shapes import check_whole
 
 LARGEST: Final = 2**40
 """Rows that can be shuffled."""

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from atoll.disk import flush, locked
 from atoll.errors import DataError
+from atoll.units import bytes_text
 
 FORMAT: Final = "atoll-tokens"
 MANIFEST: Final = "manifest.json"
@@ -54,8 +55,8 @@ class Meter:
     def needed(self) -> str:
         """Room that the whole takes, as far as can be told by now."""
         if self.total and self.read:
-            return f"about {_size(self.written * max(1.0, self.total / self.read))}"
-        return f"more than {_size(self.written)}"
+            return f"about {bytes_text(self.written * max(1.0, self.total / self.read))}"
+        return f"more than {bytes_text(self.written)}"
 
 
 def build_once(target: Path, root: Path, meter: Meter, fill: Callable[[Path], dict[str, Any]]) -> None:
@@ -79,7 +80,7 @@ def build_once(target: Path, root: Path, meter: Meter, fill: Callable[[Path], di
                 shutil.rmtree(folder, ignore_errors=True)  # there is none left unless something failed
     except OSError as fault:
         if fault.errno in (errno.ENOSPC, errno.EDQUOT):
-            room = f"the tokens need {meter.needed()}, and {_size(shutil.disk_usage(cache).free)} is free"
+            room = f"the tokens need {meter.needed()}, and {bytes_text(shutil.disk_usage(cache).free)} is free"
             raise DataError(f"{cache} is full: {room}; make room, or set data.cache to another disk") from fault
         raise DataError(f"tokens cannot be kept in data.cache {cache}: {fault.strerror or fault}") from fault
 
@@ -145,7 +146,3 @@ def _parts(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while part := file.read(2**24):
             yield part
-
-
-def _size(count: float) -> str:
-    return f"{count / 1e6:,.1f} MB"

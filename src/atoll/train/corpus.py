@@ -26,8 +26,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, Final
 
+from atoll.checks import check_whole
 from atoll.errors import ConfigError, DataError
-from atoll.shapes import check_whole
 
 WHOLE: Final = 2**22
 """Characters. Text of at least this many is no longer one document but many, so that memory stays bounded."""

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from atoll.errors import ConfigError, DataError
-from atoll.shapes import check_number, check_whole
-from atoll.train.model import Loss
+from atoll.train.model import Loss, check_generation, draw
 
 _NAME_ON_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -75,20 +74,14 @@ class HubModel(nn.Module):
 
         Each is drawn by softmax(logits / temperature) given the last `context` tokens; at 0 it is the likeliest one.
         """
-        check_whole("count", count)
-        check_number("temperature", temperature, 0, "0 takes the likeliest token, more gives others a chance")
+        check_generation(count, temperature)
         tokens, cache, training = prompt, None, self.training
         self.eval()
         try:
             with torch.no_grad():
                 for _ in range(count):
                     logits, cache = self._next_logits(tokens, cache)
-                    if temperature == 0:
-                        drawn = logits.argmax(-1, keepdim=True)
-                    else:  # in fp64 and below 0, or a temperature near 0 would overflow
-                        scores = (logits - logits.amax(-1, keepdim=True)).double() / temperature
-                        drawn = torch.multinomial(scores.softmax(-1), 1, generator=generator)
-                    tokens = torch.cat((tokens, drawn), 1)
+                    tokens = torch.cat((tokens, draw(logits, temperature, generator)), 1)
         finally:
             self.train(training)
         return tokens

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from atoll.checks import check_number, check_whole
 from atoll.errors import ConfigError
-from atoll.shapes import ModelConfig, check_number, check_whole
+from atoll.shapes import ModelConfig
 
 
 def rope_tables(like: Tensor, base: float) -> tuple[Tensor, Tensor]:
@@ -89,6 +90,22 @@ class Loss(NamedTuple):
     """Without z-loss and detached, so that runs can be compared whatever their z-loss."""
 
 
+def check_generation(count: int, temperature: float) -> None:
+    """Refuse what no text can be drawn with."""
+    check_whole("count", count)
+    why = "0 takes the likeliest token, more gives others a chance"
+    check_number("temperature", temperature, least=0, why=why)
+
+
+def draw(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    """Logits [batch, vocabulary] -> tokens [batch, 1], drawn by softmax(logits / temperature); at 0 the likeliest."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    # In fp64 and at most 0, or a temperature near 0 would overflow.
+    scores = (logits - logits.amax(-1, keepdim=True)).double() / temperature
+    return torch.multinomial(scores.softmax(-1), 1, generator=generator)
+
+
 class Decoder(nn.Module):
     """A decoder-only language model, drawn from `generator` or torch's global one: the same seed, the same model.
 
@@ -152,17 +169,10 @@ class Decoder(nn.Module):
 
         Each is drawn by softmax(logits / temperature) given the last `context` tokens; at 0 it is the likeliest one.
         """
-        check_whole("count", count)
-        check_number("temperature", temperature, 0, "0 takes the likeliest token, more gives others a chance")
+        check_generation(count, temperature)
         tokens = prompt
         with torch.no_grad():
             for _ in range(count):
                 logits: Tensor = self(tokens[:, -self.config.context :])[:, -1].float()
-                if temperature == 0:
-                    drawn = logits.argmax(-1, keepdim=True)
-                else:
-                    # At most 0, so that no temperature makes it overflow.
-                    above = (logits - logits.amax(-1, keepdim=True)).double() / temperature
-                    drawn = torch.multinomial(above.softmax(-1), 1, generator=generator)
-                tokens = torch.cat((tokens, drawn), 1)
+                tokens = torch.cat((tokens, draw(logits, temperature, generator)), 1)
         return tokens

@@ -31,7 +31,7 @@ from atoll.errors import AtollError, CheckpointError, ConfigError
 from atoll.events import End, Event, Jsonl, Resumed, Saved, Sink, read
 from atoll.metrics import Metrics, TensorBoard, Trackio, WandB
 from atoll.train import hub, tokens
-from atoll.train.batches import Batches, held_out
+from atoll.train.batches import Batches, HeldOut, held_out
 from atoll.train.export import exists, export
 from atoll.train.model import Decoder
 from atoll.train.recipe import device_of, resolve
@@ -165,7 +165,7 @@ def _batches(config: RunConfig, data: TokenData) -> Batches:
     )
 
 
-def _held_out(config: RunConfig, data: TokenData) -> Any:
+def _held_out(config: RunConfig, data: TokenData) -> HeldOut:
     settings = config.train
     assert settings.sequence is not None
     batch = max(settings.batch // settings.accumulate, 1)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
+from atoll.checks import check_whole
 from atoll.errors import ConfigError, DataError
-from atoll.shapes import check_whole
 from atoll.train.export import exists, load_export
 from atoll.train.tokenizer import Tokenizer
 

@@ -1,13 +1,12 @@
-"""What the events of a run amount to at any moment, and how its numbers are written for people."""
+"""What the events of a run amount to at any moment."""
 
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rich.filesize import decimal
-
-from atoll.metrics import End, Eval, Event, Fault, Resumed, Round, Start, Step
+from atoll.events import End, Eval, Event, Fault, Resumed, Round, Start, Step
+from atoll.units import loss_text
 
 KEPT = 18
 """Evaluations that a curve shows."""
@@ -90,7 +89,7 @@ class Seen:
         return mean(source.bytes_sent) if source else math.nan
 
 
-# ---- how numbers are written
+# ---- several numbers in few characters
 
 
 def mean(values: Sequence[float]) -> float:
@@ -98,42 +97,10 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def loss_text(value: float) -> str:
-    """A loss, or a dash."""
-    return f"{value:.3f}" if math.isfinite(value) else "-"
-
-
 def mean_and_spread(losses: Sequence[float]) -> str:
     """The mean, and from where to where: 4.321 (4.28-4.36)."""
     spread = f" ({min(losses):.2f}-{max(losses):.2f})" if len(losses) > 1 else ""
     return loss_text(mean(losses)) + spread
-
-
-def count_text(value: float) -> str:
-    """A number to three figures: 12.3 k."""
-    if not math.isfinite(value):
-        return "-"
-    for unit in ("", " k", " M", " G", " T"):
-        if abs(value) < 999.5 or unit == " T":
-            break
-        value /= 1000
-    return f"{value:.3g}{unit}"
-
-
-def size_text(value: float) -> str:
-    """Bytes as 12.4 MB."""
-    return decimal(round(value)) if math.isfinite(value) else "-"
-
-
-def clock_text(seconds: float | None) -> str:
-    """Seconds as 1:23 or 4:05:06 or 3 d 7 h."""
-    if seconds is None or not math.isfinite(seconds):
-        return "-"
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    if hours >= 48:
-        return f"{hours // 24} d {hours % 24} h"
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def sparkline(values: Sequence[float]) -> str:

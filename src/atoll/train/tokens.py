@@ -26,8 +26,9 @@ from typing import Any, Final, Literal, Self, get_args
 import numpy as np
 import numpy.typing as npt
 
+from atoll.checks import check_whole
 from atoll.errors import ConfigError, DataError
-from atoll.shapes import check_whole
+from atoll.sections import BPE_VOCABULARY
 from atoll.train.cache import Meter, Tell, build_once, check, silent
 from atoll.train.clusters import assign
 from atoll.train.corpus import documents, identity, missing, text_bytes
@@ -35,8 +36,6 @@ from atoll.train.tokenizer import FILE, Bytes, Ids, Tokenizer, check_vocabulary,
 
 VERSION: Final = 1
 """Of what is on disk; part of a folder's name, so that another version is built anew."""
-VOCABULARY: Final = 8192
-"""Of a BPE, unless told otherwise."""
 BPE_BYTES: Final = 2**28
 """Bytes of text that a BPE is trained on, at most: more hardly changes it."""
 
@@ -130,8 +129,8 @@ def _tokenizer_identity(name: str, vocabulary: int | None) -> str:
         problem = f"data.vocabulary is only for data.tokenizer = 'bpe', got {vocabulary!r} with {name!r}"
         raise ConfigError(f"{problem}: every other tokenizer brings its own")
     if name == "bpe":
-        check_vocabulary(vocabulary or VOCABULARY)
-        return f"bpe {vocabulary or VOCABULARY}"
+        check_vocabulary(vocabulary or BPE_VOCABULARY)
+        return f"bpe {vocabulary or BPE_VOCABULARY}"
     if name == "bytes":
         return name
     path = Path(name).expanduser()
@@ -158,7 +157,7 @@ def _make_tokenizer(name: str, vocabulary: int | None, texts: Iterable[str], met
             if progress.read >= BPE_BYTES:
                 return
 
-    return train_bpe(some(), vocabulary or VOCABULARY)
+    return train_bpe(some(), vocabulary or BPE_VOCABULARY)
 
 
 # What is in the folder.

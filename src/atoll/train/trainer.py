@@ -94,7 +94,7 @@ class Trainer:
                 workers=workers,
                 steps=config.train.steps or 0,
                 parameters=sum(p.numel() for p in model.parameters()),
-                tokens_per_step=config.train.batch * (config.train.sequence or 0),
+                tokens_per_step=self._tokens_per_step,
                 period=self._sync.period if isinstance(self._sync, Sync) else 1,
                 delay=[self._sync.delay_of(w, workers) if isinstance(self._sync, Sync) else 0 for w in range(workers)],
                 codec=codec.format if codec else "none",

@@ -2,9 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, TextIO
+from typing import Literal, TextIO, get_args
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -15,10 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll.errors import ConfigError
-from atoll.metrics import End, Eval, Event, Fault, Resumed, Saved, Sink, Start, Step
-from atoll.train.seen import Seen, clock_text, count_text, loss_text, mean, mean_and_spread, size_text, sparkline
+from atoll.events import End, Eval, Event, Fault, Resumed, Saved, Sink, Start, Step
+from atoll.sections import View
+from atoll.train.cache import Tell, silent
+from atoll.train.seen import Seen, mean, mean_and_spread, sparkline
+from atoll.units import bytes_text, clock_text, count_text, loss_text
 
-KINDS = ("auto", "live", "lines", "none")
 QUIET_S = 10.0
 """In lines, seconds of a run between two that only say how far it is."""
 
@@ -39,8 +41,8 @@ def view(kind: str = "auto", stream: TextIO | None = None, past: Iterable[Event]
 
 def _console(kind: str, stream: TextIO | None) -> Console | None:
     """Where to show things, nowhere if `kind` is none."""
-    if kind not in KINDS:
-        raise ConfigError(f"log.view must be one of {', '.join(KINDS)}, got {kind!r}")
+    if kind not in get_args(View):
+        raise ConfigError(f"log.view must be one of {', '.join(get_args(View))}, got {kind!r}")
     return None if kind == "none" else Console(file=stream, force_terminal=True if kind == "live" else None)
 
 
@@ -56,11 +58,9 @@ def _say(console: Console, line: str, style: str = "") -> None:
 
 
 class _NoView:
-    def write(self, event: Event) -> None:
-        pass
+    def write(self, event: Event) -> None: ...
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
 
 class _LinesView:
@@ -102,7 +102,7 @@ def _sentence(event: Event, seen: Seen) -> str:
         case Start():
             return f"{_what(event)}, {event.steps} steps"
         case Step():
-            speed = f"{count_text(event.tokens_per_s)} tokens/s, {size_text(seen.sent)} sent per worker"
+            speed = f"{count_text(event.tokens_per_s)} tokens/s, {bytes_text(seen.sent)} sent per worker"
             return f"{where}: loss {mean_and_spread(seen.losses)}, {speed}{_left(seen.left_s, ', ')}"
         case Eval():
             best = "best so far" if event.best else f"best {loss_text(seen.best)}"
@@ -127,7 +127,7 @@ def _summary(end: End, seen: Seen) -> str:
         f"{end.outcome} at step {end.step}" + (f"/{seen.steps}" if seen.steps else ""),
         f"{count_text(end.tokens)} tokens in {clock_text(end.seconds)}",
         f"held-out loss {loss_text(end.loss)} (best {loss_text(end.best_loss)})",
-        f"{size_text(seen.sent)} sent per worker",
+        f"{bytes_text(seen.sent)} sent per worker",
     ]
     if seen.faults:
         parts.append(_faults(seen.faults))
@@ -188,7 +188,7 @@ class _Panel:
         loss = _field("loss", mean_and_spread(seen.losses))
         held = _field("held out", held_out)
         speed = _field("tokens/s", count_text(seen.last.tokens_per_s) if seen.last else "-")
-        sent = _field("sent", f"{size_text(seen.sent)} per worker" if seen.last else "-")
+        sent = _field("sent", f"{bytes_text(seen.sent)} per worker" if seen.last else "-")
         faults = _field("faults", str(seen.faults), "bold red" if seen.faults else "")
         if width < 54:
             rows = [loss, held, speed, faults if seen.faults else sent]
@@ -304,7 +304,7 @@ def _numbers(seen: Seen) -> tuple[str, ...]:
     """The cells of a row: how far, training loss, held-out loss, bytes sent per worker."""
     share = f"{seen.step / seen.steps:.0%}" if seen.steps else ""
     held_out = loss_text(seen.evals[-1]) if seen.evals else "-"
-    return share, loss_text(mean(seen.losses)), held_out, size_text(seen.sent)
+    return share, loss_text(mean(seen.losses)), held_out, bytes_text(seen.sent)
 
 
 def _state_text(state: str) -> Text:
@@ -315,11 +315,11 @@ def _state_text(state: str) -> Text:
 
 
 @contextmanager
-def preparing(kind: str = "auto", stream: TextIO | None = None) -> Iterator[Callable[[str, int, int | None], None]]:
+def preparing(kind: str = "auto", stream: TextIO | None = None) -> Iterator[Tell]:
     """Progress of preparing tokens: gives tell(stage, done, total or None); silent if it is never called."""
     console = _console(kind, stream)
     if console is None:
-        yield lambda stage, done, total: None
+        yield silent
         return
     screen = _Bars(console) if _is_live(kind, console) else _Stages(console)
     teller = _Teller(screen)

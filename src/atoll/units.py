@@ -1,11 +1,29 @@
-"""Numbers as people read them: decimal units, three digits."""
+"""Numbers as people read them: decimal units, three digits, "-" where there is no number."""
 
 import math
 
 
 def bytes_text(count: float) -> str:
     """1234567 -> '1.23 MB'."""
-    return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))
+    return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB")) if math.isfinite(count) else "-"
+
+
+def count_text(count: float) -> str:
+    """213504 -> '214 k': in tables, on axes and beside a unit."""
+    if not math.isfinite(count):
+        return "-"
+    for unit in ("", " k", " M", " G", " T"):
+        if abs(count) < 999.5 or unit == " T":
+            break
+        count /= 1000
+    return f"{count:.3g}{unit}"
+
+
+def count_words(count: float) -> str:
+    """213504 -> '214 thousand': in sentences; small numbers in full."""
+    if count < 10_000:
+        return f"{count:,.0f}"
+    return _scaled(count, ("", "thousand", "million", "billion", "trillion"))
 
 
 def seconds_text(seconds: float) -> str:
@@ -25,15 +43,24 @@ _TIMES = [  # from how many seconds on, the unit in seconds, its name
 ]
 
 
-def count_text(count: float) -> str:
-    """213504 -> '214 thousand'; small numbers in full."""
-    if count < 10_000:
-        return f"{count:,.0f}"
-    return _scaled(count, ("", "thousand", "million", "billion", "trillion"))
+def clock_text(seconds: float | None) -> str:
+    """Of a clock that runs: '1:23', '4:05:06' or '3 d 7 h'."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24} h"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def loss_text(loss: float | None) -> str:
+    """Nats per token: '2.345'."""
+    return number_text(loss, 3)
 
 
 def ratio_text(fewer: float | None) -> str:
-    """How many times fewer (or more) bytes than another run; None: it cannot be said."""
+    """How many times fewer (or more) bytes than another run."""
     if fewer is None:
         return "-"
     if 0.95 < fewer < 1.05:
@@ -57,7 +84,7 @@ def share_text(share: float) -> str:
 
 
 def number_text(value: float | None, decimals: int) -> str:
-    """A plain number, '-' where there is none."""
+    """A plain number: '1,234.50'."""
     return "-" if value is None or not math.isfinite(value) else f"{value:,.{decimals}f}"
 
 

@@ -1,0 +1,17 @@
+"""What numbers must be, refused in one voice wherever they come from."""
+
+import math
+
+from atoll.errors import ConfigError
+
+
+def check_whole(setting: str, value: object, *, least: int = 1, why: str = "it counts things") -> None:
+    """Refuse what is no whole number of at least `least`; True is none."""
+    if type(value) is not int or value < least:
+        raise ConfigError(f"{setting} must be a whole number of at least {least}, got {value!r}: {why}")
+
+
+def check_number(setting: str, value: object, *, least: float, why: str) -> None:
+    """Refuse what is no finite number of at least `least`."""
+    if not isinstance(value, int | float) or not least <= value < math.inf:
+        raise ConfigError(f"{setting} must be a finite number of at least {least}, got {value!r}: {why}")
