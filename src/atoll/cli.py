@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from atoll.errors import AtollError, ConfigError
+from atoll.layout import RUN
 
 # ---------------------------------------------------------------------- errors
 
@@ -202,10 +203,10 @@ def train(
             raise ConfigError(f"{run}: is a folder; to continue the run in it, add --resume")
         if out or name:
             raise ConfigError(f"{run}: is the folder of a run, which --out and --name cannot change")
-        if not (run / "run.toml").is_file():
-            raise ConfigError(f"{run}: is not the folder of a run: it has no run.toml")
+        if not (run / RUN).is_file():
+            raise ConfigError(f"{run}: is not the folder of a run: it has no {RUN}")
         folder = run.resolve()  # the file may say "runs", seen from elsewhere
-        file, settings = run / "run.toml", settings | {"out": str(folder.parent), "name": folder.name}
+        file, settings = run / RUN, settings | {"out": str(folder.parent), "name": folder.name}
     config = load(file, changes or ()).changed(**{key: value for key, value in settings.items() if value is not None})
 
     from atoll.train.run import train as train_run

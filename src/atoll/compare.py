@@ -22,11 +22,12 @@ from rich.text import Text
 
 from atoll.config import RunConfig
 from atoll.events import Tail
+from atoll.layout import METRICS, RUN
 from atoll.plan.cost import parse_link
 from atoll.report import load_all, rich_table, summary, write
 from atoll.report.table import Row
 from atoll.study import Claim, Study, read
-from atoll.train.run import METRICS, RUN, prepare
+from atoll.train.run import prepare
 from atoll.train.sample import sample
 from atoll.train.view import Board
 
@@ -107,7 +108,7 @@ class _Child:
 
 def run_all(study: Study, *, jobs: int | None = None, fresh: bool = False) -> dict[str, str]:
     """Run what is not finished; returns why runs failed, by name."""
-    cores = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     at_once = min(jobs or (1 if _on_gpu(study) else cores), len(study.runs))
     threads = max(1, cores // at_once)
     for run in study.runs.values():

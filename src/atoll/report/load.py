@@ -10,6 +10,7 @@ from typing import Any
 
 from atoll.errors import ConfigError, DataError
 from atoll.events import End, Eval, Fault, Resumed, Round, Start, Step, read
+from atoll.layout import ABOUT, METRICS, RUN
 from atoll.plan.cost import Job
 
 
@@ -114,20 +115,20 @@ def load(folder: Path) -> RunRecord:
     folder = Path(folder)
     if not folder.is_dir():
         what = "is a file, not" if folder.exists() else "does not exist, or is not"
-        raise DataError(f"{folder} {what} the folder of a run: give the folder that holds metrics.jsonl")
-    for needed in ("metrics.jsonl", "run.toml"):
+        raise DataError(f"{folder} {what} the folder of a run: give the folder that holds {METRICS}")
+    for needed in (METRICS, RUN):
         if not (folder / needed).is_file():
             raise DataError(f"{folder} is not the folder of a run: it has no {needed}")
-    events = read(folder / "metrics.jsonl")
+    events = read(folder / METRICS)
     starts = [e for e in events if isinstance(e, Start)]
     if not starts:
-        raise DataError(f"{folder / 'metrics.jsonl'} has no start event: nothing has happened in this run yet")
+        raise DataError(f"{folder / METRICS} has no start event: nothing has happened in this run yet")
     newest = next((e for e in reversed(events) if isinstance(e, Step | End)), None)
     record = RunRecord(
         name=printable(starts[-1].name) or printable(folder.resolve().name),
         folder=folder,
-        config=_toml(folder / "run.toml"),
-        about=_json(folder / "about.json"),
+        config=_toml(folder / RUN),
+        about=_json(folder / ABOUT),
         start=starts[-1],
         steps=tuple(e for e in events if isinstance(e, Step)),
         rounds=tuple(e for e in events if isinstance(e, Round)),
@@ -139,7 +140,7 @@ def load(folder: Path) -> RunRecord:
     try:
         record.job()
     except ConfigError as error:
-        raise DataError(f"{folder / 'metrics.jsonl'}: the start event cannot be that of a run: {error}") from error
+        raise DataError(f"{folder / METRICS}: the start event cannot be that of a run: {error}") from error
     return record
 
 

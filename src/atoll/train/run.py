@@ -1,13 +1,4 @@
-"""One run and its folder: set up, train, save, stop, resume, export.
-
-out/name/
-  run.toml        every setting, also those that the run file left out
-  about.json      versions, seed, device, sizes
-  metrics.jsonl   what happened (atoll.events)
-  checkpoints/    the latest whole states of the run
-  best/           the outer parameters with the lowest held-out loss
-  model/          the final model, exported
-"""
+"""One run in its folder (atoll.layout): set up, train, save, stop, resume, export."""
 
 import json
 import platform
@@ -29,6 +20,7 @@ from atoll.config import RunConfig
 from atoll.disk import locked, write_whole
 from atoll.errors import AtollError, CheckpointError, ConfigError
 from atoll.events import End, Event, Jsonl, Resumed, Saved, Sink, read
+from atoll.layout import ABOUT, BEST, CHECKPOINTS, METRICS, MODEL, RUN
 from atoll.metrics import Metrics, TensorBoard, Trackio, WandB
 from atoll.train import hub, tokens
 from atoll.train.batches import Batches, HeldOut, held_out
@@ -39,14 +31,6 @@ from atoll.train.tokens import TokenData
 from atoll.train.trainer import Model, Trainer
 from atoll.train.view import preparing, view
 
-RUN, ABOUT, METRICS, CHECKPOINTS, BEST, MODEL = (
-    "run.toml",
-    "about.json",
-    "metrics.jsonl",
-    "checkpoints",
-    "best",
-    "model",
-)
 FREE_TO_CHANGE = ("out", "name", "log.", "train.keep", "train.save_every")
 """Settings that a resumed run may have otherwise, for they change nothing that is computed."""
 

@@ -6,6 +6,7 @@ import torch
 
 from atoll.checks import check_whole
 from atoll.errors import ConfigError, DataError
+from atoll.layout import MODEL, RUN
 from atoll.train.export import exists, load_export
 from atoll.train.tokenizer import Tokenizer
 
@@ -35,14 +36,14 @@ def sample(
 
 def _exported(folder: Path) -> Path:
     """The export that is meant by a run's folder, or by its own."""
-    if not (folder / "run.toml").is_file():
+    if not (folder / RUN).is_file():
         if not exists(folder):
-            raise DataError(f"{folder} is neither a run nor an exported model: it has no run.toml and no config.json")
+            raise DataError(f"{folder} is neither a run nor an exported model: it has no {RUN} and no config.json")
         return folder
-    if not exists(folder / "model"):
-        command = f"atoll train {folder / 'run.toml'} --resume"
+    if not exists(folder / MODEL):
+        command = f"atoll train {folder / RUN} --resume"
         raise DataError(f"the run in {folder} has no model/ yet, it has not finished: `{command}` goes on with it")
-    return folder / "model"
+    return folder / MODEL
 
 
 def _text(tokenizer: Tokenizer, ids: list[int]) -> str:

@@ -167,12 +167,16 @@ class Trainer:
         """
         if self._device.type != "cpu" or isinstance(self._sync, Gradients) or math.isfinite(loss.item()):
             return False
+        self._need_others()
+        return True
+
+    def _need_others(self) -> None:
+        """Without other workers to go on with, a loss that is not finite is the end of a run."""
         if self._crew is None:
             raise NonFiniteError(
                 f"the loss of step {self.steps} is not finite: lower train.lr or train.clip; "
                 "checkpoints of earlier steps are intact"
             )
-        return True
 
     def _tell_faults(self, before: list[tuple[int, int]]) -> None:
         """Report who was rolled back or left out of a round in this step."""
@@ -207,6 +211,8 @@ class Trainer:
 
     def _log(self, rate: float) -> None:
         interval = self._tally.take()
+        if any(loss is not None and not math.isfinite(loss) for loss in interval.losses):
+            self._need_others()
         self._sink.write(
             Step(
                 step=self.steps,
