@@ -7,6 +7,7 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, Literal
 
 import typer
@@ -34,10 +35,10 @@ class Commands(TyperGroup):
 def _explained(*, debug: bool) -> Iterator[None]:
     try:
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         if debug:
             raise
-        _complain("interrupted")
+        typer.echo(str(stop) or "interrupted", err=True)
         raise SystemExit(130) from None
     except Exception as error:
         message = None if debug else _message(error)
@@ -45,6 +46,15 @@ def _explained(*, debug: bool) -> Iterator[None]:
             raise
         _complain(message)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
+
+
+@contextmanager
+def _saying(words: str) -> Iterator[None]:
+    """What Ctrl-C is answered with inside; where training catches it, it has words of its own."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(words) from None
 
 
 def _message(error: Exception) -> str | None:
@@ -92,11 +102,21 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
+def _assignments(texts: list[str] | None) -> list[str] | None:
+    """Refused here already: of `--set sync.workers 4`, the parser would only find an argument too many."""
+    for text in texts or ():
+        if "=" not in text:
+            raise ConfigError(f"--set {text}: use --set KEY=VALUE, such as --set sync.period=50")
+    return texts
+
+
 Set = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
+        callback=_assignments,
         help="Another value for a setting of the run file, such as sync.period=50; may be given many times.",
     ),
 ]
@@ -138,18 +158,22 @@ def _atoll(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the runs and the report.")] = Path("runs/demo"),
-    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Inner steps of each worker.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Inner steps of each worker; left out: 800.")
+    ] = None,
     jobs: Jobs = None,
 ) -> None:
     """Four methods side by side, on a CPU in a few minutes.
 
     Data-parallel, DiLoCo, Streaming and Eager see equally many tokens. At the
-    end: a table (loss, bytes, hours on a slow link), a report, and a sample of
-    what a model writes.
+    end: a table (loss, bytes, time at 100 Mbit/s), a report, pictures, and a
+    sample of what a model writes.
     """
-    from atoll.compare import demo as run_demo
+    with _saying("stopped; the same command begins again"):
+        from atoll.compare import demo as run_demo
 
-    raise typer.Exit(run_demo(out, steps, jobs))
+        status = run_demo(out, steps, jobs)
+    raise typer.Exit(status)
 
 
 @app.command()
@@ -209,9 +233,15 @@ def train(
         file, settings = run / RUN, settings | {"out": str(folder.parent), "name": folder.name}
     config = load(file, changes or ()).changed(**{key: value for key, value in settings.items() if value is not None})
 
-    from atoll.train.run import train as train_run
+    place = Path(config.out).expanduser() / config.name
+    try:
+        from atoll.train.run import train as train_run
 
-    done = train_run(config, resume=resume)
+        done = train_run(config, resume=resume)
+    except KeyboardInterrupt:  # while preparing, or the second one: training itself saves on the first
+        if (place / RUN).exists():
+            raise KeyboardInterrupt(f"interrupted; continue with: atoll train {quote(str(place))} --resume") from None
+        raise KeyboardInterrupt("stopped before training began; the same command begins again") from None
     typer.echo(f"the run is in {done}; to look at it: atoll report {done}, atoll sample {done}")
 
 
@@ -224,23 +254,34 @@ def compare(
     fresh: Annotated[bool, typer.Option("--fresh", help="Train again what has been trained already.")] = False,
     link: LinkSpeed = "100Mbit/s",
 ) -> None:
-    """Train several runs; ends in a table and a picture.
+    """Train several runs; ends in a table, the claims, a report and pictures.
 
-    Runs that are finished are not repeated, and interrupted ones continue.
+    Runs that are finished are not repeated, and interrupted ones continue. The
+    exit status is 0, also when a claim does not hold, and 1 when a run fails.
 
     [bold]Examples:[/]
       atoll compare examples/drops.toml
       atoll compare diloco.toml streaming.toml --set train.steps=500 --jobs 2
     """
-    from atoll.compare import compare as compare_runs
+    with _saying(f"stopped; the same command {'begins again' if fresh else 'goes on from there'}"):
+        from atoll.compare import compare as compare_runs
 
-    raise typer.Exit(compare_runs(files, changes or [], jobs=jobs, out=out, fresh=fresh, link=link))
+        status = compare_runs(files, changes or [], jobs=jobs, out=out, fresh=fresh, link=link)
+    raise typer.Exit(status)
 
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path("report.html"),
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Folders of runs; a folder of such folders stands for all its runs."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="The page to write; left out: RUN/report.html for one folder, else ./report.html."
+        ),
+    ] = None,
     png: Annotated[Path | None, typer.Option(metavar="DIR", help="Also write the pictures there, as PNG.")] = None,
     link: LinkSpeed = "100Mbit/s",
 ) -> None:
@@ -251,12 +292,14 @@ def report(
 
     [bold]Examples:[/]
       atoll report runs/run
+      atoll report runs/drops
       atoll report runs/diloco runs/streaming --link 1Gbit/s,50ms --out both.html
     """
     from atoll.plan.cost import parse_link
     from atoll.report import write
 
-    for path in write(runs, out, link=parse_link(link), png=png):
+    page = out or (runs[0] if len(runs) == 1 else Path()) / "report.html"
+    for path in write(runs, page, link=parse_link(link), png=png):
         typer.echo(f"wrote {path}")
 
 
@@ -270,6 +313,9 @@ def sample(
     ] = 0.8,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="The same seed gives the same text.")] = 0,
     count: Annotated[int, typer.Option(min=1, metavar="N", help="How many texts.")] = 1,
+    best: Annotated[
+        bool, typer.Option("--best", help="The weights with the lowest held-out loss, not the final ones.")
+    ] = False,
 ) -> None:
     """Let a trained model write.
 
@@ -278,7 +324,7 @@ def sample(
     """
     from atoll.train.sample import sample as sample_texts
 
-    texts = sample_texts(folder, prompt, tokens=tokens, temperature=temperature, seed=seed, count=count)
+    texts = sample_texts(folder, prompt, tokens=tokens, temperature=temperature, seed=seed, count=count, best=best)
     typer.echo("\n\n---\n\n".join(texts))
 
 

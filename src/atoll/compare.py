@@ -5,7 +5,6 @@ finished is not run again; what was interrupted is resumed.
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -21,12 +21,14 @@ from rich.console import Console
 from rich.text import Text
 
 from atoll.config import RunConfig
+from atoll.errors import AtollError, DataError
 from atoll.events import Tail
-from atoll.layout import METRICS, RUN
+from atoll.layout import METRICS
 from atoll.plan.cost import parse_link
 from atoll.report import load_all, rich_table, summary, write
 from atoll.report.table import Row
 from atoll.study import Claim, Study, read
+from atoll.train.folder import RunFolder
 from atoll.train.run import prepare
 from atoll.train.sample import sample
 from atoll.train.view import Board
@@ -56,11 +58,12 @@ def compare(
     if folders:
         rows = summary(load_all(folders), slow)
         console.print(rich_table(rows, slow))
-        for claim in study.claims:
-            console.print(Text(verdict(claim, rows)), soft_wrap=True)
+        verdicts = [verdict(claim, rows) for claim in study.claims]
+        for told in verdicts:
+            console.print(Text(told), soft_wrap=True)
         place = folders[0].parent
         page, pictures = place / "report.html", place / "pictures"
-        write(folders, page, link=slow, png=pictures)
+        write(folders, page, link=slow, png=pictures, title=study.title, claims=verdicts)
         console.print(Text(f"report: {page}   pictures: {pictures}"), soft_wrap=True)
     for name, why in failed.items():
         print(f"error: run {name} failed: {why}", file=sys.stderr)
@@ -81,7 +84,7 @@ def demo(out: Path, steps: int | None = None, jobs: int | None = None) -> int:
 
 def folder_of(run: RunConfig) -> Path:
     """Where a run is kept."""
-    return Path(run.out) / run.name
+    return RunFolder(run).path
 
 
 def verdict(claim: Claim, rows: Sequence[Row]) -> str:
@@ -89,10 +92,10 @@ def verdict(claim: Claim, rows: Sequence[Row]) -> str:
     losses = {row.name: row.loss for row in rows}
     one, other = losses.get(claim.run), losses.get(claim.against)
     if one is None or other is None:
-        return f"unknown         {claim.say}: a run is missing"
+        return f"unknown: {claim.say} (a run is missing)"
     difference = one / other - 1
     figures = f"{claim.run} {one:.3f}, {claim.against} {other:.3f}: {difference:+.1%}"
-    return f"{'holds' if claim.holds(difference) else 'does not hold':15} {claim.say} ({figures})"
+    return f"{'holds' if claim.holds(difference) else 'does not hold'}: {claim.say} ({figures})"
 
 
 # ---- processes
@@ -112,10 +115,11 @@ def run_all(study: Study, *, jobs: int | None = None, fresh: bool = False) -> di
     at_once = min(jobs or (1 if _on_gpu(study) else cores), len(study.runs))
     threads = max(1, cores // at_once)
     for run in study.runs.values():
-        if fresh and (folder_of(run) / RUN).exists():
-            shutil.rmtree(folder_of(run))
+        if fresh:
+            RunFolder(run).clear()
     for run in {(run.data, run.sync.workers): run for run in study.runs.values()}.values():
-        prepare(run)  # once, with a progress bar, before they all ask for it
+        with suppress(AtollError):  # the run itself will say it, and take no other down
+            prepare(run)  # once, with a progress bar, before they all ask for it
     board = Board(list(study.runs))
     children = _Children(board, at_once, threads)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -123,7 +127,7 @@ def run_all(study: Study, *, jobs: int | None = None, fresh: bool = False) -> di
         children.run(study)
     except KeyboardInterrupt:
         board.close()
-        print("stopped, and all runs are saved; the same command goes on from there", flush=True)
+        print("stopped; what was saved is kept, and the same command goes on from there", flush=True)
         raise SystemExit(130) from None
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -159,13 +163,13 @@ class _Children:
                 self._stop()
 
     def _start(self, run: RunConfig, scratch: Path) -> _Child:
-        if run.threads is None:
+        if run.threads is None and not RunFolder(run).begun:  # a run goes on with the threads it has begun with
             run = run.changed(threads=self._threads)
         file = scratch / f"{run.name}.toml"
         file.write_text(run.changed(**{"log.view": "none"}).to_toml())
         errors = (scratch / f"{run.name}.err").open("w+b")
         command = [sys.executable, "-m", "atoll", "train", str(file), "--resume"]
-        environment = os.environ | {"OMP_NUM_THREADS": str(run.threads)}
+        environment = os.environ | {"OMP_NUM_THREADS": str(run.threads or self._threads)}
         # In a session of its own: Ctrl-C reaches this process alone, which passes it on once; twice would not save.
         process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=errors, env=environment, start_new_session=True
@@ -176,8 +180,13 @@ class _Children:
         """Pass on what has happened, and take leave of those that have ended."""
         for child in list(self._running):
             status = child.process.poll()
-            for event in child.tail.new():
-                self._board.update(child.name, event)
+            try:
+                for event in child.tail.new():
+                    self._board.update(child.name, event)
+            except DataError as fault:
+                child.process.kill()
+                status = child.process.wait()
+                child.errors.write(str(fault).encode())
             if status is None:
                 continue
             self._running.remove(child)

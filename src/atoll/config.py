@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from atoll import runfile
 from atoll.conflicts import (
@@ -64,8 +64,8 @@ class _ConflictError(ValueError):
 class RunConfig(Section):
     """Everything that decides what a run does; made by `load`, `parse` or `changed`."""
 
-    name: Name = "run"
-    """Folder of the run, under out."""
+    name: Name = Field(default="run", examples=["run"])
+    """Folder of the run, under out; left out: the name of this file, without .toml."""
     out: Text = "runs"
     """Folder of all runs."""
     seed: Seed = 0
@@ -243,8 +243,23 @@ def _fragments_of(text: str) -> "FragmentPolicy":
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run that a file describes, with overrides like "sync.period=50"; ConfigError lists all that is wrong."""
-    return parse(runfile.read(Path(path)), overrides, str(path))
+    """The run that a file describes, with overrides like "sync.period=50"; ConfigError lists all that is wrong.
+
+    A run that the file gives no name has that of the file.
+    """
+    path = Path(path)
+    table = runfile.parse_toml(runfile.read(path), str(path))
+    if "study" in table:
+        raise ConfigError(f"{path}: this is a study, with several runs: atoll compare {path}")
+    return parse({"name": name_of(path)} | table, overrides, str(path))
+
+
+def name_of(path: Path) -> str:
+    """What a run is called by its file: run.toml is "run", and so is what would not do for a name."""
+    try:
+        return TypeAdapter[str](Name).validate_python(path.stem)
+    except ValidationError:
+        return "run"
 
 
 def parse(source: str | Mapping[str, Any], overrides: Sequence[str] = (), where: str = "run.toml") -> RunConfig:
@@ -255,21 +270,26 @@ def parse(source: str | Mapping[str, Any], overrides: Sequence[str] = (), where:
 
 
 def _checked(table: runfile.Table, where: str, overrides: Sequence[str] = ()) -> RunConfig:
-    try:
-        return RunConfig.model_validate(table)
-    except ValidationError as error:
-        lines = _problems(error, table)
+    if lines := problems(table):
+        raise runfile.refusal(blaming(where, lines, overrides), lines)
+    return RunConfig.model_validate(table)
+
+
+def blaming(where: str, lines: Sequence[str], overrides: Sequence[str]) -> str:
+    """The name of a file, with the overrides that some of its problems are about."""
     starts = {text: tuple(text.partition("=")[0].strip() + end for end in ":.[") for text in overrides}
     if blamed := [text for text, start in starts.items() if any(line.startswith(start) for line in lines)]:
-        where = f"{where} with {runfile.shortened(', '.join(blamed))}"
-    if len(lines) == 1:
-        raise ConfigError(f"{where}: {lines[0]}")
-    raise ConfigError("\n  ".join([f"{where}: {len(lines)} problems", *lines]))
+        return f"{where} with {runfile.shortened(', '.join(blamed))}"
+    return where
 
 
-def _problems(error: ValidationError, table: runfile.Table) -> list[str]:
-    """Every wrong setting, then what the right ones cannot be together."""
-    errors = error.errors(include_url=False)
+def problems(table: runfile.Table) -> list[str]:
+    """Every wrong setting, then what the right ones cannot be together, a line each; none if it is a run."""
+    try:
+        RunConfig.model_validate(table)
+        return []
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
     wrong = runfile.problems((e for e in errors if e["loc"]), RunConfig, table)
     if wrong:
         try:

@@ -4,7 +4,7 @@ run.toml        every setting, also those that the run file left out; once it is
 about.json      versions, seed, device, sizes
 metrics.jsonl   what happened (atoll.events)
 checkpoints/    the latest whole states of the run
-best/           the outer parameters with the lowest held-out loss
+best/           the outer parameters with the lowest held-out loss, exported like model/
 model/          the final model, exported
 """
 

@@ -8,7 +8,7 @@ import json
 import re
 import tomllib
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from textwrap import wrap
@@ -30,12 +30,14 @@ Keys = tuple[int | str, ...]
 # ---------------------------------------------------------------------- in
 
 
-def read(path: Path) -> str:
-    """The text of a run file; ConfigError says why there is none."""
+def read(path: Path, missing: str | None = None) -> str:
+    """The text of a run file; ConfigError says why there is none. `missing` is what to say of a path without a file."""
     try:
         return path.read_bytes().decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; `atoll init {path}` writes one to start from") from None
+        advice = f"no such file; `atoll init {path}` writes one to start from"
+        advice = advice if path.suffix == ".toml" else "no such run or run file"
+        raise ConfigError(f"{path}: {missing or advice}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: is a folder, not a run file") from None
     except UnicodeDecodeError as error:
@@ -114,8 +116,13 @@ def without(table: Mapping[str, Any], places: Iterable[Keys]) -> Table:
 # ---------------------------------------------------------------------- what is wrong
 
 
-def problems(errors: Iterable[ErrorDetails], model: type[BaseModel], table: Mapping[str, Any]) -> dict[Keys, str]:
-    """Place of each wrong setting -> one line that begins with its key, however many ways it is wrong in."""
+def problems(
+    errors: Iterable[ErrorDetails], model: type[BaseModel], table: Mapping[str, Any], what: str = "a run file"
+) -> dict[Keys, str]:
+    """Place of each wrong setting -> one line that begins with its key, however many ways it is wrong in.
+
+    `what` is what errors call the table.
+    """
     lines: dict[Keys, str] = {}
     for error in errors:
         place: Keys = error["loc"][: 2 if section(model, error["loc"][0]) else 1]  # what follows is inside the value
@@ -124,13 +131,22 @@ def problems(errors: Iterable[ErrorDetails], model: type[BaseModel], table: Mapp
         key = ".".join(map(_key, place))
         owner = model if len(place) == 1 else section(model, place[0])
         if error["type"] in ("extra_forbidden", "invalid_key") and error["loc"] == place:
-            lines[place] = f"{key}: unknown key; {_meant(place, model)}"
+            lines[place] = f"{key}: unknown key; {_meant(place, model, what)}"
+        elif error["type"] == "missing" and error["loc"] == place and owner is not None:
+            lines[place] = f"{key}: is missing: {purpose(owner, str(place[-1]))}"
         elif owner is None or section(owner, place[-1]):
             example = f"write [{key}] on a line, and its settings below it"
             lines[place] = f"{key}: must be a table, got {shown(error['input'])}: {example}"
         else:
             lines[place] = f"{key}: {_misfit(owner, str(place[-1]), _at(table, place))}"
     return lines
+
+
+def refusal(where: str, lines: Sequence[str]) -> ConfigError:
+    """The error that tells all problems of a file, each on a line."""
+    if len(lines) == 1:
+        return ConfigError(f"{where}: {lines[0]}")
+    return ConfigError("\n  ".join([f"{where}: {len(lines)} problems", *lines]))
 
 
 def section(model: type[BaseModel], name: object) -> type[BaseModel] | None:
@@ -146,7 +162,7 @@ def _at(table: Any, place: Keys) -> Any:
     return table
 
 
-def _meant(place: Keys, model: type[BaseModel]) -> str:
+def _meant(place: Keys, model: type[BaseModel], what: str) -> str:
     """The key that was meant, in this section before others; else all that this section has."""
     home, name = str(place[0]) if len(place) > 1 else "", str(place[-1])
     sections = {"": model} | {name: inner for name in model.model_fields if (inner := section(model, name))}
@@ -156,7 +172,7 @@ def _meant(place: Keys, model: type[BaseModel]) -> str:
             full.setdefault(field, f"{title}.{field}".lstrip("."))
     if close := get_close_matches(name.lower(), full, n=1, cutoff=0.6):
         return f"did you mean {full[close[0]]}?"
-    return f"{home or 'a run file'} has {', '.join(sections[home].model_fields)}"
+    return f"{home or what} has {', '.join(sections[home].model_fields)}"
 
 
 def _misfit(owner: type[BaseModel], name: str, value: Any) -> str:

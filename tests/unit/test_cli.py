@@ -2,8 +2,12 @@
 
 import errno
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,6 +50,13 @@ def test_every_command_explains_all_its_options(command: str) -> None:
     assert atoll(command, "-h").exit_code == 0
     for parameter in typer.main.get_command(cli.app).commands[command].params:  # type: ignore[attr-defined]
         assert getattr(parameter, "help", None), f"{command} {parameter.name}"
+
+
+def test_the_demo_has_the_steps_its_help_says() -> None:
+    from atoll.compare import DEMO
+
+    steps = tomllib.loads(DEMO.read_text())["train"]["steps"]
+    assert f"left out: {steps}." in " ".join(atoll("demo", "--help").stdout.replace("│", " ").split())
 
 
 def test_help_imports_nothing_slow() -> None:
@@ -107,6 +118,10 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
 def test_a_missing_run_file_says_how_to_get_one(tmp_path: Path) -> None:
     text = complaint("train", tmp_path / "absent.toml", code=2)
     assert "absent.toml: no such file; `atoll init" in text and text.count("\n") == 1
+    text = complaint("train", tmp_path / "typo", "--resume", code=2)
+    assert text == f"error: {tmp_path / 'typo'}: no such run or run file\n"
+    text = complaint("compare", tmp_path / "absent.toml", code=2)
+    assert text == f"error: {tmp_path / 'absent.toml'}: no such study; see examples/\n"
 
 
 def test_all_problems_of_a_run_file_are_lines(tmp_path: Path) -> None:
@@ -124,8 +139,16 @@ def test_options_are_checked_like_the_settings_they_stand_for(tmp_path: Path) ->
     file = tmp_path / "run.toml"
     file.write_text("")
     assert "name: must be letters" in complaint("train", file, "--name", "a/b", code=2)
-    assert "must be KEY=VALUE" in complaint("train", file, "--set", "sync.period", code=2)
+    for command in ("train", "compare"):
+        assert "use --set KEY=VALUE" in complaint(command, file, "--set", "sync.period", code=2)
+        assert "use --set KEY=VALUE" in complaint(command, file, "--set", "sync.period", "4", code=2)
     assert "--view" in complaint("train", file, "--view", "film", code=2)
+
+
+def test_a_study_is_not_trained(tmp_path: Path) -> None:
+    (tmp_path / "study.toml").write_text("[[study.runs]]\nname = 'a'")
+    text = complaint("train", tmp_path / "study.toml", code=2)
+    assert "this is a study, with several runs: atoll compare" in text
 
 
 def test_a_folder_is_only_for_resuming(tmp_path: Path) -> None:
@@ -151,6 +174,39 @@ def test_runs_that_are_none(tmp_path: Path) -> None:
 
 def test_a_link_that_is_none(tmp_path: Path) -> None:
     assert "fast" in complaint("report", tmp_path, "--link", "fast", code=2)
+
+
+# ---------------------------------------------------------------------- a run, from its file to its page
+
+SMALL = """
+threads = 1
+model = {{layers = 2, width = 16, heads = 1, head_width = 16, feedforward = 16, context = 16}}
+data = {{source = '{source}', cache = '{cache}'}}
+train = {{steps = 4, batch = 1, eval_every = 2, eval_tokens = 32}}
+"""
+
+
+def test_a_run_is_trained_reported_and_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    for number in range(8):
+        Path(f"texts/{number}.txt").write_text(f"{number} reef lagoon islet " * 20)
+    for name in ("one", "two"):
+        Path(f"{name}.toml").write_text(SMALL.format(source=tmp_path / "texts", cache=tmp_path / "tokens"))
+        result = atoll("train", f"{name}.toml", "--view", "none")
+        assert f"the run is in runs/{name}" in result.stdout, result.output
+    pages = {
+        ("runs/one",): "runs/one/report.html",
+        ("runs",): "runs/report.html",
+        ("runs/one", "runs/two"): "report.html",
+        ("runs/one", "--out", "p.html"): "p.html",
+    }
+    for arguments, page in pages.items():
+        assert atoll("report", *arguments).stdout == f"wrote {page}\n" and Path(page).is_file()
+    texts = [atoll("sample", "runs/one", "--tokens", "5", *more).stdout for more in ([], ["--best"])]
+    assert all(texts)
+    shutil.rmtree("runs/one/best")
+    assert "has not been evaluated" in complaint("sample", "runs/one", "--best", code=1)
 
 
 # ---------------------------------------------------------------------- what each kind of failure is answered with
@@ -182,7 +238,8 @@ def raising(error: BaseException) -> Callable[[], object]:
     [
         (raising(DataError("shard [3] is damaged")), 1, "error: shard [3] is damaged\n"),
         (raising(ConfigError("a\n  b: c")), 2, "error: a\n  b: c\n"),
-        (raising(KeyboardInterrupt()), 130, "interrupted"),
+        (raising(KeyboardInterrupt()), 130, "interrupted\n"),
+        (raising(KeyboardInterrupt("stopped early")), 130, "stopped early\n"),
         (raising(SystemExit(130)), 130, ""),
         (
             raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x/y")),
@@ -213,3 +270,17 @@ def test_the_real_command(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == "error: absent.toml: no such file; `atoll init absent.toml` writes one to start from\n"
+
+
+def test_stopped_while_preparing_the_run_has_not_begun(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("")  # the standard library takes seconds to read
+    command = [sys.executable, "-m", "atoll", "train", "run.toml"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "runs" / "run").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.endswith("stopped before training began; the same command begins again\n") and "Trace" not in errors

@@ -67,7 +67,7 @@ def test_all_runs_end_in_a_table_a_claim_and_a_report(
     out = tmp_path / "out"
     assert compare([study], out=out, jobs=2) == 0
     told = capsys.readouterr().out
-    assert "A study" in told and "holds           they are close (one" in told and "report.html" in told
+    assert "A study" in told and "holds: they are close (one" in told and "report.html" in told
     assert (out / "report.html").exists() and list((out / "pictures").glob("*.png"))
     ends = {name: read(out / name / "metrics.jsonl")[-1] for name in ("one", "other")}
     assert all(isinstance(end, End) and end.outcome == "finished" for end in ends.values())
@@ -76,7 +76,7 @@ def test_all_runs_end_in_a_table_a_claim_and_a_report(
     assert (out / "one" / "metrics.jsonl").stat().st_mtime_ns == before.st_mtime_ns
     rows = summary([load(out / name) for name in ("one", "other")], parse_link("1Mbit/s"))
     wrong = Claim(say="far apart", run="one", against="other", at_least=0.9)
-    assert verdict(wrong, rows).startswith("does not hold   far apart (one")
+    assert verdict(wrong, rows).startswith("does not hold: far apart (one")
 
 
 def test_a_run_that_fails_is_told_and_the_others_end(

@@ -121,11 +121,31 @@ def test_a_file_is_read_with_a_byte_order_mark_and_other_line_ends(tmp_path: Pat
     assert (load(file).seed, load(file, ["seed=4"]).seed, load(str(file)).sync.period) == (3, 4, 5)
 
 
+def test_a_run_without_a_name_has_that_of_its_file(tmp_path: Path) -> None:
+    for stem, name in {"reef": "reef", "a.b": "a.b", "my run": "run", ".hidden": "run", "x" * 101: "run"}.items():
+        file = tmp_path / f"{stem}.toml"
+        file.write_text("")
+        assert load(file).name == name
+        assert load(file, ["name=other"]).name == "other"
+    file.write_text('name = "given"')
+    assert load(file).name == "given" and parse("", where=str(file)).name == "run"
+    assert "left out: the name of this file" in template()
+
+
+def test_a_study_is_no_run(tmp_path: Path) -> None:
+    file = tmp_path / "drops.toml"
+    file.write_text("[study]\n[[study.runs]]\nname = 'a'")
+    with pytest.raises(ConfigError) as error:
+        load(file)
+    assert str(error.value) == f"{file}: this is a study, with several runs: atoll compare {file}"
+
+
 def test_files_that_are_none(tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"\x00\xff\xfe")
     cases = {
         tmp_path / "absent.toml": "no such file; `atoll init",
+        tmp_path / "typo": "typo: no such run or run file",
         tmp_path: "is a folder",
         weights: "byte 1 is not UTF-8",
         Path("a\x00b"): "cannot be read",

@@ -512,9 +512,7 @@ def test_folders_to_sample_from(run: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nothing is neither a run nor an exported model: it has no run.toml and no"):
         sample(tmp_path / "nothing", "a")
     shutil.rmtree(run / "model")
-    with pytest.raises(
-        DataError, match=r"run has no model/ yet, it has not finished: `atoll train .*run.toml --resume`"
-    ):
+    with pytest.raises(DataError, match=r"run has not finished, so it has no model/ yet: `atoll train .*run --resume`"):
         sample(run, "a")
 
 

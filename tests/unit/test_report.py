@@ -224,6 +224,34 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
     assert "no held-out loss" in path.read_text()
 
 
+def test_a_page_has_the_title_and_claims_it_is_given(runs: list[Path], tmp_path: Path) -> None:
+    claims = ["holds: <b>little</b> is lost (a 2.187, b 2.090: +4.6%)", "does not hold: \x1b[31m& more"]
+    (path,) = report.write(runs[:2], tmp_path, link=LINK, title="Drops <script>", claims=claims)
+    page = Page(path.read_text("utf-8"))
+    words = "".join(page.words)
+    assert not {"script", "b"} & set(page.tags)
+    assert "Drops <script> - atoll" in words and "runs compared" not in words
+    told = ["The reference, ", claims[0], "does not hold: \ufffd[31m& more", "held-out loss is in"]
+    places = [words.lower().index(part.lower()) for part in told]
+    assert places == sorted(places)
+
+
+def test_facts_come_from_the_run_file_as_far_as_it_has_them(tmp_path: Path) -> None:
+    toml = 'outer = "nesterov"\nouter_lr = 0.7\nouter_momentum = 0.9\n[train]\nlr = 0.002\nbatch = 4\nsequence = 64\n'
+    new = save(
+        tmp_path / "new", events(start("new", "diloco")), toml + '[data]\nsource = ["a", "<b>"]\ntokenizer = "bpe"\n'
+    )
+    once: list[Event] = [start("old", "diloco", period=1), Resumed(step=1, seconds=1.0)]
+    old = save(tmp_path / "old", once, "outer_lr = 0.5\n")
+    (old / "run.toml").write_text("train = 3\n[sync]\nouter_lr = 0.5\n")
+    words = words_of(report.load_all([new, old]))
+    facts = words.partition(" Facts ")[2]
+    assert "outer optimizer nesterov, lr 0.7, momentum 0.9 lr 0.5 inner" in facts
+    assert "inner learning rate 0.002 - batch, sequences per worker 4 - sequence, tokens 64 -" in facts
+    assert "data [a, <b>] - tokenizer bpe -" in facts
+    assert "period 10 steps 1 step" in facts and "resumed never 1 time " in facts
+
+
 def test_what_cannot_be_written_is_one_line(runs: list[Path], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(AtollError, match=r"file/page\.html cannot be written: (Not a directory|File exists)"):
@@ -267,6 +295,31 @@ def test_numbers_by_hand(records: list[report.RunRecord]) -> None:
     assert unfinished.link_time.bytes_per_worker == 1.5 * (2 * 2400 + 2 * 1600), "no last exchange yet"
 
 
+def paced(record: report.RunRecord, step_s: float, **changes: object) -> report.RunRecord:
+    assert record.end is not None
+    first = replace(record.start, **changes)  # type: ignore[arg-type]
+    return replace(record, start=first, end=replace(record.end, step_s=step_s))
+
+
+def test_the_load_of_the_machine_is_not_a_difference_between_runs(records: list[report.RunRecord]) -> None:
+    diloco, parallel, _, unfinished = records
+    loaded = [paced(diloco, 0.05), paced(parallel, 0.03), unfinished]  # whose step events say 0.02
+    assert [row.link_time.compute_s for row in report.summary(loaded, LINK)] == pytest.approx([0.8, 0.8, 25 * 0.02])
+    axes = drawn(loaded)["loss-time"].draw(LIGHT).axes[0]
+    ends = [curve[0][0] for curve in curves(axes) if len(curve) == 1]
+    assert ends[:2] == pytest.approx([row.link_time.total_s for row in report.summary(loaded, LINK)][:2])
+    young = replace(unfinished, steps=())
+    assert [r.link_time.compute_s for r in report.summary([young, loaded[1]], LINK)] == pytest.approx([0, 1.2])
+
+
+@pytest.mark.parametrize("change", [{"parameters": 7}, {"tokens_per_step": 64}, {"device": "cuda"}, {"threads": 2}])
+def test_runs_that_compute_something_else_keep_their_own_time(
+    records: list[report.RunRecord], change: dict[str, object]
+) -> None:
+    rows = report.summary([paced(records[0], 0.05, **change), paced(records[1], 0.03)], LINK)
+    assert [row.link_time.compute_s for row in rows] == pytest.approx([2.0, 1.2])
+
+
 def test_without_a_data_parallel_run_the_first_is_the_reference(records: list[report.RunRecord]) -> None:
     rows = report.summary([records[3], records[0]], LINK)
     assert [row.is_reference for row in rows] == [True, False]
@@ -281,6 +334,7 @@ def test_a_table_fits_a_terminal_and_names_are_not_markup(records: list[report.R
     assert "[red]diloco[/]" in shown and "\u2026" not in shown
     assert re.search(r"2\.100 +\+5\.0 % +8\.17 +14\.4 kB +11x fewer +1,280 +\d", shown)
     assert "3 missed, 1 fault" in shown and "62 % done" in shown and "1 Mbit/s" in shown
+    assert "the quickest of the runs' own" in shown
 
 
 # ---------------------------------------------------------------------- folders
@@ -292,6 +346,18 @@ def test_runs_of_one_name_are_told_apart_and_a_folder_counts_once(tmp_path: Path
     other = save(tmp_path / "c" / "run", events(start("other", "diloco")))
     names = [record.name for record in report.load_all([a, b, other, a / ".." / "run"])]
     assert names == ["same (a/run)", "same (b/run)", "other"]
+
+
+def test_a_folder_of_runs_stands_for_them_in_name_order(tmp_path: Path) -> None:
+    for name in ("c", "a", "b"):
+        save(tmp_path / "study" / name, events(start(name, "diloco")))
+    (tmp_path / "study" / "pictures").mkdir()
+    single = save(tmp_path / "single", events(start("single", "diloco")))
+    save(single / "inside", events(start("inside", "diloco")))
+    folders = [single, tmp_path / "study" / "b", tmp_path / "study"]
+    assert [record.name for record in report.load_all(folders)] == ["single", "b", "a", "c"]
+    with pytest.raises(DataError, match=r"pictures is not the folder of a run: it has no metrics\.jsonl"):
+        report.load_all([tmp_path / "study" / "pictures"])
 
 
 @pytest.mark.parametrize(
@@ -307,6 +373,10 @@ def test_runs_of_one_name_are_told_apart_and_a_folder_counts_once(tmp_path: Path
         ("echo '{' > run/about.json", r"about\.json cannot be read"),
         ("echo '[1]' > run/about.json", r"about\.json cannot be read: it should hold one JSON object"),
         ('sed -i \'s/"workers": *4/"workers":3/\' run/metrics.jsonl', "the start event cannot be that of a run: delay"),
+        (
+            'sed -i \'s/"workers": *4/"workers":1000000000/\' run/metrics.jsonl',
+            "workers must be at most 4096, got 1000000000",
+        ),
         ('sed -i \'s/"period": *10/"period":4/\' run/metrics.jsonl', "delay must be between 0 and period"),
         ("sed -i '3s/.*/{}/' run/metrics.jsonl", r"metrics\.jsonl"),
     ],
@@ -393,6 +463,25 @@ def test_long_runs_are_thinned_but_keep_their_end(records: list[report.RunRecord
     axes = drawn([replace(records[0], evals=many)])["loss-tokens"].draw(LIGHT).axes[0]
     curve = max(curves(axes), key=len)
     assert 200 < len(curve) < 400 and curve[-1] == [5000, 2 + 1 / 5000]
+
+
+def test_evaluations_are_dots_unless_there_are_too_many(records: list[report.RunRecord]) -> None:
+    lines = drawn(records[:1])["loss-tokens"].draw(LIGHT).axes[0].lines
+    assert [line.get_marker() for line in lines[:2]] == ["None", "o"] and len(curves(lines[1].axes)[1]) == 8  # type: ignore[arg-type]
+    many = tuple(replace(records[0].evals[-1], tokens=n) for n in range(1, 100))
+    lines = drawn([replace(records[0], evals=many)])["loss-tokens"].draw(LIGHT).axes[0].lines
+    assert lines[1].get_marker() == "None"
+
+
+def test_the_training_loss_of_the_last_half_is_in_sight(records: list[report.RunRecord]) -> None:
+    def trained(record: report.RunRecord, *late: float) -> report.RunRecord:
+        values = [9.0] * (len(record.steps) - len(late)) + list(late)
+        steps = tuple(replace(s, loss=[y] * 4) for s, y in zip(record.steps, values, strict=True))
+        return replace(record, steps=steps)
+
+    low, high = drawn([trained(records[0], 3.5, 1.1, 1.2, 1.3, 1.4)])["loss-tokens"].draw(LIGHT).axes[0].get_ylim()
+    assert low < 1.1 < 3.5 < high < 9, "not the first half"
+    assert drawn([trained(records[0], 3, 3, 3, 3, 1e9)])["loss-tokens"].draw(LIGHT).axes[0].get_ylim()[1] < 4
 
 
 def test_pictures_without_data_are_left_out(records: list[report.RunRecord]) -> None:

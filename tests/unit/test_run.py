@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from atoll import checkpoint, config
 from atoll.config import RunConfig
 from atoll.errors import AtollError, CheckpointError, ConfigError
 from atoll.events import End, Eval, Fault, Resumed, Round, Start, Step, read
+from atoll.train.export import load_export
 from atoll.train.run import train
 
 SMALL: dict[str, Any] = {
@@ -135,8 +137,8 @@ def test_a_run_says_what_it_was_and_what_happened(make: Any) -> None:
     again = config.load(folder / "run.toml")
     assert again.train.lr and again.train.warmup == 2 and again.train.sequence == 16
     assert checkpoint.steps(folder / "checkpoints") == (18, 20)
-    step, best = checkpoint.load(folder / "best")
-    assert best["loss"] == min(event.loss for event in evals) and step in (5, 10, 15, 20)
+    assert load_export(folder / "best")[0].state_dict().keys() == load_export(folder / "model")[0].state_dict().keys()
+    assert (again.sync.codec, again.sync.delay, again.sync.alpha, again.sync.outer_lr) == ("e3m0", 1, 0.5, 0.6)
 
 
 def test_all_methods_see_the_same_data_in_the_same_order(make: Any) -> None:
@@ -260,7 +262,7 @@ def test_a_checkpoint_of_another_model_is_refused(make: Any, monkeypatch: pytest
     root = Path(make().out)
     (root / "one" / "checkpoints").rename(root / "aside")
     (root / "two" / "checkpoints").rename(root / "one" / "checkpoints")
-    with pytest.raises(CheckpointError, match="is not of this model"):
+    with pytest.raises(CheckpointError, match=r"other settings: model\.width was 32, is 16"):
         train(make("one"), resume=True)
 
 
@@ -287,5 +289,75 @@ def test_two_processes_do_not_train_one_folder(make: Any, tmp_path: Path, monkey
 
 
 def test_a_loss_that_is_not_finite_without_other_workers_stops_the_run(make: Any) -> None:
-    with pytest.raises(AtollError, match=r"is not finite: lower train\.lr"):
+    with pytest.raises(AtollError, match="loss or gradient is not finite; checkpoints of earlier steps are intact"):
         train(make(**METHODS["alone"], **{"train.lr": 1e30, "train.clip": 0, "train.warmup": 0}))
+
+
+def interrupted(config: RunConfig, step: int, monkeypatch: pytest.MonkeyPatch) -> Path:
+    interrupt_after(step, monkeypatch)
+    with pytest.raises(SystemExit):
+        train(config)
+    monkeypatch.undo()
+    return Path(config.out) / config.name
+
+
+def test_what_is_refused_leaves_the_folder_as_it_was(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = interrupted(make(), 13, monkeypatch)
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    text = (folder / "run.toml").read_text()
+    (folder / "run.toml").write_text(text.replace("seed = 0", "seed = 5", 1))  # also an edit behind our back
+    with pytest.raises(CheckpointError, match="of a run with other settings: seed was 0, is 5"):
+        train(config.load(folder / "run.toml"), resume=True)
+    (folder / "run.toml").write_text(text)
+    (folder / "checkpoints").rename(folder / "aside")
+    checkpoint.save(folder / "checkpoints", 3, {"something": "else"})
+    with pytest.raises(CheckpointError, match="is not that of a run: it holds something"):
+        train(make(), resume=True)
+    assert (folder / "metrics.jsonl").read_bytes() == metrics
+    (folder / "run.toml").unlink()
+    with pytest.raises(ConfigError, match=r"holds checkpoints but no run\.toml"):
+        train(make(seed=5))
+
+
+def test_a_start_that_fails_claims_no_folder(make: Any) -> None:
+    with pytest.raises(AtollError, match="give more text, fewer workers"):
+        train(make(**{"sync.workers": 4000}))
+    with pytest.raises(ConfigError, match='"muon" is for the matrices of repeated blocks'):
+        train(make(**{**METHODS["diloco"], "train.optimizer": "muon", "model.layers": 1}))
+    train(make())
+
+
+def test_lost_metrics_are_told_and_the_run_can_still_be_read(
+    make: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = interrupted(make(), 13, monkeypatch)
+    (folder / "metrics.jsonl").unlink()
+    (folder / "about.json").write_text("torn")
+    train(make(**{"log.tensorboard": True}), resume=True)  # where events go is free to change
+    assert "has lost" in capsys.readouterr().err
+    events = read(folder / "metrics.jsonl")
+    assert isinstance(events[0], Start) and isinstance(events[1], Resumed) and isinstance(events[-1], End)
+
+
+def test_training_that_diverges_is_not_called_finished(make: Any) -> None:
+    wild = {"train.lr": 1e30, "train.clip": 0, "train.warmup": 0}
+    with pytest.raises(AtollError, match="gradient of every worker is not finite"):
+        train(make(**METHODS["data-parallel"], **wild))
+    assert not (Path(make().out) / "run" / "model").exists()
+
+
+def test_who_is_left_out_at_the_very_end_is_reported(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from atoll.train.trainer import Trainer
+
+    original = Trainer.step
+
+    def spoilt(self: Trainer) -> None:
+        original(self)
+        if self.steps == 18:
+            with torch.no_grad():
+                next(self.models[1].parameters()).fill_(float("nan"))
+
+    monkeypatch.setattr(Trainer, "step", spoilt)
+    folder = train(make(**METHODS["diloco"], **{"train.steps": 18}))
+    faults = [event for event in read(folder / "metrics.jsonl") if isinstance(event, Fault)]
+    assert {event.worker for event in faults} == {1} and faults[-1].step == 18

@@ -50,19 +50,39 @@ def test_runs_differ_in_what_they_say_and_in_nothing_else(tmp_path: Path) -> Non
 def test_plain_run_files_are_compared_by_their_names(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / f"{name}.toml").write_text("[train]\nsteps = 3")
-    study = read([tmp_path / "one.toml", tmp_path / "two.toml"])
-    assert list(study.runs) == ["one", "two"] and not study.claims
+    (tmp_path / "named.toml").write_text('name = "three"\nout = "elsewhere"')
+    one, two, named = (tmp_path / f"{name}.toml" for name in ("one", "two", "named"))
+    study = read([one, two, named])
+    assert list(study.runs) == ["one", "two", "three"] and not study.claims
+    assert [run.name for run in study.runs.values()] == ["one", "two", "three"]
+    assert {Path(run.out) for run in study.runs.values()} == {Path("runs/one-two-named")}
+    assert {Path(run.out) for run in read([named, one]).runs.values()} == {Path("elsewhere/named-one")}
+    assert {Path(run.out) for run in read([one], ["out=o"]).runs.values()} == {Path("o/one")}
+    assert {run.out for run in read([one, named], out=tmp_path).runs.values()} == {str(tmp_path)}
+    with pytest.raises(ConfigError, match='two runs have the name "one"'):
+        read([one, one])
 
 
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ('name = "half"', 'name = "none"', "two runs have the name 'none'"),
-        ('run = "half"', 'run = "hlaf"', "no run has the name 'hlaf'; there are none, half"),
+        ('name = "half"', 'name = "none"', 'study.runs 2: name: two runs have the name "none"'),
+        ('run = "half"', 'run = "hlaf"', 'study.claims 1: run: no run has the name "hlaf"; did you mean "half"?'),
+        ('run = "half"', 'run = "xyz"', "; there are none, half"),
+        ('run = "half"', "", "study.claims 1: run: is missing: name of the run that it is about"),
+        ('run = "half"', "rum = 3", "study.claims 1: rum: unknown key; did you mean run?"),
+        ('run = "half"', "zzzzz = 3", "study.claims 1: zzzzz: unknown key; a claim has say, run"),
+        ('name = "half"', "", "study.runs 2: name: is missing"),
+        ('name = "half"', 'name = "pictures"', 'study.runs 2: name: "pictures" is taken'),
+        ('name = "half"', 'name = "report.html"', 'study.runs 2: name: "report.html" is taken'),
+        ('name = "half"', 'name = "half"\nout = "x"', "study.runs 2: out: is the same for all runs"),
+        ("at_most = 0.05", "at_most = 0.05\nat_least = 0.1", "at_least (0.1) is above at_most (0.05)"),
         ("at_most = 0.05", "", "needs at_most, at_least or both"),
-        ("at_most = 0.05", 'at_most = "little"', "study.claims.0.at_most"),
-        ("faults.drop = 0.5", "faults.drpo = 0.5", "did you mean faults.drop"),
-        ('title = "Drops"', 'titel = "Drops"', "study.titel"),
+        ("at_most = 0.05", 'at_most = "little"', 'study.claims 1: at_most: must be a number, got "little"'),
+        ("faults.drop = 0.5", "faults.drpo = 0.5", "study.runs 2: faults.drpo: unknown key; did you mean faults.drop"),
+        ("steps = 30", "stesp = 30", "drops.toml: train.stesp: unknown key; did you mean train.steps?"),
+        ('title = "Drops"', 'titel = "Drops"', "study.titel: unknown key; did you mean study.title?"),
+        ('title = "Drops"', "title = 3", "study.title: must be text in quotes, got 3"),
         ("[train]", "[train", "not valid TOML"),
     ],
 )
@@ -70,6 +90,47 @@ def test_a_mistake_is_named(tmp_path: Path, old: str, new: str, told: str) -> No
     with pytest.raises(ConfigError) as error:
         read([write(tmp_path, STUDY.replace(old, new))])
     assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ("study = 3", "study: must be a table, got 3"),
+        ("[study]", "study.runs: is missing: a name for each run"),
+        ("[study]\nruns = []", "study.runs: must be one table or more, each under [[study.runs]], got []"),
+        ("[study]\nruns = [3]", "study.runs: must be one table or more"),
+        ('[study]\nclaims = 3\n[[study.runs]]\nname = "a"', "study.claims: must be tables, each under"),
+    ],
+)
+def test_a_study_needs_runs(tmp_path: Path, section: str, told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read([write(tmp_path, section)])
+    assert f"drops.toml: {told}" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_all_mistakes_come_at_once_and_those_of_the_whole_file_once(tmp_path: Path) -> None:
+    text = STUDY.replace("title", "titel").replace("at_most", "at_mots").replace("sync.period = 6", "sync.codec = 3")
+    file = write(tmp_path, text.replace("steps = 30", "stesp = 30"))
+    with pytest.raises(ConfigError) as error:
+        read([file], ["train.batch=x", "seed=3"])
+    lines = str(error.value).splitlines()
+    assert lines[0] == f"{file} with train.batch=x: 5 problems"
+    starts = ["study.titel:", "study.claims 1: at_mots:", "train.batch:", "train.stesp:", "study.runs 2: sync.codec:"]
+    assert [line.strip().startswith(start) for line, start in zip(lines[1:], starts, strict=True)] == [True] * 5
+
+
+def test_mistakes_of_several_files_are_told_file_by_file(tmp_path: Path) -> None:
+    files = [tmp_path / "one.toml", tmp_path / "two.toml"]
+    for file in files:
+        file.write_text("sed = 3")
+    with pytest.raises(ConfigError) as error:
+        read(files)
+    assert [line.split(": ")[:2] for line in str(error.value).splitlines()] == [[str(file), "sed"] for file in files]
+
+
+def test_a_study_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml: no such study; see examples/$"):
+        read([tmp_path / "absent.toml"])
 
 
 def test_a_claim_has_two_sides() -> None:

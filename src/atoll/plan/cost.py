@@ -62,7 +62,7 @@ def _parse_rate(text: str, rate: str) -> float:
     if match is None:
         raise ConfigError(f"link {text!r}: {rate!r} is not a rate; {_HOW}")
     number, unit = float(match[1]), match[2]
-    bits = re.fullmatch(r"(?i:([kmgt]?)bit(?:s?/s|ps))|(?i:([kmgt]?))bps", unit)
+    bits = re.fullmatch(r"(?i:([kmgt]?)bit(?:s?(?:/s)?|ps))|(?i:([kmgt]?))bps", unit)
     octets = re.fullmatch(r"(?i:([kmgt]?))B(?:/s|ps)", unit)
     if bits:
         scale = _PREFIXES[(bits[1] or bits[2] or "").lower()]

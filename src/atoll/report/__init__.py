@@ -12,11 +12,21 @@ from atoll.report.table import Row, rich_table, summary
 __all__ = ["Row", "RunRecord", "load", "load_all", "rich_table", "summary", "write"]
 
 
-def write(runs: Sequence[Path], out: Path, *, link: Link, png: Path | None = None) -> list[Path]:
+def write(
+    runs: Sequence[Path],
+    out: Path,
+    *,
+    link: Link,
+    png: Path | None = None,
+    title: str = "",
+    claims: Sequence[str] = (),
+) -> list[Path]:
     """Write the page about these runs' folders to `out`, and the pictures alone into the folder `png` if given.
 
-    Times are those with such a link for each worker. Returns all paths written. Every file appears whole or not at all.
-    An `out` that is a folder gets a report.html.
+    A folder that is no run but holds runs stands for those. The page has `title` for its heading (empty: one that says
+    how many runs) and lists the sentences of `claims` after its summary; both are plain text. Times are those with such
+    a link for each worker. Returns all paths written. Every file appears whole or not at all. An `out` that is a folder
+    gets a report.html.
     """
     # Matplotlib and Jinja take a second to import: only who wants a page pays.
     from atoll.report.canvas import to_png
@@ -29,7 +39,7 @@ def write(runs: Sequence[Path], out: Path, *, link: Link, png: Path | None = Non
     records = load_all(runs)
     rows = summary(records, link)
     drawn = pictures(records, rows, link)
-    files = {out / "report.html" if out.is_dir() else out: page(records, rows, drawn, link).encode()}
+    files = {out / "report.html" if out.is_dir() else out: page(records, rows, drawn, link, title, claims).encode()}
     if png is not None:
         files |= {Path(png) / f"{picture.key}.png": to_png(picture.draw) for picture in drawn}
     for path, content in files.items():

@@ -16,11 +16,12 @@ from atoll.core.schedule import Schedule
 from atoll.plan.cost import Job, Link, stops
 from atoll.report.canvas import Draw, Palette, dress, legend, legend_place, line_style, marker, new_figure, shorten
 from atoll.report.clock import clock, linear_time_axis, time_axis, window
-from atoll.report.load import RunRecord
+from atoll.report.load import RunRecord, jobs
 from atoll.report.table import Row
 from atoll.units import bytes_text, count_text, loss_text, ratio_text, seconds_text, share_text
 
 _POINTS = 300  # more than a screen shows; keeps the page small however long the run
+_DOTS = 60  # more of them would hide their line
 
 Points = list[tuple[float, float]]
 
@@ -52,7 +53,8 @@ def pictures(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> l
             "loss-tokens",
             "Loss",
             "Loss against tokens",
-            "Held-out loss of the outer parameters (line) and training loss, mean over the workers (faint).",
+            "Held-out loss of the outer parameters (line; a dot is an evaluation) and training loss, mean over the "
+            "workers (faint).",
             f"Held-out loss against tokens. At the end, in nats per token: {each(lambda r: loss_text(r.loss))}.",
             partial(_loss_against_tokens, records),
         ): evaluated,
@@ -61,7 +63,8 @@ def pictures(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> l
             "Time",
             f"Loss against time at {link}",
             f"The same losses over the time that each run would take with one machine per worker and a link of "
-            f"{link} for each. Modelled from the measured compute time of a step and the bytes of each round.",
+            f"{link} for each. Modelled from the measured compute time of a step{_quickest(records)} and the bytes of "
+            f"each round.",
             f"Held-out loss against modelled time. To the end: {each(lambda r: seconds_text(r.link_time.total_s))}.",
             partial(_loss_against_time, records, link),
         ): evaluated,
@@ -93,6 +96,10 @@ def pictures(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> l
         ): any(_outer_steps(r) for r in records),
     }
     return [picture for picture, has_data in found.items() if has_data]
+
+
+def _quickest(records: Sequence[RunRecord]) -> str:
+    return " (the quickest of the runs' own)" if len(records) > 1 else ""
 
 
 # ---------------------------------------------------------------------- loss
@@ -141,8 +148,8 @@ def _loss_against_time(records: Sequence[RunRecord], link: Link, palette: Palett
     dress(axes, palette, x="", y="loss, nats per token")
     lowest, highest = _loss_range(records)
     ends, begins = [], []
-    for n, record in enumerate(records):
-        at = partial(_modelled, record.job(), link)
+    for n, (record, job) in enumerate(zip(records, jobs(records), strict=True)):
+        at = partial(_modelled, job, link)
         _loss_lines(axes, palette, n, record, at)
         times = [t for t, loss in _held_out(record, at) if t > 0 and loss <= highest]
         ends += times[-1:]
@@ -162,19 +169,30 @@ def _loss_lines(axes: Axes, palette: Palette, n: int, record: RunRecord, x: Call
     if faint := _training(record, x):
         axes.plot(*zip(*faint, strict=True), color=colour, linewidth=0.9, alpha=0.3, zorder=2)
     if line := _held_out(record, x):
-        axes.plot(*zip(*line, strict=True), color=colour, linestyle=style, linewidth=1.8, zorder=3)
+        dots: dict[str, Any] = {"marker": "o", "markersize": 3.6, "markeredgewidth": 0} if len(line) <= _DOTS else {}
+        axes.plot(*zip(*line, strict=True), color=colour, linestyle=style, linewidth=1.8, zorder=3, **dots)
         axes.plot(*line[-1], marker=marker(n), color=colour, markersize=6, markeredgewidth=0, zorder=4)
 
 
 def _loss_range(records: Sequence[RunRecord]) -> tuple[float, float]:
-    """From the lowest held-out loss to where the steep beginning is over; every end is in sight, unless it diverged."""
+    """From the lowest loss to where the steep beginning is over.
+
+    In sight are every end and the training loss of the last half, unless they diverged.
+    """
     curves = [points for r in records if (points := _held_out(r, lambda step, tokens: tokens))]
     lowest = min(y for points in curves for _, y in points)
     early = [next((y for x, y in points if x >= 0.12 * points[-1][0]), points[-1][1]) for points in curves]
-    tops = [*early, *(points[-1][1] for points in curves), lowest]
+    late = [y for r in records for y in _late(_training(r, lambda step, tokens: tokens))]
+    tops = [*early, *(points[-1][1] for points in curves), *late, lowest]
     highest = max(top for top in tops if top <= 4 * abs(lowest) + 4)  # what no training has is far below
+    lowest = min(lowest, *late, highest)
     room = max(highest - lowest, 0.02 * abs(highest), 1e-6)
     return lowest - 0.06 * room, highest + 0.06 * room
+
+
+def _late(points: Points) -> list[float]:
+    """The values of the last half."""
+    return [y for x, y in points if x >= 0.5 * points[-1][0]]
 
 
 # ---------------------------------------------------------------------- bytes
@@ -217,14 +235,14 @@ def _heading(axes: Axes, palette: Palette, y: float, left: str, right: str) -> N
 
 
 def _timelines(records: Sequence[RunRecord], rows: Sequence[Row], link: Link, palette: Palette) -> Figure:
-    jobs = [record.job() for record in records]
-    window_s = window(jobs, link)
-    lanes = sum(len(job.lanes()) for job in jobs)
-    figure = new_figure(palette, 1.05 + 0.62 * lanes, narrow_height=1.2 + 0.62 * lanes)
+    modelled = jobs(records)
+    window_s = window(modelled, link)
+    lanes = sum(len(job.lanes()) for job in modelled)
+    figure = new_figure(palette, 1.05 + 0.62 * lanes, narrow_height=1.58 + 0.62 * lanes)
     axes = figure.add_subplot()
     dress(axes, palette, x="", y="", grid="x")
     y = 0
-    for n, (job, row) in enumerate(zip(jobs, rows, strict=True)):
+    for n, (job, row) in enumerate(zip(modelled, rows, strict=True)):
         for lane, workers in enumerate(job.lanes()):
             _lane(axes, palette, n, job, link, lane, y, window_s)
             who = shorten(row.name, 28 if palette.narrow else 60)
@@ -239,11 +257,11 @@ def _timelines(records: Sequence[RunRecord], rows: Sequence[Row], link: Link, pa
     linear_time_axis(axes, palette, "time since the start", window_s)
     figure.legend(
         handles=[
-            Patch(facecolor=palette.muted, label="computing"),
+            Patch(facecolor=palette.muted, label="computing (in the run's colour)"),
             Patch(facecolor=palette.idle, edgecolor=palette.grid, label="waiting"),
             Line2D([], [], color=palette.muted, alpha=0.6, linewidth=3, label="link busy"),
         ],
-        **legend_place(palette, columns=3),
+        **legend_place(palette, columns=1 if palette.narrow else 3),
     )
     return figure
 

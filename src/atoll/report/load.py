@@ -13,6 +13,8 @@ from atoll.events import End, Eval, Fault, Resumed, Round, Start, Step, read
 from atoll.layout import ABOUT, METRICS, RUN
 from atoll.plan.cost import Job
 
+_MOST_WORKERS = 4096  # as in a run file; more is a damaged file, and would take forever
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
@@ -137,6 +139,11 @@ def load(folder: Path) -> RunRecord:
         resumes=tuple(e for e in events if isinstance(e, Resumed)),
         end=newest if isinstance(newest, End) else None,  # an interrupted run may have gone on
     )
+    if record.start.workers > _MOST_WORKERS:
+        raise DataError(
+            f"{folder / METRICS}: the start event cannot be that of a run: "
+            f"workers must be at most {_MOST_WORKERS}, got {record.start.workers}"
+        )
     try:
         record.job()
     except ConfigError as error:
@@ -145,8 +152,11 @@ def load(folder: Path) -> RunRecord:
 
 
 def load_all(folders: Sequence[Path]) -> list[RunRecord]:
-    """Read several runs; those of the same name are told apart by their folders, and a folder counts once."""
-    unique = {Path(folder).resolve(): Path(folder) for folder in folders}
+    """Read several runs; those of the same name are told apart by their folders, and a folder counts once.
+
+    A folder that is no run but holds runs stands for those, in the order of their names.
+    """
+    unique = {run.resolve(): run for folder in folders for run in _runs_of(Path(folder))}
     records = [load(folder) for folder in unique.values()]
     paths = list(unique)
     named = []
@@ -155,6 +165,32 @@ def load_all(folders: Sequence[Path]) -> list[RunRecord]:
         name = f"{record.name} ({printable(_told_apart(path, twins))})" if twins else record.name
         named.append(replace(record, name=name))
     return named
+
+
+def jobs(records: Sequence[RunRecord]) -> list[Job]:
+    """What each would do on machines of its own, with one compute time per inner step for all that compute the same.
+
+    Runs of the same model size, tokens per step, device and threads differ in the load of the machine alone: they
+    share the smallest mean that was measured among them.
+    """
+    quickest: dict[tuple[int, int, str, int], float] = {}
+    for record in records:
+        if record.step_s > 0:
+            kind = _computes(record)
+            quickest[kind] = min(record.step_s, quickest.get(kind, math.inf))
+    return [replace(record.job(), step_s=quickest.get(_computes(record), 0.0)) for record in records]
+
+
+def _computes(record: RunRecord) -> tuple[int, int, str, int]:
+    start = record.start
+    return start.parameters, start.tokens_per_step, start.device, start.threads
+
+
+def _runs_of(folder: Path) -> list[Path]:
+    """The folder itself, unless it is no run and holds some."""
+    if (folder / METRICS).is_file():
+        return [folder]
+    return sorted(file.parent for file in folder.glob(f"*/{METRICS}") if file.is_file()) or [folder]
 
 
 def _told_apart(path: Path, twins: Sequence[Path]) -> str:

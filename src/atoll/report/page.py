@@ -37,12 +37,20 @@ class Fact:
         return len(set(self.values)) == 1
 
 
-def page(records: Sequence[RunRecord], rows: Sequence[Row], pictures: Sequence[Picture], link: Link) -> str:
-    """The whole page as text."""
+def page(
+    records: Sequence[RunRecord],
+    rows: Sequence[Row],
+    pictures: Sequence[Picture],
+    link: Link,
+    title: str = "",
+    claims: Sequence[str] = (),
+) -> str:
+    """The whole page as text; an empty title becomes one that says how many runs."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(files("atoll.report").joinpath("page.html.j2").read_text("utf-8"))
     return template.render(
-        title=f"Run {rows[0].name}" if len(rows) == 1 else f"{len(rows)} runs compared",
+        title=printable(title) or (f"Run {rows[0].name}" if len(rows) == 1 else f"{len(rows)} runs compared"),
+        claims=[printable(claim) for claim in claims],
         words=_words(records, rows, link),
         notes=_notes(records, rows),
         light=Markup(css_variables(LIGHT)),
@@ -201,7 +209,9 @@ def _facts(records: Sequence[RunRecord]) -> list[Fact]:
 
     def delay(record: RunRecord) -> str:
         delays = set(record.start.delay)
-        return ", ".join(map(str, record.start.delay)) if len(delays) > 1 else str(delays.pop() if delays else "-")
+        if len(delays) > 1:
+            return ", ".join(map(str, record.start.delay)) + " steps"
+        return _counted(delays.pop(), "step") if delays else "-"
 
     def rounds(record: RunRecord) -> bool:
         return record.start.method not in ("none", "data-parallel")
@@ -213,18 +223,20 @@ def _facts(records: Sequence[RunRecord]) -> list[Fact]:
         "vocabulary": [f"{r.start.vocabulary:,}" for r in records],
         "inner steps": [f"{r.step:,}" if r.finished else f"{r.step:,} of {r.start.steps:,}" for r in records],
         "tokens, all workers": [f"{r.tokens:,}" for r in records],
-        "period": [f"{r.start.period:,} steps" if rounds(r) else "-" for r in records],
-        "delay": [f"{delay(r)} steps" if rounds(r) else "-" for r in records],
+        "period": [_counted(r.start.period, "step") if rounds(r) else "-" for r in records],
+        "delay": [delay(r) if rounds(r) else "-" for r in records],
         "codec": [printable(r.start.codec) or "-" for r in records],
         "fragments": [str(len(r.start.payload_bytes)) if rounds(r) else "-" for r in records],
         "payload of a round": [
             "-" if not r.start.payload_bytes else _span(r.start.payload_bytes, bytes_text, "") for r in records
         ],
-        "compute of an inner step": [seconds_text(r.step_s) for r in records],
+        "outer optimizer": [_outer(r) if rounds(r) else "-" for r in records],
+        **{label: [_setting(r, key) for r in records] for label, key in _SETTINGS.items()},
+        "compute of an inner step, measured": [seconds_text(r.step_s) for r in records],
         "time it took here": [seconds_text(r.last.seconds) if r.last else "-" for r in records],
         "device": [printable(r.start.device) for r in records],
         "threads": [str(r.start.threads) for r in records],
-        "resumed": [f"{len(r.resumes)} times" if r.resumes else "never" for r in records],
+        "resumed": [_counted(len(r.resumes), "time") if r.resumes else "never" for r in records],
         "seed": [about(r, "seed") for r in records],
         "started": [about(r, "started") for r in records],
         "command": [about(r, "command") for r in records],
@@ -232,6 +244,36 @@ def _facts(records: Sequence[RunRecord]) -> list[Fact]:
         "folder": [printable("/".join(r.folder.resolve().parts[-2:])) for r in records],
     }
     return [Fact(label, [value.strip() for value in values]) for label, values in found.items() if {*values} != {"-"}]
+
+
+_SETTINGS = {
+    "inner optimizer": "train.optimizer",
+    "inner learning rate": "train.lr",
+    "batch, sequences per worker": "train.batch",
+    "sequence, tokens": "train.sequence",
+    "data": "data.source",
+    "tokenizer": "data.tokenizer",
+}
+
+
+def _setting(record: RunRecord, key: str) -> str:
+    """A setting of run.toml as text; '-' where the file does not name it."""
+    value: Any = record.config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return "-" if value is None else _value(value)
+
+
+def _outer(record: RunRecord) -> str:
+    """The outer optimizer with those of its numbers that run.toml names."""
+    numbers = {"lr": "outer_lr", "momentum": "outer_momentum", "betas": "outer_betas", "eps": "outer_eps"}
+    values = {"": _setting(record, "sync.outer")}
+    values |= {f"{word} ": _setting(record, f"sync.{key}") for word, key in numbers.items()}
+    return ", ".join(word + value for word, value in values.items() if value != "-") or "-"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 # ---------------------------------------------------------------------- faults
@@ -246,7 +288,8 @@ def _faults(record: RunRecord) -> dict[str, Any]:
         shares = [(worker, f"{100 * count / rounds:.0f} %") for worker, count in enumerate(took)]
     return {
         "name": record.name,
-        "words": f"{incomplete:,} of {rounds:,} rounds were incomplete; {record.missed:,} payloads did not arrive."
+        "words": f"{incomplete:,} of {_counted(rounds, 'round')} {'was' if rounds == 1 else 'were'} incomplete; "
+        f"{_counted(record.missed, 'payload')} did not arrive."
         if rounds
         else "",
         "shares": shares,

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from atoll.plan.cost import Link, RunTime, time_of
-from atoll.report.load import RunRecord
+from atoll.plan.cost import Job, Link, RunTime, time_of
+from atoll.report.load import RunRecord, jobs
 from atoll.units import bytes_text, loss_text, number_text, percent_text, ratio_text, seconds_text, share_text
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Row:
     tokens_per_s: float | None
     """Measured where it ran, all workers together."""
     link_time: RunTime
-    """Modelled: the same run with one machine per worker on the given link."""
+    """Modelled: the same run with one machine per worker on the given link, and the compute time of `load.jobs`."""
     rounds: int
     missed: int
     """Payloads that were due and did not arrive."""
@@ -49,10 +49,10 @@ def summary(records: Sequence[RunRecord], link: Link) -> list[Row]:
     if not records:
         return []
     reference = next((r for r in records if r.gradients), records[0])
-    return [_row(record, reference, link) for record in records]
+    return [_row(record, reference, job, link) for record, job in zip(records, jobs(records), strict=True)]
 
 
-def _row(record: RunRecord, reference: RunRecord, link: Link) -> Row:
+def _row(record: RunRecord, reference: RunRecord, job: Job, link: Link) -> Row:
     loss, base = record.loss, reference.loss
     return Row(
         name=record.name,
@@ -64,7 +64,7 @@ def _row(record: RunRecord, reference: RunRecord, link: Link) -> Row:
         sent_bytes=record.sent_bytes,
         fewer=reference.sent_bytes / record.sent_bytes if record.sent_bytes and reference.sent_bytes else None,
         tokens_per_s=record.tokens_per_s,
-        link_time=time_of(record.job(), link),
+        link_time=time_of(job, link),
         rounds=len(record.rounds),
         missed=record.missed,
         faults=len(record.faults),
@@ -127,6 +127,8 @@ def rich_table(rows: Sequence[Row], link: Link) -> "Table":
     reference = next((row.name for row in rows if row.is_reference), "")
     told = [f"against: {reference}"] if len(rows) > 1 else []
     told.append(f"time: modelled, one machine per worker and {link} for each")
+    if len(rows) > 1:
+        told.append("compute of a step: the quickest of the runs' own (same size and machine)")
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=Text("\n".join(told)), caption_justify="left"
     )

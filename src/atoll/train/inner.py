@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.fragments import find_blocks
+from atoll.errors import ConfigError
 from atoll.sections import TrainSection
 
 
@@ -41,6 +42,9 @@ class InnerOptimizer:
         matrices: list[Tensor] = []
         if self._settings.optimizer == "muon":
             matrices = [p for name, p in named if p.dim() == 2 and name.startswith(in_blocks)]
+            if not matrices:
+                problem = 'train.optimizer: "muon" is for the matrices of repeated blocks'
+                raise ConfigError(f'{problem}, and this model has none; use "adamw"')
         taken = {id(p) for p in matrices}
         rest = [p for _, p in named if id(p) not in taken]
         groups = [

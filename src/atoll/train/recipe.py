@@ -5,11 +5,14 @@ parameters and more; below that its learning rate grows past all use and is capp
 """
 
 import math
+from typing import Any
 
 import torch
 
 from atoll.config import RunConfig
+from atoll.core.outer import Blend, Momentum, Nesterov
 from atoll.errors import ConfigError
+from atoll.sync import Sync
 
 TOKENS_PER_PARAMETER = 20
 HIGHEST_LR = 3e-3
@@ -28,10 +31,10 @@ def resolve(config: RunConfig, *, parameters: int, context: int | None) -> RunCo
     if context is not None and sequence > context:
         raise ConfigError(
             f"train.sequence: must be at most the model's context of {context} tokens, got {sequence}: "
-            "shorten it, or give the model a larger model.context"
+            f"shorten it{'' if config.model.hf else ', or give the model a larger model.context'}"
         )
     steps = train.steps or max(1, math.ceil(TOKENS_PER_PARAMETER * parameters / (workers * train.batch * sequence)))
-    filled = {
+    filled: dict[str, Any] = {
         "threads": config.threads or torch.get_num_threads(),
         "device": device_of(config),
         "train.sequence": sequence,
@@ -39,10 +42,34 @@ def resolve(config: RunConfig, *, parameters: int, context: int | None) -> RunCo
         "train.lr": train.lr or inner_lr(parameters, workers),
         "train.warmup": min(1000, steps // 10) if train.warmup is None else train.warmup,
         "train.weight_decay": 1 / steps if train.weight_decay is None else train.weight_decay,
-        "train.eval_every": train.eval_every or max(1, steps // 20),
+        "train.eval_every": train.eval_every or max(1, steps // 20, min(steps, _meet_every(config))),
         "train.save_every": train.save_every or min(1000, max(1, steps // 10)),
     }
-    return config.changed(**filled)
+    return config.changed(**filled, **_as_used(config))
+
+
+def _meet_every(config: RunConfig) -> int:
+    """Inner steps before the outer parameters first change."""
+    return 1 if config.sync.method in ("none", "data-parallel") else config.sync.period
+
+
+def _as_used(config: RunConfig) -> dict[str, Any]:
+    """What the method brings when the run file leaves it out."""
+    on_gpu, sync = device_of(config) != "cpu", config.synchronisation()
+    used: dict[str, Any] = {
+        "precision": ("bf16" if on_gpu else "fp32") if config.precision == "auto" else config.precision,
+        "compile": on_gpu if config.compile == "auto" else config.compile,
+    }
+    if sync is not None:
+        used["sync.codec"] = sync.codec.format
+    if isinstance(sync, Sync):
+        used["sync.fragments"] = config.sync.fragments or ("blocks:3" if config.sync.method == "streaming" else "whole")
+        used["sync.outer_lr"] = sync.outer.lr
+        if isinstance(sync.outer, Nesterov | Momentum):
+            used["sync.outer_momentum"] = sync.outer.momentum
+        if isinstance(sync.merge, Blend) and config.sync.method != "delayed":
+            used |= {"sync.delay": sync.delay, "sync.alpha": sync.merge.alpha}
+    return used
 
 
 def device_of(config: RunConfig) -> str:

@@ -6,24 +6,32 @@ import torch
 
 from atoll.checks import check_whole
 from atoll.errors import ConfigError, DataError
-from atoll.layout import MODEL, RUN
+from atoll.layout import BEST, MODEL, RUN
 from atoll.train.export import exists, load_export
 from atoll.train.tokenizer import Tokenizer
 
 
 def sample(
-    folder: Path, prompt: str, *, tokens: int = 200, temperature: float = 0.8, seed: int = 0, count: int = 1
+    folder: Path,
+    prompt: str,
+    *,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    seed: int = 0,
+    count: int = 1,
+    best: bool = False,
 ) -> list[str]:
     """`count` texts that begin with the prompt and go on for `tokens` tokens, drawn on the CPU.
 
-    `folder` is that of a finished run or an exported model. An empty prompt stands for the beginning of a document;
+    `folder` is that of a finished run or an exported model; with `best`, of a run that has been evaluated, and its best
+    parameters so far are meant. An empty prompt stands for the beginning of a document;
     where a document ends and the next begins, the text has an empty line. The same seed gives the same texts.
     """
     check_whole("tokens", tokens)
     check_whole("count", count)
     if type(seed) is not int or not 0 <= seed < 2**63:
         raise ConfigError(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}: it names a random sequence")
-    model, tokenizer = load_export(_exported(Path(folder)))
+    model, tokenizer = load_export(_exported(Path(folder), best=best))
     if not all(parameter.isfinite().all() for parameter in model.parameters()):
         raise DataError(f"the model in {folder} holds NaNs or infinities: its training diverged, sample another one")
     readable = prompt.encode(errors="replace").decode()  # a terminal may hand over what is no Unicode
@@ -34,16 +42,20 @@ def sample(
     return [_text(tokenizer, row) for row in drawn.tolist()]
 
 
-def _exported(folder: Path) -> Path:
+def _exported(folder: Path, *, best: bool) -> Path:
     """The export that is meant by a run's folder, or by its own."""
     if not (folder / RUN).is_file():
         if not exists(folder):
             raise DataError(f"{folder} is neither a run nor an exported model: it has no {RUN} and no config.json")
         return folder
-    if not exists(folder / MODEL):
-        command = f"atoll train {folder / RUN} --resume"
-        raise DataError(f"the run in {folder} has no model/ yet, it has not finished: `{command}` goes on with it")
-    return folder / MODEL
+    meant = folder / (BEST if best else MODEL)
+    if not exists(meant):
+        problem = (
+            f"the run in {folder} has not {'been evaluated' if best else 'finished'}, so it has no {meant.name}/ yet"
+        )
+        hint = "" if best else ", and --best takes the best so far"
+        raise DataError(f"{problem}: `atoll train {folder} --resume` goes on with it{hint}")
+    return meant
 
 
 def _text(tokenizer: Tokenizer, ids: list[int]) -> str:

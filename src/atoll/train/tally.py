@@ -68,6 +68,13 @@ class Tally:
         return interval
 
     @property
+    def is_finite(self) -> bool:
+        """Whether the losses since the last report, and the last norms, are numbers; waits for their device."""
+        values = [loss for losses in self._losses for loss in losses]
+        values += [norm for norm in self._norms if norm is not None]
+        return bool(torch.stack(values).isfinite().all()) if values else True
+
+    @property
     def step_s(self) -> float:
         """Mean seconds of one inner step of one worker over the whole run."""
         return self._trained_s / max(1, self._worker_steps)
@@ -85,10 +92,10 @@ class Tally:
             "norms": list(self._norms),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Go on from a state, with losses to come from this device."""
         self.tokens, self.seconds = state["tokens"], state["seconds"]
         self._trained_s, self._worker_steps = state["trained_s"], state["worker_steps"]
         self._interval_s, self._interval_tokens = state["interval_s"], state["interval_tokens"]
-        self._losses = [list(losses) for losses in state["losses"]]
-        self._norms = list(state["norms"])
+        self._losses = [[loss.to(device) for loss in losses] for losses in state["losses"]]
+        self._norms = [None if norm is None else norm.to(device) for norm in state["norms"]]

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from atoll.errors import NonFiniteError
 from atoll.events import End, Eval, Fault, Outcome, Round, Sink, Start, Step
 from atoll.link.local import local
 from atoll.loop import OuterLoop
+from atoll.metrics import Metrics
 from atoll.sync import Gradients, Sync
 from atoll.train.batches import Batches
 from atoll.train.hub import HubModel
@@ -35,14 +36,13 @@ Model = Decoder | HubModel
 class Trainer:
     """All workers of a run: `step` until `done`, then `finish`. `config` must be resolved."""
 
-    def __init__(
-        self, config: RunConfig, start: Model, batches: Batches, held_out: Sequence[Tensor], sink: Sink
-    ) -> None:
+    def __init__(self, config: RunConfig, start: Model, batches: Batches, held_out: Sequence[Tensor]) -> None:
         assert config.train.steps is not None
         self.config = config
         self.steps = 0
         """Inner steps made."""
-        self._sink = sink
+        self.sink: Sink = Metrics([])
+        """Where events go."""
         self._batches = batches
         self._held_out = held_out
         self._device = torch.device(config.device)
@@ -61,6 +61,7 @@ class Trainer:
         self.best = math.inf
         """Lowest held-out loss so far, nats per token."""
         self._last_loss = math.nan
+        self._evaluated_at = 0
 
     def _make_loops(self, sync: Sync | Gradients) -> list[OuterLoop]:
         ends = local(self.config.sync.workers, faults=self.config.faults_of_link())
@@ -81,19 +82,29 @@ class Trainer:
         """Whether all inner steps have been made."""
         return self.steps >= (self.config.train.steps or 0)
 
+    @property
+    def epochs(self) -> float:
+        """How often the whole run goes through the text of worker 0."""
+        return self._batches.epoch(0, self.config.train.steps or 0)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model."""
+        return sum(p.numel() for p in self.models[0].parameters())
+
     def introduce(self) -> None:
         """Write down what this run is."""
         config, model = self.config, self.models[0]
         workers = config.sync.workers
         fragments = [fragment.numel for fragment in self._loops[0].fragments] if self._loops else []
         codec = self._sync.codec if self._sync else None
-        self._sink.write(
+        self.sink.write(
             Start(
                 name=config.name,
                 method=config.sync.method,
                 workers=workers,
                 steps=config.train.steps or 0,
-                parameters=sum(p.numel() for p in model.parameters()),
+                parameters=self.parameters,
                 tokens_per_step=self._tokens_per_step,
                 period=self._sync.period if isinstance(self._sync, Sync) else 1,
                 delay=[self._sync.delay_of(w, workers) if isinstance(self._sync, Sync) else 0 for w in range(workers)],
@@ -114,14 +125,15 @@ class Trainer:
         began = time.perf_counter()
         self.steps += 1
         rate = learning_rate(self.steps, self.config.train)
-        before = [(loop.counters.roll_backs, loop.counters.rounds_left_out) for loop in self._loops]
+        before = self._left_out_so_far()
         training = [w for w in range(len(self.models)) if self._crew is None or self._loops[w].trains]
         losses = {worker: self._backward(worker) for worker in training}
         if self._crew is not None:
             self._crew.average_gradients()
+            self._check_someone_is_finite(before)
         norms = {worker: self._inner[worker].clip() for worker in training}
         for worker in training:
-            if self._is_spoilt(losses[worker]):
+            if self._is_spoilt(losses[worker], norms[worker]):
                 self._loops[worker].roll_back()
             else:
                 self._inner[worker].step(rate)
@@ -159,24 +171,42 @@ class Trainer:
 
     # ------------------------------------------------------------------ numbers that are not finite
 
-    def _is_spoilt(self, loss: Tensor) -> bool:
-        """Whether a worker's loss is not finite, as far as that can be asked for free.
+    def _is_spoilt(self, loss: Tensor, norm: Tensor) -> bool:
+        """Whether a worker's loss or gradient is not finite, as far as that can be asked for free.
 
         On a GPU it would have to wait for the step; there the delta tells, at the next send. Under data-parallel the
         gradient has told, and the mean that came back is good.
         """
-        if self._device.type != "cpu" or isinstance(self._sync, Gradients) or math.isfinite(loss.item()):
+        if self._device.type != "cpu" or isinstance(self._sync, Gradients):
             return False
-        self._need_others()
+        if math.isfinite(loss.item()) and math.isfinite(norm.item()):
+            return False
+        if self._crew is None:
+            self._stop()
         return True
 
-    def _need_others(self) -> None:
-        """Without other workers to go on with, a loss that is not finite is the end of a run."""
-        if self._crew is None:
-            raise NonFiniteError(
-                f"the loss of step {self.steps} is not finite: lower train.lr or train.clip; "
-                "checkpoints of earlier steps are intact"
-            )
+    def check_finite(self) -> None:
+        """Stop if nothing finite is left to go on with; waits for a GPU, so ask before a report or a save."""
+        if self._crew is None and not self._tally.is_finite:
+            self._stop()
+        if self.done and self._evaluated_at == self.steps and not math.isfinite(self._last_loss):
+            self._stop("held-out loss")
+
+    def _check_someone_is_finite(self, before: list[tuple[int, int]]) -> None:
+        """Under data-parallel all have the same parameters: if no gradient is finite, none will ever be again."""
+        left_out = [loop.counters.rounds_left_out > count for loop, (_, count) in zip(self._loops, before, strict=True)]
+        if isinstance(self._sync, Gradients) and all(left_out):
+            self._stop("gradient of every worker")
+
+    def _stop(self, what: str = "loss or gradient") -> NoReturn:
+        raise NonFiniteError(
+            f"step {self.steps}: the {what} is not finite; checkpoints of earlier steps are intact. "
+            "Start another run with a lower train.lr, a longer train.warmup or a lower train.clip"
+        )
+
+    def _left_out_so_far(self) -> list[tuple[int, int]]:
+        """Roll-backs and rounds left out, per worker."""
+        return [(loop.counters.roll_backs, loop.counters.rounds_left_out) for loop in self._loops]
 
     def _tell_faults(self, before: list[tuple[int, int]]) -> None:
         """Report who was rolled back or left out of a round in this step."""
@@ -188,7 +218,7 @@ class Trainer:
                 self._fault(worker, f"left out of {rounds} round{'s' if rounds > 1 else ''}: its work was not finite")
 
     def _fault(self, worker: int, what: str) -> None:
-        self._sink.write(Fault(step=self.steps, worker=worker, what=what))
+        self.sink.write(Fault(step=self.steps, worker=worker, what=what))
 
     # ------------------------------------------------------------------ what is reported
 
@@ -196,7 +226,7 @@ class Trainer:
         sent = applied.round_id
         loop = self._loops[0]
         assert self._sync is not None
-        self._sink.write(
+        self.sink.write(
             Round(
                 step=sent.step,
                 fragment=sent.fragment,
@@ -210,10 +240,9 @@ class Trainer:
         )
 
     def _log(self, rate: float) -> None:
+        self.check_finite()
         interval = self._tally.take()
-        if any(loss is not None and not math.isfinite(loss) for loss in interval.losses):
-            self._need_others()
-        self._sink.write(
+        self.sink.write(
             Step(
                 step=self.steps,
                 tokens=self._tally.tokens,
@@ -260,9 +289,9 @@ class Trainer:
                 tokens += predicted
         loss = total.item() / tokens
         is_best = loss < self.best
-        self.best, self._last_loss = min(self.best, loss), loss
+        self.best, self._last_loss, self._evaluated_at = min(self.best, loss), loss, self.steps
         self._tally.seconds += time.perf_counter() - began
-        self._sink.write(
+        self.sink.write(
             Eval(step=self.steps, tokens=self._tally.tokens, seconds=self._tally.seconds, loss=loss, best=is_best)
         )
         return is_best
@@ -271,12 +300,14 @@ class Trainer:
         """Bring all workers to one final model."""
         began = time.perf_counter()
         if self._crew is not None:
+            before = self._left_out_so_far()
             self._crew.finish()
+            self._tell_faults(before)
         self._tally.seconds += time.perf_counter() - began
 
     def end(self, outcome: Outcome) -> None:
         """Write down how the run ended."""
-        self._sink.write(
+        self.sink.write(
             End(
                 step=self.steps,
                 tokens=self._tally.tokens,
@@ -318,7 +349,7 @@ class Trainer:
             inner.load_state_dict(saved)
         for loop, saved in zip(self._loops, state["outer"], strict=True):
             loop.load_state_dict(saved)
-        self._tally.load_state_dict(state["tally"])
+        self._tally.load_state_dict(state["tally"], self._device)
         self.steps, self._draws = state["steps"], list(state["draws"])
         self.best, self._last_loss = state["best"], state["last_loss"]
         checkpoint.set_rng_state(state["random"])

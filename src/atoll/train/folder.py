@@ -1,0 +1,182 @@
+"""The folder of one run, and all that keeps a resumed run the same run: its settings, its text, its checkpoints."""
+
+import json
+import platform
+import shlex
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from atoll import checkpoint
+from atoll import config as run_config
+from atoll.config import RunConfig
+from atoll.disk import locked, write_whole
+from atoll.errors import AtollError, CheckpointError, ConfigError
+from atoll.events import End, read
+from atoll.layout import ABOUT, CHECKPOINTS, METRICS, MODEL, RUN
+from atoll.train.export import exists, export
+from atoll.train.tokens import TokenData
+from atoll.train.trainer import Trainer
+
+LOCK = ".lock"
+FREE_TO_CHANGE = ("out", "name", "log.", "train.keep", "train.save_every")
+"""Settings that a resumed run may have otherwise, for they change nothing that is computed."""
+
+
+class Saved(NamedTuple):
+    """What a checkpoint of a run holds."""
+
+    trainer: dict[str, Any]
+    """The state of the trainer."""
+    metrics: int
+    """Length of the metrics file at that moment, bytes."""
+    config: str
+    """All settings, TOML."""
+    tokens: str
+    """Which text and tokenizer: the name of the folder of its tokens."""
+
+
+class RunFolder:
+    """Where one run is kept."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.path = Path(config.out).expanduser() / config.name
+
+    @property
+    def begun(self) -> bool:
+        """Whether a run has begun here."""
+        return (self.path / RUN).exists()
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has come to its end."""
+        if not self.begun or not exists(self.path / MODEL) or not (self.path / METRICS).exists():
+            return False
+        ends = [event for event in read(self.path / METRICS) if isinstance(event, End)]
+        return bool(ends) and ends[-1].outcome == "finished"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for one process; the lock dies with its holder."""
+
+        def refuse() -> None:
+            raise AtollError(f"{self.path} is being trained by another process: wait for it, or choose another name")
+
+        with ExitStack() as held:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                held.enter_context(locked(self.path / LOCK, refuse))
+            except OSError as fault:
+                raise ConfigError(f"out: the run's folder {self.path} cannot be made: {fault.strerror}") from fault
+            yield
+
+    def clear(self) -> None:
+        """Delete a run, unless it is being trained."""
+        if not self.begun:
+            return
+        with self.locked():
+            (self.path / RUN).unlink()  # first: what is left of it, should this be cut short, is no run
+            for entry in self.path.iterdir():
+                if entry.is_dir():
+                    shutil.rmtree(entry)
+                elif entry.name != LOCK:
+                    entry.unlink()
+
+    # ------------------------------------------------------------------ the same run
+
+    def as_begun(self, config: RunConfig) -> RunConfig:
+        """The run as it was begun, with what is free to change; refused if it is given other settings.
+
+        What a run file leaves out, or leaves to the machine, stays as it was: other threads would give other bits.
+        """
+        before = run_config.load(self.path / RUN)
+        given = run_config.differences({"before": before, "now": config})
+        free = {key: now for key, (_, now) in given if key.startswith(FREE_TO_CHANGE)}
+        refused = [
+            f"{key} was {old!r}, is {now!r}"
+            for key, (old, now) in given
+            if key not in free and now is not None and now != "auto"
+        ]
+        if refused:
+            raise ConfigError(
+                f"{self.path} cannot be resumed with other settings: {'; '.join(refused)}; "
+                f"leave them as in {self.path / RUN}, or start another run with another name"
+            )
+        return before.changed(name=config.name, **free)
+
+    def last_checkpoint(self, config: RunConfig, data: TokenData) -> Saved | None:
+        """The newest whole state of this run; None before the first. Refused if it is that of another run."""
+        root = self.path / CHECKPOINTS
+        if not root.exists() or not any(root.iterdir()):
+            return None
+        with warnings.catch_warnings(record=True) as passed_over:
+            warnings.simplefilter("always")
+            _, state = checkpoint.load(root)
+        for warning in passed_over:
+            print(f"warning: {warning.message}", file=sys.stderr)
+        if set(state) != set(Saved._fields):
+            raise CheckpointError(f"the checkpoint in {root} is not that of a run: it holds {', '.join(state)}")
+        saved = Saved(**state)
+        before = run_config.parse(saved.config, where=str(root))
+        changes = run_config.differences({"before": before, "now": config})
+        bound = [(key, values) for key, values in changes if not key.startswith(FREE_TO_CHANGE)]
+        if bound:
+            told = "; ".join(f"{key} was {old!r}, is {now!r}" for key, (old, now) in bound)
+            raise CheckpointError(f"the checkpoint in {root} is of a run with other settings: {told}")
+        if saved.tokens != data.folder.name:
+            raise ConfigError(
+                f"{self.path} cannot be resumed: the text or the tokenizer of data.source has changed since it began; "
+                "bring the old text back, or start another run with another name"
+            )
+        return saved
+
+    # ------------------------------------------------------------------ what is written
+
+    def begin(self, config: RunConfig, parameters: int, data: TokenData) -> None:
+        """Keep what the run is made of; nothing is written over when it is resumed."""
+        if self.begun:
+            return
+        on_gpu = config.device.startswith("cuda")
+        about = {
+            "versions": {"python": platform.python_version(), **checkpoint.versions()},
+            "seed": config.seed,
+            "device": torch.cuda.get_device_name(config.device) if on_gpu else platform.machine(),
+            "threads": config.threads,
+            "parameters": parameters,
+            "vocabulary": data.tokenizer.vocabulary,
+            "documents": data.documents,
+            "training_tokens": sum(len(file) for file in data.train),
+            "command": shlex.join(sys.argv),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        write_whole(self.path / ABOUT, (json.dumps(about, indent=2) + "\n").encode())
+        write_whole(self.path / RUN, config.to_toml().encode())  # last: its presence says that the run has begun
+
+    def save(self, trainer: Trainer, metrics: int, data: TokenData) -> None:
+        """Write a checkpoint; `metrics` is the length of the metrics file, all on disk."""
+        config = trainer.config
+        state = Saved(trainer.state_dict(), metrics, config.to_toml(), data.folder.name)
+        checkpoint.save(self.path / CHECKPOINTS, trainer.steps, state._asdict(), keep=config.train.keep)
+
+    def export(self, trainer: Trainer, data: TokenData, name: str) -> None:
+        """Write the outer parameters as a model of its own, in place of one that is there."""
+        with trainer.outer_model() as model:
+            export(model, data.tokenizer, self.path / name)
+
+    def load(self, trainer: Trainer, saved: Saved) -> None:
+        """Bring a trainer to where a checkpoint was written."""
+        try:
+            trainer.load_state_dict(saved.trainer)
+        except (RuntimeError, KeyError, ValueError, TypeError) as fault:
+            if isinstance(fault, AtollError):
+                raise
+            problem = " ".join(str(fault).split())[:300]
+            where = self.path / CHECKPOINTS
+            raise CheckpointError(f"the checkpoint in {where} is not of this model: {problem}") from fault
