@@ -273,14 +273,20 @@ def test_the_real_command(tmp_path: Path) -> None:
 
 
 def test_stopped_while_preparing_the_run_has_not_begun(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text("")  # the standard library takes seconds to read
+    (tmp_path / "text.txt").write_text("reef lagoon islet tide surf sand\n" * 6_000_000)  # seconds of reading
+    (tmp_path / "run.toml").write_text('[data]\nsource = "text.txt"')
     command = [sys.executable, "-m", "atoll", "train", "run.toml"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "runs" / "run").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "runs" / ".tokens").exists():
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert errors.endswith("stopped before training began; the same command begins again\n") and "Trace" not in errors

@@ -52,6 +52,7 @@ def train(config: RunConfig, *, resume: bool = False) -> Path:
         if config.threads:
             torch.set_num_threads(config.threads)
         data = prepare(config)
+        interrupted = stack.enter_context(_interruptible())
         model, config = start(config, data)
         trainer = Trainer(config, model, _batches(config, data), _held_out(config, data))
         saved = folder.last_checkpoint(config, data)
@@ -70,7 +71,7 @@ def train(config: RunConfig, *, resume: bool = False) -> Path:
             trainer.introduce()
         if saved:
             trainer.sink.write(Resumed(step=trainer.steps, seconds=trainer.seconds))
-        _run(trainer, data, folder, log)
+        _run(trainer, data, folder, log, interrupted)
     return folder.path
 
 
@@ -85,7 +86,7 @@ def _tell_what_may_surprise(config: RunConfig, data: TokenData, trainer: Trainer
         print(f"note: sync.period ({period}) is longer than the run ({steps} steps): workers meet only at its end")
 
 
-def _run(trainer: Trainer, data: TokenData, folder: RunFolder, log: Jsonl) -> None:
+def _run(trainer: Trainer, data: TokenData, folder: RunFolder, log: Jsonl, interrupted: list[int]) -> None:
     settings = trainer.config.train
     assert settings.eval_every is not None and settings.save_every is not None  # resolved
 
@@ -94,20 +95,19 @@ def _run(trainer: Trainer, data: TokenData, folder: RunFolder, log: Jsonl) -> No
         folder.save(trainer, log.position(), data)
         trainer.sink.write(Saved(step=trainer.steps, seconds=trainer.seconds))
 
-    with _interruptible() as interrupted:
-        while not trainer.done and not interrupted:
-            trainer.step()
-            if trainer.steps % settings.eval_every == 0 and not trainer.done and trainer.evaluate():
-                folder.export(trainer, data, BEST)
-            if trainer.steps % settings.save_every == 0 or trainer.done:
-                save()
-        if not trainer.done:
-            if trainer.steps % settings.save_every:
-                save()
-            trainer.end("interrupted")
-            again = f"atoll train {shlex.quote(str(folder.path))} --resume"
-            print(f"stopped at step {trainer.steps} and saved; continue with: {again}", flush=True)
-            raise SystemExit(130)
+    while not trainer.done and not interrupted:
+        trainer.step()
+        if trainer.steps % settings.eval_every == 0 and not trainer.done and trainer.evaluate():
+            folder.export(trainer, data, BEST)
+        if trainer.steps % settings.save_every == 0 or trainer.done:
+            save()
+    if not trainer.done:
+        if trainer.steps % settings.save_every:
+            save()
+        trainer.end("interrupted")
+        again = f"atoll train {shlex.quote(str(folder.path))} --resume"
+        print(f"stopped at step {trainer.steps} and saved; continue with: {again}", flush=True)
+        raise SystemExit(130)
     trainer.finish()
     if trainer.evaluate():
         folder.export(trainer, data, BEST)
