@@ -78,7 +78,7 @@ def demo(out: Path, steps: int | None = None, jobs: int | None = None) -> int:
         console = Console()
         console.print(Text('\nwhat the model trained by Streaming DiLoCo in 4 bits writes after "def main(":\n'))
         (text,) = sample(out / "streaming", "def main(", tokens=200, temperature=0.7)
-        console.print(Text(text))
+        console.print(Text(text), soft_wrap=True)
     return status
 
 
