@@ -201,7 +201,7 @@ class TrainSection(Section):
     batch: Count = 8
     """Sequences per worker and inner step."""
     sequence: Count | None = Field(default=None, examples=[128])
-    """Tokens per sequence; left out: the model's context."""
+    """Tokens per sequence; left out: the model's context, at most 1024 for a Hugging Face model."""
     accumulate: Count = 1
     """Parts a batch is computed in, to save memory; must divide batch."""
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -240,7 +240,7 @@ class SyncSection(Section):
     period: Annotated[int, Field(ge=1, le=10**9), Allowed("a whole number from 1 to 10^9")] = 30
     """Inner steps between two sends of the same parameters (H in the papers)."""
     fragments: Fragments | None = Field(default=None, examples=["blocks:3"])
-    """What is sent together: whole, blocks:3[:sequential], balanced:4; left out: blocks:3 for streaming, else whole."""
+    """Sent together: whole, blocks[:3[:sequential]], balanced:4; left out: up to 3 blocks for streaming, else whole."""
     delay: Steps | Delays | None = Field(default=None, examples=[1])
     """Inner steps between a send and its apply, or a list, one per worker; left out: 1 for streaming, 0 for diloco."""
     codec: CodecName | None = Field(default=None, examples=["e3m0"])

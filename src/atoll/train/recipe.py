@@ -27,7 +27,8 @@ def inner_lr(parameters: int, workers: int) -> float:
 def resolve(config: RunConfig, *, parameters: int, context: int | None) -> RunConfig:
     """The run with every setting that training depends on; `context` is the longest sequence of the model in tokens."""
     train, workers = config.train, config.sync.workers
-    sequence = train.sequence or min(context or 1024, 1024)
+    longest = min(context or 1024, 1024) if config.model.hf else context
+    sequence = train.sequence or longest or 1024
     if context is not None and sequence > context:
         raise ConfigError(
             f"train.sequence: must be at most the model's context of {context} tokens, got {sequence}: "
@@ -63,7 +64,7 @@ def _as_used(config: RunConfig) -> dict[str, Any]:
     if sync is not None:
         used["sync.codec"] = sync.codec.format
     if isinstance(sync, Sync):
-        used["sync.fragments"] = config.sync.fragments or ("blocks:3" if config.sync.method == "streaming" else "whole")
+        used["sync.fragments"] = config.sync.fragments or ("blocks" if config.sync.method == "streaming" else "whole")
         used["sync.outer_lr"] = sync.outer.lr
         if isinstance(sync.outer, Nesterov | Momentum):
             used["sync.outer_momentum"] = sync.outer.momentum

@@ -54,7 +54,7 @@ class Trainer:
         self._sync = config.synchronisation()
         self._loops = self._make_loops(self._sync) if self._sync is not None else []
         self._crew = Crew(self._loops) if self._loops else None
-        if config.compile is True or (config.compile == "auto" and self._device.type == "cuda"):
+        if config.compile is True:
             for model in self.models:  # the parameters are inputs of the graph, so one graph serves all
                 model.compile()
         self._tally = Tally(workers)
@@ -165,8 +165,7 @@ class Trainer:
         return cross_entropy
 
     def _autocast(self) -> Any:
-        wanted = self.config.precision
-        bf16 = wanted == "bf16" or (wanted == "auto" and self._device.type == "cuda")
+        bf16 = self.config.precision == "bf16"
         return torch.autocast(self._device.type, torch.bfloat16) if bf16 else nullcontext()
 
     # ------------------------------------------------------------------ numbers that are not finite

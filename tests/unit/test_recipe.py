@@ -1,0 +1,41 @@
+"""What a run file leaves out: the paper's recipe, and nothing that was given is touched."""
+
+import pytest
+
+from atoll import config
+from atoll.errors import ConfigError
+from atoll.train.recipe import inner_lr, resolve
+
+
+def test_the_recipe_of_the_scaling_laws_paper() -> None:
+    run = resolve(config.parse({"device": "cpu"}), parameters=1_000_000, context=128)
+    train, sync = run.train, run.sync
+    assert train.steps == -(-20 * 1_000_000 // (2 * 8 * 128)) and train.sequence == 128
+    assert train.warmup == train.steps // 10 and train.weight_decay == 1 / train.steps
+    assert (train.betas, train.clip, train.final_lr, train.lr) == ((0.9, 0.99), 1.0, 0.05, 3e-3)
+    assert (sync.period, sync.outer, sync.outer_lr, sync.outer_momentum) == (30, "nesterov", 0.6, 0.9)
+    assert (sync.codec, sync.fragments, sync.delay, sync.alpha) == ("e3m0", "blocks", 1, 0.5)
+    assert (run.precision, run.compile) == ("fp32", False)
+    assert resolve(run, parameters=1_000_000, context=128) == run
+
+
+@pytest.mark.parametrize("method", ["none", "data-parallel", "diloco", "streaming", "eager", "delayed"])
+def test_what_is_filled_in_says_the_same_as_what_was_left_out(method: str) -> None:
+    workers = 1 if method == "none" else 3
+    given = config.parse({"device": "cpu", "sync": {"method": method, "workers": workers}, "train": {"steps": 50}})
+    filled = resolve(given, parameters=1000, context=64)
+    assert filled.synchronisation() == given.synchronisation()
+    assert config.parse(filled.to_toml()) == filled
+
+
+def test_the_fitted_rate_falls_with_size_and_rises_with_workers() -> None:
+    assert inner_lr(10**9, 2) < inner_lr(10**8, 2) < inner_lr(10**8, 8) <= inner_lr(10**6, 8) == 3e-3
+
+
+def test_sequences_are_as_long_as_the_model_allows_and_no_longer() -> None:
+    long = config.parse({"device": "cpu", "model": {"context": 4096}})
+    assert resolve(long, parameters=1000, context=4096).train.sequence == 4096
+    hub = config.parse({"device": "cpu", "model": {"hf": "folder/"}})
+    assert resolve(hub, parameters=1000, context=131072).train.sequence == 1024
+    with pytest.raises(ConfigError, match=r"at most the model's context of 64 tokens, got 65: shorten it$"):
+        resolve(hub.changed(**{"train.sequence": 65}), parameters=1000, context=64)
