@@ -324,6 +324,8 @@ def test_a_start_that_fails_claims_no_folder(make: Any) -> None:
         train(make(**{"sync.workers": 4000}))
     with pytest.raises(ConfigError, match='"muon" is for the matrices of repeated blocks'):
         train(make(**{**METHODS["diloco"], "train.optimizer": "muon", "model.layers": 1}))
+    with pytest.raises(ConfigError, match=r'^sync\.fragments: "blocks" does not fit this model, "whole" and'):
+        train(make(**{"sync.fragments": None, "model.layers": 1}))
     train(make())
 
 

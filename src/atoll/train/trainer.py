@@ -18,7 +18,7 @@ from atoll import checkpoint
 from atoll.applied import Applied
 from atoll.config import RunConfig
 from atoll.crew import Crew
-from atoll.errors import NonFiniteError
+from atoll.errors import ConfigError, NonFiniteError
 from atoll.events import End, Eval, Fault, Outcome, Round, Sink, Start, Step
 from atoll.link.local import local
 from atoll.loop import OuterLoop
@@ -65,17 +65,23 @@ class Trainer:
 
     def _make_loops(self, sync: Sync | Gradients) -> list[OuterLoop]:
         ends = local(self.config.sync.workers, faults=self.config.faults_of_link())
-        return [
-            OuterLoop(
-                model,
-                sync,
-                end,
-                weight=weight,
-                leave_out_nonfinite=True,
-                observer=self._observe if end.worker == 0 else None,
-            )
-            for model, end, weight in zip(self.models, ends, self._weights, strict=True)
-        ]
+        try:
+            return [
+                OuterLoop(
+                    model,
+                    sync,
+                    end,
+                    weight=weight,
+                    leave_out_nonfinite=True,
+                    observer=self._observe if end.worker == 0 else None,
+                )
+                for model, end, weight in zip(self.models, ends, self._weights, strict=True)
+            ]
+        except ConfigError as misfit:  # all else was checked with the run file
+            raise ConfigError(
+                f'sync.fragments: "{self.config.sync.fragments}" does not fit this model, '
+                f'"whole" and "balanced:2" fit any: {misfit}'
+            ) from misfit
 
     @property
     def done(self) -> bool:
