@@ -1,6 +1,34 @@
-"""Hypothesis without deadlines: the machines that run this are shared."""
+"""Hypothesis without deadlines, for the machines that run this are shared; and a disk that is soon full."""
 
+import gc
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("shared machines", deadline=None)
 settings.load_profile("shared machines")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a file system of a given size, such as "1m"; skips where that is not allowed."""
+    mounted: list[Path] = []
+
+    def mount(size: str) -> Path:
+        folder = tmp_path / "disk"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as fault:
+            pytest.skip(f"cannot mount a file system here: {fault}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    gc.collect()  # the frames of an error that was caught may still hold maps of files in there
+    for folder in mounted:
+        subprocess.run(["umount", str(folder)], check=True)

@@ -57,7 +57,7 @@ MUTANTS = [
            "local[piece] = self.anchor[piece] = blend(local[piece], self.anchor[piece], alpha)"),
     Mutant("sum for mean", "core/outer.py", "[weight / sum(weights) for weight", "[weight for weight"),
     Mutant("weights ignored", "core/outer.py", "[weight / sum(weights) for weight", "[1 / len(weights) for weight"),
-    Mutant("stale own share in eager", "loop.py", "remember(state.own[piece] - unsent, newest)",
+    Mutant("stale own share in eager", "replica.py", "remember(state.own[piece] - unsent, newest)",
            "remember(state.own[piece] - unsent, state.own[piece])"),
     Mutant("own share counted whole", "core/outer.py", "(outer.lr * share)", "outer.lr"),
     Mutant("own delta un-decoded", "loop.py", "state.newest = sent.payload\n", "state.newest = delta.clone()\n",
@@ -67,7 +67,7 @@ MUTANTS = [
     # faults
     Mutant("a lost round merges anyway", "loop.py",
            "if flight.left_out or any(c.worker == self.link.worker for c in completed.contributions):", "if True:"),
-    Mutant("a lost eager delta is forgotten", "loop.py",
+    Mutant("a lost eager delta is forgotten", "replica.py",
            "if lost and lost.contribution and not lost.forgotten else None", "if False else None"),
     Mutant("a joiner keeps its random parameters", "state.py",
            "        self.newest = None\n        self.window.write(self.anchor)\n", "        self.newest = None\n"),
@@ -76,10 +76,10 @@ MUTANTS = [
     Mutant("residual kept when the payload is lost", "loop.py", "state.residual.add_(lost.restore)", "pass"),
     Mutant("residual undone under eager too", "state.py", "return before - self.residual if self.own is None else None",
            "return before - self.residual",
-           ("loop.py", "        local = torch.empty_like(state.anchor)\n",
+           ("replica.py", "        local = torch.empty_like(state.anchor)\n",
             "        local = torch.empty_like(state.anchor)\n        if lost and lost.restore is not None:\n"
             "            state.residual.add_(lost.restore)\n")),
-    Mutant("finish sends twice what is in flight", "loop.py", "alpha=lost - held)", "alpha=lost - 0.0)"),
+    Mutant("finish sends twice what is in flight", "replica.py", "alpha=lost - held)", "alpha=lost - 0.0)"),
     Mutant("finish forgets what was lost last", "loop.py", "return recent_gap or not", "return not"),
     # resume
     Mutant("velocity not saved", "state.py", "            slot.copy_(state[\"slots\"][name])", "            pass"),

@@ -24,14 +24,15 @@ import torch
 from torch import Tensor, nn
 
 from atoll.applied import Applied, Observer, Products
-from atoll.core.flat import Window, check_coverage, pieces, scatter, state_dtype, trainable
+from atoll.core.flat import Window, check_coverage, scatter, state_dtype, trainable
 from atoll.core.fragments import Whole, describe, split, unsynchronised_buffers
-from atoll.core.outer import SGD, Adam, Blend, LinearOuter, OuterOptimizer, eager_start
+from atoll.core.outer import SGD, Blend, OuterOptimizer
 from atoll.core.schedule import Schedule
 from atoll.errors import AtollError, ConfigError
 from atoll.exchange import Exchange
 from atoll.gradients import GradientAverage
 from atoll.link.base import Link, Round, RoundId, difference
+from atoll.replica import Replica
 from atoll.state import Counters, Flight, FragmentState, Outgoing
 from atoll.sync import Gradients, Sync
 
@@ -76,6 +77,7 @@ class OuterLoop:
         self._observer = observer
         self._gradients = GradientAverage(self._exchange, self._windows[0])
         self._states: list[FragmentState] = []
+        self._replicas: list[Replica] = []
         self._flights: dict[RoundId, Flight] = {}
         if isinstance(sync, Sync):
             self._schedule = Schedule(sync.period, len(self._windows), sync.delay_of(link.worker, link.workers))
@@ -83,6 +85,7 @@ class OuterLoop:
                 FragmentState.fresh(window, sync.outer.slot_names, eager=sync.eager, feedback=sync.codec.feedback)
                 for window in self._windows
             ]
+            self._replicas = [Replica(s, self._exchange, n, sync.outer) for n, s in enumerate(self._states)]
         self._joined = self._lent = self._finished = False
         if buffers := unsynchronised_buffers(model):
             warnings.warn(
@@ -181,7 +184,7 @@ class OuterLoop:
                 self._blend(fragment, lost[fragment], self.sync.merge.alpha)
         elif self.link.present(step):
             for fragment in due.send:
-                self._restart(fragment, lost.get(fragment))
+                self._replicas[fragment].restart(step, lost.get(fragment))
         keep = step - max(self.sync.delays)
         self._flights = {round_id: flight for round_id, flight in self._flights.items() if round_id.step > keep}
         if self.link.present(step + 1) and not self.link.present(step):
@@ -205,29 +208,12 @@ class OuterLoop:
         """Measure and encode what is to be sent; a value that cannot be is refused here, before anything changes."""
         if round_ids:
             check_coverage(self.model, self._windows)
-        return [self._outgoing(round_id, self._delta(round_id.fragment)) for round_id in round_ids]
+        return [self._outgoing(round_id, self._replicas[round_id.fragment].delta()) for round_id in round_ids]
 
     def _outgoing(self, round_id: RoundId, delta: Tensor) -> Outgoing:
         state = self._states[round_id.fragment]
         sent = self._exchange.contribution(round_id, delta, anchor=state.anchor, version=state.version)
         return Outgoing(round_id, delta, sent)
-
-    def _delta(self, fragment: int) -> Tensor:
-        """Where the worker started minus where it is, plus what rounding has kept back."""
-        state = self._states[fragment]
-        start = torch.empty_like(state.anchor)
-        for piece in pieces(start.numel()):
-            start[piece] = self._start(fragment, piece)
-        delta = state.window.subtract_from(start)
-        return delta if state.residual is None else delta.add_(state.residual)
-
-    def _start(self, fragment: int, piece: slice) -> Tensor:
-        """Where the work since the last send began: at the anchor, or at the worker's own start under eager."""
-        state = self._states[fragment]
-        if state.newest is None or state.own is None:
-            return state.anchor[piece]
-        newest = self._exchange.decode_piece(state.newest, fragment, piece)
-        return eager_start(self._linear_outer, state.anchor[piece], state.own[piece], newest, state.share)
 
     def _send(self, outgoing: Sequence[Outgoing]) -> None:
         if self._spoilt(outgoing):
@@ -271,14 +257,8 @@ class OuterLoop:
             if self._observer:
                 self._observer(Applied(completed.round_id, self.steps, members=(), norm=0.0, cosine=None))
             return
-        state = self._states[completed.round_id.fragment]
-        state.version += 1
         products = Products(len(completed.contributions)) if self._observer else None
-        for piece, mean in self._exchange.means(completed, products):
-            slots = tuple(slot[piece] for slot in state.slots.values())
-            state.anchor[piece], moved = outer.step(state.anchor[piece], slots, mean, state.version)
-            for slot, new in zip(slots, moved, strict=True):
-                slot.copy_(new)
+        self._replicas[completed.round_id.fragment].outer_step(outer, completed, products)
         if self._observer and products:
             self._observer(products.applied(completed, self.steps))
 
@@ -299,32 +279,6 @@ class OuterLoop:
             if round_id.fragment == fragment and not flight.applied:
                 flight.held *= alpha
 
-    def _restart(self, fragment: int, lost: Flight | None) -> None:
-        """Eager: begin the next period from the lagging anchor plus what the newest own delta will do to it.
-
-        If the delta before that was lost, it leaves the worker's own momentum, which may only know what the others
-        will know, and stays in the live parameters as work not yet sent.
-        """
-        state = self._states[fragment]
-        if state.newest is None or state.own is None:  # rolled back: nothing of its own is under way
-            state.window.write(state.anchor)
-            return
-        state.share = self._exchange.share(self.steps)
-        payload = lost.contribution.payload if lost and lost.contribution and not lost.forgotten else None
-        local = torch.empty_like(state.anchor)
-        for piece in pieces(local.numel()):
-            newest = self._exchange.decode_piece(state.newest, fragment, piece)
-            unsent = 0.0 if payload is None else self._exchange.decode_piece(payload, fragment, piece)
-            own = self._linear_outer.remember(state.own[piece] - unsent, newest)
-            start = eager_start(self._linear_outer, state.anchor[piece], own, newest, state.share)
-            state.own[piece], local[piece] = own, start - unsent
-        state.window.write(local)
-
-    @property
-    def _linear_outer(self) -> LinearOuter:
-        assert isinstance(self.sync, Sync) and not isinstance(self.sync.outer, Adam)  # as Sync has checked
-        return self.sync.outer
-
     def _start_anew(self) -> None:
         """Join, come back or be rolled back: take the anchor, and nothing of one's own."""
         for state in self._states:
@@ -343,13 +297,14 @@ class OuterLoop:
         outgoing = self._prepare(everything)
         yield
         self._finished = True
-        if self._spoilt(outgoing):
+        spoilt = self._spoilt(outgoing)
+        if spoilt:
             self.roll_back()
-        deltas = [torch.zeros_like(o.delta) if self._spoilt(outgoing) else o.delta for o in outgoing]
+        deltas = [torch.zeros_like(o.delta) if spoilt else o.delta for o in outgoing]
         for round_id, flight in self._flights.items():
             if not flight.applied:
                 lost = self._apply(round_id)
-                self._settle(deltas[round_id.fragment], round_id.fragment, flight, lost=lost is not None)
+                self._replicas[round_id.fragment].settle(deltas[round_id.fragment], flight, lost=lost is not None)
         last = [round_id for round_id in everything if self._has_unsent(round_id.fragment)]
         self._send([self._outgoing(round_id, deltas[round_id.fragment]) for round_id in last])
         yield
@@ -369,19 +324,6 @@ class OuterLoop:
         """
         recent_gap = 0 < self._states[fragment].gap > self.steps - 2 * self._schedule.period
         return recent_gap or not self._schedule.is_send(fragment, self.steps)
-
-    def _settle(self, delta: Tensor, fragment: int, flight: Flight, *, lost: bool) -> None:
-        """Make a last delta, measured before the last round came in, hold all that has not arrived and no more.
-
-        A blending worker's parameters still held what it had sent (or part of it), and an eager worker had started
-        beyond it.
-        """
-        if flight.contribution is None or flight.forgotten:
-            return
-        held = flight.held if self._states[fragment].own is None else 0.0
-        delta.add_(self._exchange.decode(flight.contribution.payload, fragment), alpha=lost - held)
-        if flight.restore is not None:
-            delta.add_(flight.restore)
 
     # ------------------------------------------------------------------ data-parallel
 

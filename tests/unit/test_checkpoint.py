@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from atoll.checkpoint import MANIFEST, TENSORS, load, rng_state, save, set_rng_state, steps
 from atoll.errors import CheckpointError, ConfigError
+from kills import forked
 from nests import DTYPES, bits
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint-v1"
@@ -540,17 +541,9 @@ def test_both_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+def tiny_disk(small_disk: Callable[[str], Path]) -> Path:
     """A file system of 1 MiB."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as fault:
-        pytest.skip(f"cannot mount a file system here: {fault}")
-    yield mount
-    subprocess.run(["umount", str(mount)], check=True)
+    return small_disk("1m")
 
 
 @pytest.mark.parametrize("too_much", [torch.zeros(2**19), "x" * 2**20], ids=["tensors", "manifest"])
@@ -644,22 +637,6 @@ def loaded_generation(root: Path) -> int:
     assert step == generation // 2
     assert torch.equal(state["large"], torch.full((2**14,), generation))
     return generation
-
-
-def forked(act: Callable[[], None], kill_after_s: float | None = None) -> bool:
-    """Run `act` in a child, kill it after a while if asked to, and say whether it got to its end."""
-    child = os.fork()
-    if child == 0:
-        try:
-            act()
-        finally:
-            os._exit(0 if sys.exc_info()[0] is None else 1)
-    if kill_after_s is not None:
-        time.sleep(kill_after_s)
-        os.kill(child, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, -signal.SIGKILL), code
-    return code == 0
 
 
 def kill_at_random_moments(root: Path) -> None:

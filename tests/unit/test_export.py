@@ -7,9 +7,7 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,6 +30,7 @@ from atoll.train.hub import HubModel
 from atoll.train.model import Decoder
 from atoll.train.sample import sample
 from atoll.train.tokenizer import Bytes, Subwords, train_bpe
+from kills import forked
 
 NANO = ModelConfig(layers=2, width=16, heads=2, head_width=4, feedforward=24, vocabulary=256, context=32)
 TEXTS = ["def one():\n    return 1\n", "the quick brown fox", "für Elise"] * 9
@@ -200,17 +199,9 @@ def test_what_is_no_export_is_not_deleted(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+def tiny_disk(small_disk: Callable[[str], Path]) -> Path:
     """A file system of 256 KiB."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mount)]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as fault:
-        pytest.skip(f"cannot mount a file system here: {fault}")
-    yield mount
-    subprocess.run(["umount", str(mount)], check=True)
+    return small_disk("256k")
 
 
 def test_a_full_disk_leaves_the_old_export(tiny_disk: Path) -> None:
@@ -239,22 +230,6 @@ def test_an_interruption_after_the_old_one_was_set_aside(tmp_path: Path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         export(nano(2), Bytes(), tmp_path / "model")
     assert names(tmp_path) == {"model"} and same_bits(load_export(tmp_path / "model")[0], nano(1))
-
-
-def forked(act: Callable[[], None], kill_after_s: float | None = None) -> bool:
-    """Run `act` in a child, kill it after a while if asked to, and say whether it got to its end."""
-    child = os.fork()
-    if child == 0:
-        try:
-            act()
-        finally:
-            os._exit(0 if sys.exc_info()[0] is None else 1)
-    if kill_after_s is not None:
-        time.sleep(kill_after_s)
-        os.kill(child, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, -signal.SIGKILL), code
-    return code == 0
 
 
 def generation_of(folder: Path) -> int:

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import gc
 import json
 import os
 import shutil
@@ -10,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -292,18 +291,9 @@ def test_a_damaged_manifest_is_refused(corpus: str, tmp_path: Path, content: str
 
 
 @pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+def tiny_disk(small_disk: Callable[[str], Path]) -> Path:
     """A file system of 1 MiB."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as fault:
-        pytest.skip(f"cannot mount a file system here: {fault}")
-    yield mount
-    gc.collect()  # the frames of an error that was caught may still hold maps of files in there
-    subprocess.run(["umount", str(mount)], check=True)
+    return small_disk("1m")
 
 
 def test_a_full_disk_is_told_with_the_room_needed(tmp_path: Path, tiny_disk: Path, corpus: str) -> None:

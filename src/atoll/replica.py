@@ -1,0 +1,90 @@
+"""One worker's copy of one fragment at work: what it has to send, and how rounds reach it."""
+
+import torch
+from torch import Tensor
+
+from atoll.applied import Products
+from atoll.core.flat import pieces
+from atoll.core.outer import Adam, LinearOuter, OuterOptimizer, eager_start
+from atoll.exchange import Exchange
+from atoll.link.base import Round
+from atoll.state import Flight, FragmentState
+
+
+class Replica:
+    """A fragment's state, moved by what its exchange brings; vectors are worked on in pieces that fit a cache."""
+
+    def __init__(self, state: FragmentState, exchange: Exchange, fragment: int, outer: OuterOptimizer) -> None:
+        self._state = state
+        self._exchange = exchange
+        self._fragment = fragment
+        self._outer = outer
+
+    def delta(self) -> Tensor:
+        """Where the worker started minus where it is, plus what rounding has kept back."""
+        state = self._state
+        start = torch.empty_like(state.anchor)
+        for piece in pieces(start.numel()):
+            start[piece] = self._start(piece)
+        delta = state.window.subtract_from(start)
+        return delta if state.residual is None else delta.add_(state.residual)
+
+    def _start(self, piece: slice) -> Tensor:
+        """Where the work since the last send began: at the anchor, or at the worker's own start under eager."""
+        state = self._state
+        if state.newest is None or state.own is None:
+            return state.anchor[piece]
+        newest = self._decoded(state.newest, piece)
+        return eager_start(self._linear_outer, state.anchor[piece], state.own[piece], newest, state.share)
+
+    def outer_step(self, outer: OuterOptimizer, completed: Round, products: Products | None) -> None:
+        """Let a round that has members move the anchor; `products` sums up what they sent, if anybody asks."""
+        state = self._state
+        state.version += 1
+        for piece, mean in self._exchange.means(completed, products):
+            slots = tuple(slot[piece] for slot in state.slots.values())
+            state.anchor[piece], moved = outer.step(state.anchor[piece], slots, mean, state.version)
+            for slot, new in zip(slots, moved, strict=True):
+                slot.copy_(new)
+
+    def restart(self, step: int, lost: Flight | None) -> None:
+        """Eager: begin the next period from the lagging anchor plus what the newest own delta will do to it.
+
+        If the delta before that was lost, it leaves the worker's own momentum, which may only know what the others
+        will know, and stays in the live parameters as work not yet sent.
+        """
+        state = self._state
+        if state.newest is None or state.own is None:  # rolled back: nothing of its own is under way
+            state.window.write(state.anchor)
+            return
+        state.share = self._exchange.share(step)
+        payload = lost.contribution.payload if lost and lost.contribution and not lost.forgotten else None
+        local = torch.empty_like(state.anchor)
+        for piece in pieces(local.numel()):
+            newest = self._decoded(state.newest, piece)
+            unsent = 0.0 if payload is None else self._decoded(payload, piece)
+            own = self._linear_outer.remember(state.own[piece] - unsent, newest)
+            start = eager_start(self._linear_outer, state.anchor[piece], own, newest, state.share)
+            state.own[piece], local[piece] = own, start - unsent
+        state.window.write(local)
+
+    def settle(self, delta: Tensor, flight: Flight, *, lost: bool) -> None:
+        """Make a last delta, measured before the last round came in, hold all that has not arrived and no more.
+
+        A blending worker's parameters still held what it had sent (or part of it), and an eager worker had started
+        beyond it.
+        """
+        if flight.contribution is None or flight.forgotten:
+            return
+        held = flight.held if self._state.own is None else 0.0
+        delta.add_(self._exchange.decode(flight.contribution.payload, self._fragment), alpha=lost - held)
+        if flight.restore is not None:
+            delta.add_(flight.restore)
+
+    def _decoded(self, payload: Tensor, piece: slice) -> Tensor:
+        return self._exchange.decode_piece(payload, self._fragment, piece)
+
+    @property
+    def _linear_outer(self) -> LinearOuter:
+        assert not isinstance(self._outer, Adam)  # as Sync has checked
+        return self._outer
