@@ -1,5 +1,6 @@
 """Whole runs through files: the folder, resuming to the bit, kills at any moment, and what is refused."""
 
+import contextlib
 import json
 import os
 import random
@@ -363,3 +364,24 @@ def test_who_is_left_out_at_the_very_end_is_reported(make: Any, monkeypatch: pyt
     folder = train(make(**METHODS["diloco"], **{"train.steps": 18}))
     faults = [event for event in read(folder / "metrics.jsonl") if isinstance(event, Fault)]
     assert {event.worker for event in faults} == {1} and faults[-1].step == 18
+
+
+def test_a_ctrl_c_that_gets_lost_while_preparing_still_stops_the_run(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from atoll.train import run
+
+    original = run.prepare
+
+    def losing(config: RunConfig) -> Any:
+        with contextlib.suppress(KeyboardInterrupt):  # as Python does when it is raised inside an import
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        return original(config)
+
+    monkeypatch.setattr(run, "prepare", losing)
+    with pytest.raises(KeyboardInterrupt):
+        train(make())
+    monkeypatch.undo()
+    assert not (Path(make().out) / "run" / "run.toml").exists()
+    train(make())

@@ -51,8 +51,9 @@ def train(config: RunConfig, *, resume: bool = False) -> Path:
         device_of(config)  # before the work of reading text
         if config.threads:
             torch.set_num_threads(config.threads)
-        data = prepare(config)
         interrupted = stack.enter_context(_interruptible())
+        data = prepare(config)
+        interrupted.wait_for_steps()
         model, config = start(config, data)
         trainer = Trainer(config, model, _batches(config, data), _held_out(config, data))
         saved = folder.last_checkpoint(config, data)
@@ -86,7 +87,7 @@ def _tell_what_may_surprise(config: RunConfig, data: TokenData, trainer: Trainer
         print(f"note: sync.period ({period}) is longer than the run ({steps} steps): workers meet only at its end")
 
 
-def _run(trainer: Trainer, data: TokenData, folder: RunFolder, log: Jsonl, interrupted: list[int]) -> None:
+def _run(trainer: Trainer, data: TokenData, folder: RunFolder, log: Jsonl, interrupted: "_Interrupts") -> None:
     settings = trainer.config.train
     assert settings.eval_every is not None and settings.save_every is not None  # resolved
 
@@ -192,13 +193,27 @@ def _sinks(config: RunConfig, folder: Path, step: int) -> Iterator[Sink]:
 # ---- stopping
 
 
+class _Interrupts(list[int]):
+    """The signals to stop that have come: acted on at once until training begins, and then between two steps."""
+
+    at_once = True
+
+    def wait_for_steps(self) -> None:
+        """From now on only fill the list. Python may lose an exception raised inside an import: then it comes here."""
+        self.at_once = False
+        if self:
+            raise KeyboardInterrupt
+
+
 @contextmanager
-def _interruptible() -> Iterator[list[int]]:
-    """The first Ctrl-C or SIGTERM only fills the list, to be asked between two steps; the second one stops at once."""
-    received: list[int] = []
+def _interruptible() -> Iterator[_Interrupts]:
+    """Mind Ctrl-C and SIGTERM; once training has begun, the second one stops at once."""
+    received = _Interrupts()
 
     def note(number: int, _frame: object) -> None:
         received.append(number)
+        if received.at_once:
+            raise KeyboardInterrupt
         for known, handler in before.items():
             signal.signal(known, handler)
 
