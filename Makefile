@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test slow check mutants bench studies clean
+.PHONY: demo test slow check mutants bench wan studies clean
 
 demo: $(READY)
 	$(BIN)/atoll demo
@@ -33,6 +33,11 @@ bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/data.py
 	$(BIN)/python benchmarks/trainer.py
+
+# Slow lines between network namespaces (needs root and iproute2): some 40 minutes, alone on the machine.
+wan: $(READY)
+	$(BIN)/python benchmarks/wire.py
+	$(BIN)/python benchmarks/wan.py
 
 # The constraints pin what CI runs; the exact torch pin also keeps a CPU machine from fetching CUDA.
 $(READY): pyproject.toml constraints.txt

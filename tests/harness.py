@@ -1,7 +1,7 @@
 """A toy problem that the library and the NumPy oracle can both run, and ways to run it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,14 @@ PRESETS: dict[str, Sync] = {
     "adam": DiLoCo(period=5, outer=Adam()),
 }
 """Every preset, and combinations that have gone wrong elsewhere, for a problem of 4 parts and 3 workers."""
+
+
+def preset(name: str, workers: int) -> Sync:
+    """One of PRESETS for another number of workers."""
+    sync = PRESETS[name]
+    if not isinstance(sync.delay, tuple):
+        return sync
+    return replace(sync, delay=tuple(sync.delay[worker % len(sync.delay)] for worker in range(workers)))
 
 
 def gradient(worker: int, step: int, x: Vector) -> Vector:

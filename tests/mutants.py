@@ -26,6 +26,7 @@ TESTS = [
     "tests/unit/test_checkpoint.py",
     "tests/property/test_schedule.py",
     "tests/property/test_codec.py",
+    "tests/property/test_shots.py",
     "tests/property/test_oracle.py",
 ]
 
@@ -66,7 +67,7 @@ MUTANTS = [
             "        return self.codec.decode_piece(")),
     # faults
     Mutant("a lost round merges anyway", "loop.py",
-           "if flight.left_out or any(c.worker == self.link.worker for c in completed.contributions):", "if True:"),
+           "if flight.left_out or any(m.worker == self.link.worker for m in completed.members):", "if True:"),
     Mutant("a lost eager delta is forgotten", "replica.py",
            "if lost and lost.contribution and not lost.forgotten else None", "if False else None"),
     Mutant("a joiner keeps its random parameters", "state.py",
@@ -98,6 +99,19 @@ MUTANTS = [
     Mutant("fingerprint says nothing", "core/flat.py", "    return total\n", "    return 0\n"),
     Mutant("members in order of arrival", "link/local.py", "for _, c in sorted(posted.items())",
            "for _, c in posted.items()"),
+    # two shots
+    Mutant("the mean of many not rounded again", "link/local.py", "if arrived and shots(len(members)) == 2 and",
+           "if False and"),
+    Mutant("shots counted by who arrived", "link/local.py", "shots(len(members)) == 2", "shots(len(arrived)) == 2"),
+    Mutant("shots counted by who could be there", "link/local.py", "shots(len(members)) == 2",
+           "shots(self.workers) == 2"),
+    Mutant("parts across blocks", "core/cargo.py", "BLOCK * (blocks * (part + 1) // count)",
+           "numel * (part + 1) // count"),
+    Mutant("one noise for all parts of a mean", "core/cargo.py", "self.codec.encode(mean, self.seed + part)",
+           "self.codec.encode(mean, self.seed)"),
+    Mutant("a mean rounded with a member's noise", "exchange.py", "seed = 2**31 + ", "seed = 2**32 + "),
+    Mutant("one noise for parts of two rounds", "exchange.py", "MOST_PARTS_EACH * self._seed(round_id)",
+           "self._seed(round_id)"),
     Mutant("embeddings in no fragment", "core/fragments.py", "    if rest:\n        groups.append",
            "    if False:\n        groups.append"),
     Mutant("checkpoint data not checked", "checkpoint.py", "if sha256_of(data) != manifest", "if False and manifest"),

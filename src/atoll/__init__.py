@@ -6,15 +6,16 @@ Names are imported when they are first used: `atoll --help` and a look at a run 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from atoll.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from atoll.core.outer import Nesterov
     from atoll.crew import Crew
     from atoll.errors import AtollError
+    from atoll.link.dist import connect
     from atoll.link.local import local, run_local
     from atoll.loop import OuterLoop
     from atoll.sync import DataParallel, Delayed, DiLoCo, Eager, Streaming, Sync
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AtollError",
@@ -27,6 +28,7 @@ __all__ = [
     "OuterLoop",
     "Streaming",
     "Sync",
+    "connect",
     "local",
     "run_local",
 ]
@@ -36,6 +38,7 @@ _HOMES = {
     "Crew": "crew",
     "Nesterov": "core.outer",
     "OuterLoop": "loop",
+    "connect": "link.dist",
     "local": "link.local",
     "run_local": "link.local",
     "checkpoint": "",  # a module

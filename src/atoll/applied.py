@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from atoll.link.base import Round, RoundId
+from atoll.link.base import Passage, Round, RoundId
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,35 +22,53 @@ class Applied:
     norm: float
     """Length of the mean delta, the outer gradient."""
     cosine: float | None
-    """Cosine similarity of two members' deltas, averaged over all pairs; None with fewer than two."""
+    """Cosine similarity of two members' deltas, averaged over all pairs; None where no two were seen here."""
+    passage: Passage | None = field(default=None, compare=False)
+    """When and how it travelled."""
+    sums: tuple[float, ...] = field(default=(), compare=False)
+    """What norm and cosine are made of (`sizes`): where ranks hold parts of a vector, those of the parts add up."""
 
 
 Observer = Callable[[Applied], None]
 
 
 class Products:
-    """Sums up the inner products of the members' deltas, piece by piece, in fp64."""
+    """Sums up the inner products of the members' deltas and of their mean, piece by piece, in fp64."""
 
-    def __init__(self, members: int) -> None:
-        self._sums = torch.zeros(members, members, dtype=torch.float64)
+    def __init__(self) -> None:
+        self._sums = torch.zeros((), dtype=torch.float64)  # grows to [members, members] with the first piece
+        self._square = 0.0
 
-    def add(self, decoded: Sequence[Tensor]) -> None:
-        """Take in the same piece of every member's delta, each [values]."""
-        rows = torch.stack(list(decoded)).double()
-        self._sums += (rows @ rows.T).cpu()
+    def add(self, decoded: Sequence[Tensor], mean: Tensor) -> None:
+        """Take in the same piece, [values], of every member's delta that was seen here and of their mean."""
+        self._square += float(mean.double().square().sum())
+        if decoded:
+            rows = torch.stack(list(decoded)).double()
+            self._sums = self._sums + (rows @ rows.T).cpu()
 
     def applied(self, completed: Round, step: int) -> Applied:
         """What the round that was summed up looked like."""
-        members, sums = completed.contributions, self._sums
-        weights = torch.tensor([c.weight for c in members], dtype=torch.float64)
-        weights /= weights.sum()
-        lengths = sums.diagonal().sqrt()
-        cosines = sums / lengths.outer(lengths)
-        pairs = cosines[torch.ones_like(cosines, dtype=torch.bool).triu(1)].nan_to_num()  # a worker that did not move
+        sums = (self._square, *self._sums.flatten().tolist())
+        norm, cosine = sizes(sums)
         return Applied(
             round_id=completed.round_id,
             step=step,
-            members=tuple(c.worker for c in members),
-            norm=math.sqrt(max(0.0, float(weights @ sums @ weights))),
-            cosine=float(pairs.mean()) if len(pairs) else None,
+            members=tuple(member.worker for member in completed.members),
+            norm=norm,
+            cosine=cosine,
+            passage=completed.passage,
+            sums=sums,
         )
+
+
+def sizes(sums: Sequence[float]) -> tuple[float, float | None]:
+    """Norm and cosine of a round from the square of its mean, and the inner products of the members' deltas in rows."""
+    square, *products = sums
+    members = math.isqrt(len(products))
+    if members < 2:
+        return math.sqrt(square), None
+    inner = torch.tensor(products, dtype=torch.float64).view(members, members)
+    lengths = inner.diagonal().sqrt()
+    cosines = inner / lengths.outer(lengths)
+    pairs = cosines[torch.ones_like(cosines, dtype=torch.bool).triu(1)].nan_to_num()  # a worker that did not move
+    return math.sqrt(square), float(pairs.mean())

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from atoll.errors import AtollError, ConfigError
-from atoll.layout import RUN
+from atoll.layout import RUN, worker_folder
 
 # ---------------------------------------------------------------------- errors
 
@@ -206,21 +206,38 @@ def train(
         Literal["auto", "live", "lines", "none"] | None,
         typer.Option(metavar="HOW", help="What to show: auto, live, lines or none, instead of the file's."),
     ] = None,
+    worker: Annotated[
+        int | None, typer.Option(min=0, metavar="K", help="Train this worker only; the others are on other machines.")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where worker 0 listens, instead of the file's.")
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(metavar="SPEED", help="Slow the link between workers down to this: 100Mbit/s,50ms.")
+    ] = None,
 ) -> None:
     """Train the model of a run file.
 
     All of the run goes to its folder, OUT/NAME: the settings as used, metrics,
     checkpoints and the trained model. Ctrl-C saves and stops; --resume continues.
+    All workers train in this process, unless --worker says which one to train.
 
     [bold]Examples:[/]
       atoll train run.toml
       atoll train run.toml --set sync.period=50 --set train.lr=0.001
       atoll train run.toml --resume
       atoll train runs/run --resume
+      atoll train run.toml --worker 1 --address 10.0.0.1:29500
     """
     from atoll.config import load
 
-    settings = {"out": out and str(out), "name": name, "log.view": view}
+    settings = {
+        "out": out and str(out),
+        "name": name,
+        "log.view": view,
+        "link.address": address,
+        "link.emulate": link,
+    }
     file = run
     if run.is_dir():
         if not resume:
@@ -234,15 +251,65 @@ def train(
     config = load(file, changes or ()).changed(**{key: value for key, value in settings.items() if value is not None})
 
     place = Path(config.out).expanduser() / config.name
+    if worker is not None:
+        place /= worker_folder(worker)
     try:
         from atoll.train.run import train as train_run
 
-        done = train_run(config, resume=resume)
+        done = train_run(config, worker=worker, resume=resume)
     except KeyboardInterrupt:  # while preparing, or the second one: training itself saves on the first
         if (place / RUN).exists():
             raise KeyboardInterrupt(f"interrupted; continue with: atoll train {quote(str(place))} --resume") from None
         raise KeyboardInterrupt("stopped before training began; the same command begins again") from None
-    typer.echo(f"the run is in {done}; to look at it: atoll report {done}, atoll sample {done}")
+    if not done.name.startswith("rank-"):  # the first rank of a worker speaks for all
+        typer.echo(f"the run is in {done}; to look at it: atoll report {done}, atoll sample {done}")
+
+
+@app.command()
+def launch(
+    run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="A run file.")],
+    workers: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Worker processes; left out: sync.workers of the file.")
+    ] = None,
+    changes: Set = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue where the workers stopped.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of all runs, instead of the file's.")] = None,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the run, instead of the file's.")] = None,
+    link: Annotated[
+        str | None, typer.Option(metavar="SPEED", help="Slow the link between workers down to this, as atoll train.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, metavar="N", help="Where worker 0 listens; left out: a free one.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, metavar="N", help="Processes of one worker, by torchrun.")] = 1,
+) -> None:
+    """Train with each worker in a process of its own, all on this machine.
+
+    Each worker writes to OUT/NAME/worker-K, and all it says to log.txt there.
+    Ctrl-C lets all save and stop, a second one kills them; --resume continues.
+    For workers on several machines see examples/sites.
+
+    [bold]Examples:[/]
+      atoll launch run.toml --workers 4
+      atoll launch run.toml --workers 4 --resume
+    """
+    from atoll.launch import Options
+    from atoll.launch import launch as launch_workers
+
+    done = launch_workers(
+        Options(
+            file=run,
+            changes=changes or (),
+            workers=workers,
+            ranks=ranks,
+            resume=resume,
+            out=out,
+            name=name,
+            link=link,
+            port=port,
+        )
+    )
+    typer.echo(f"all workers are done; the run is in {done}")
 
 
 @app.command()
@@ -283,6 +350,10 @@ def report(
         ),
     ] = None,
     png: Annotated[Path | None, typer.Option(metavar="DIR", help="Also write the pictures there, as PNG.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write what each worker did when, for ui.perfetto.dev."),
+    ] = None,
     link: LinkSpeed = "100Mbit/s",
 ) -> None:
     """Write a page about runs, with pictures and numbers.
@@ -294,13 +365,16 @@ def report(
       atoll report runs/run
       atoll report runs/drops
       atoll report runs/diloco runs/streaming --link 1Gbit/s,50ms --out both.html
+      atoll report runs/run --trace trace.json
     """
     from atoll.plan.cost import parse_link
-    from atoll.report import write
+    from atoll.report import write, write_trace
 
     page = out or (runs[0] if len(runs) == 1 else Path()) / "report.html"
     for path in write(runs, page, link=parse_link(link), png=png):
         typer.echo(f"wrote {path}")
+    if trace is not None:
+        typer.echo(f"wrote {write_trace(runs, trace)}")
 
 
 @app.command()

@@ -19,6 +19,7 @@ from atoll.conflicts import (
     Conflict,
     data_conflicts,
     fault_conflicts,
+    link_conflicts,
     model_conflicts,
     sync_conflicts,
     train_conflicts,
@@ -28,6 +29,7 @@ from atoll.sections import (
     DataSection,
     Device,
     FaultSection,
+    LinkSection,
     LogSection,
     ModelSection,
     Name,
@@ -83,6 +85,7 @@ class RunConfig(Section):
     train: TrainSection = TrainSection()
     sync: SyncSection = SyncSection()
     faults: FaultSection = FaultSection()
+    link: LinkSection = LinkSection()
     log: LogSection = LogSection()
 
     @model_validator(mode="after")
@@ -93,6 +96,7 @@ class RunConfig(Section):
             train_conflicts(self.train),
             sync_conflicts(self.sync),
             fault_conflicts(self.faults, self.sync),
+            link_conflicts(self.link, self.sync, self.faults),
         )
         if found := list(conflicts):
             raise _ConflictError(found)
@@ -312,14 +316,17 @@ def template() -> str:
 
 def differences(configs: Mapping[str, RunConfig]) -> list[tuple[str, list[Any]]]:
     """Settings in which runs differ, with one value per run, in the order given; their names aside."""
-    flat = [dict(_flat(config)) for config in configs.values()]
+    flat = [settings_of(config) for config in configs.values()]
     rows = [(key, [values[key] for values in flat]) for key in (flat[0] if flat else ())]
     return [(key, values) for key, values in rows if key != "name" and any(v != values[0] for v in values)]
 
 
-def _flat(config: RunConfig) -> Iterator[tuple[str, Any]]:
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """Every setting by its dotted key."""
+    flat: dict[str, Any] = {}
     for name, value in config.model_dump().items():
         if runfile.section(RunConfig, name):
-            yield from ((f"{name}.{inner}", v) for inner, v in value.items())
+            flat |= {f"{name}.{inner}": v for inner, v in value.items()}
         else:
-            yield name, value
+            flat[name] = value
+    return flat

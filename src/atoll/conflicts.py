@@ -6,7 +6,15 @@ Each function looks at values that are right on their own and yields what cannot
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from atoll.sections import BPE_VOCABULARY, DataSection, FaultSection, ModelSection, SyncSection, TrainSection
+from atoll.sections import (
+    BPE_VOCABULARY,
+    DataSection,
+    FaultSection,
+    LinkSection,
+    ModelSection,
+    SyncSection,
+    TrainSection,
+)
 from atoll.shapes import PRESETS
 
 METHOD_CODECS = {"data-parallel": "fp32", "diloco": "fp32", "streaming": "e3m0", "eager": "e3m0", "delayed": "e3m0"}
@@ -161,3 +169,24 @@ def _misplaced_faults(faults: FaultSection, sync: SyncSection) -> Iterator[Confl
     if faults.compute != "constant" and sync.workers == 1:
         why = f'"{faults.compute}" needs sync.workers of at least 2, got 1: it changes how many take part'
         yield Conflict(("faults.compute", "sync.workers"), why)
+
+
+def link_conflicts(link: LinkSection, sync: SyncSection, faults: FaultSection) -> Iterator[Conflict]:
+    """A link for nobody, faults that only workers of one process can have, details of an emulation without its rate."""
+    if link.address is not None:
+        if sync.method == "none":
+            why = 'cannot be set with sync.method = "none": a worker by itself meets nobody'
+            yield Conflict(("link.address", "sync.method"), why)
+        given = {"drop": faults.drop > 0, "compute": faults.compute != "constant", "absences": bool(faults.absences)}
+        for name, is_given in (given | {"speeds": bool(faults.speeds)}).items():
+            if is_given:
+                why = "is for workers of one process: between machines, members are fixed; leave out link.address"
+                yield Conflict((f"faults.{name}", "link.address"), why)
+    if link.emulate is not None and sync.method == "none":
+        why = 'cannot be set with sync.method = "none": nothing is exchanged'
+        yield Conflict(("link.emulate", "sync.method"), why)
+    if link.emulate is None:
+        for name in ("jitter_s", "loss", "outages"):
+            if getattr(link, name):
+                why = "is a detail of link.emulate, which is left out: give it a rate, such as 1Gbit/s"
+                yield Conflict((f"link.{name}", "link.emulate"), why)

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache, reduce
 from operator import or_
 from pathlib import Path
@@ -27,7 +27,7 @@ Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is Non
 Outcome = Literal["finished", "interrupted"]
 
 
-# ---- the events; a list that is "per worker" is in worker order
+# ---- the events; a list that is "per worker" is in worker order, and has None or 0 for workers of other processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +57,15 @@ class Start:
     threads: int
     weights: list[Number]
     """Per worker, in every mean."""
+    worker: int | None = None
+    """The one that this process trains; None: all of them."""
+    began: Number = 0.0
+    """Unix time of the run's first start, seconds; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Some inner steps were made; bytes and waits are totals since the run's start."""
+    """Some inner steps were made; bytes and waits are totals per worker since the run's start."""
 
     tag: ClassVar[str] = "step"
 
@@ -80,10 +84,17 @@ class Step:
     tokens_per_s: Number
     """Of all workers together."""
     bytes_sent: list[int]
+    """Payloads, each counted once."""
     bytes_received: list[int]
     wait_s: list[Number]
+    """Exposed: for how long a worker did nothing but wait for rounds."""
     participants: int
     """Workers that trained."""
+    hidden_s: list[Number] = field(default_factory=list)
+    """For how long rounds travelled while the worker trained, summed over rounds."""
+    wire_sent: list[int] = field(default_factory=list)
+    """Bytes put on the wire, headers included; 0 inside one process."""
+    wire_received: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +118,16 @@ class Round:
     """Mean cosine similarity over pairs of the members' deltas; None where there is no pair."""
     bytes: int
     """Payload of one worker."""
+    worker: int = 0
+    """Who saw it so, of all that follows."""
+    opened_s: Number = math.nan
+    """When it was sent, seconds since the run's start, by the clock of Step.seconds; NaN: not measured."""
+    done_s: Number = math.nan
+    """When the last of it was there."""
+    waited_s: Number = 0.0
+    hidden_s: Number = 0.0
+    wire_sent: int = 0
+    wire_received: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +178,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """The run is over, or was interrupted and can be resumed; totals since its start."""
+    """The run is over, or was interrupted and can be resumed; totals since its start, as in Step."""
 
     tag: ClassVar[str] = "end"
 
@@ -172,6 +193,14 @@ class End:
     bytes_received: list[int]
     wait_s: list[Number]
     outcome: Outcome
+    hidden_s: list[Number] = field(default_factory=list)
+    wire_sent: list[int] = field(default_factory=list)
+    wire_received: list[int] = field(default_factory=list)
+
+
+def utilisation(waited_s: float, seconds: float) -> float | None:
+    """The share of a worker's time, 0 to 1, in which it did not wait for rounds; None before any time has passed."""
+    return min(1.0, max(0.0, 1 - waited_s / seconds)) if seconds > 0 and math.isfinite(waited_s) else None
 
 
 Event = Start | Step | Round | Eval | Fault | Saved | Resumed | End

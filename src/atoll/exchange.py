@@ -2,16 +2,19 @@
 
 import time
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from atoll.applied import Products
+from atoll.core.cargo import MOST_PARTS_EACH, Cargo
 from atoll.core.codec import Codec
 from atoll.core.flat import Window, fingerprint, pieces
 from atoll.core.outer import weighted_mean
+from atoll.core.shots import sent_bytes
 from atoll.errors import LinkError, NonFiniteError
-from atoll.link.base import Contribution, Link, Pending, Round, RoundId
+from atoll.link.base import Contribution, Link, Member, Pending, Round, RoundId
 from atoll.state import Counters
 
 
@@ -50,9 +53,7 @@ class Exchange:
         if not self.link.present(round_id.step):
             return None
         try:
-            # Another seed for every payload, and the same one when a run is repeated.
-            seed = (round_id.step * len(self._windows) + round_id.fragment) * self.link.workers + self.link.worker
-            payload = self.codec.encode(vector, seed)
+            payload = self.codec.encode(vector, self._seed(round_id) + self.link.worker)
         except NonFiniteError as error:
             if self._tolerant:
                 return None
@@ -60,52 +61,85 @@ class Exchange:
             name = self._windows[round_id.fragment].locate(worst)
             raise NonFiniteError(f"worker {self.link.worker}, {round_id}, parameter {name!r}: {error}") from error
         anchor_fingerprint = 0 if anchor is None else fingerprint(anchor)
-        return Contribution(self.link.worker, self.weight, payload, version, anchor_fingerprint)
+        return Contribution(Member(self.link.worker, self.weight, version, anchor_fingerprint), payload)
+
+    def _seed(self, round_id: RoundId) -> int:
+        """Where the seeds of a round's payloads begin, one per worker; the same ones when a run is repeated."""
+        return (round_id.step * len(self._windows) + round_id.fragment) * self.link.workers
 
     def open(self, round_id: RoundId, contribution: Contribution | None) -> Pending:
         """Send a contribution on its way."""
         if contribution is not None:
             self.counters.rounds_sent += 1
             self.counters.bytes_sent += contribution.payload.numel()
-        return self.link.open(round_id, contribution)
+        return self.reopen(round_id, contribution)
+
+    def reopen(self, round_id: RoundId, contribution: Contribution | None) -> Pending:
+        """Take up a round that was in flight when a run was saved: it has been counted."""
+        return self.link.open(round_id, contribution, self._cargo(round_id))
+
+    def _cargo(self, round_id: RoundId) -> Cargo:
+        window = self._windows[round_id.fragment]
+        # One for each part, and higher than any payload's, so that no two things round alike; not higher still, for
+        # torch's generator takes the low 32 bits.
+        seed = 2**31 + MOST_PARTS_EACH * self._seed(round_id)
+        return Cargo(self.codec, window.numel, window.dtype, seed)
 
     def collect(self, pending: Pending) -> Round:
         """Wait for a round; LinkError if payloads do not fit or the members no longer share one anchor."""
-        start = time.perf_counter()
+        began = time.perf_counter()
         completed = pending.wait()
-        self.counters.wait_s += time.perf_counter() - start
+        waited_s = time.perf_counter() - began
+        self.counters.wait_s += waited_s
+        if completed.passage is not None:
+            passage = replace(completed.passage, waited_s=waited_s)
+            self.counters.hidden_s += passage.hidden_s
+            self.counters.wire_sent += passage.sent
+            self.counters.wire_received += passage.received
+            completed = replace(completed, passage=passage)
         self._check(completed)
-        others = [c.payload.numel() for c in completed.contributions if c.worker != self.link.worker]
-        self.counters.bytes_received += sum(others)
-        self.counters.rounds_applied += bool(completed.contributions)
+        self.counters.bytes_received += self._payload_bytes_received(completed)
+        self.counters.rounds_applied += bool(completed.members)
         return completed
+
+    def _payload_bytes_received(self, completed: Round) -> int:
+        payload = self.codec.payload_bytes(self._windows[completed.round_id.fragment].numel)
+        if completed.reduced is not None:
+            members = self.link.weights(completed.round_id.step)
+            return sent_bytes(payload, len(members)) if self.link.worker in members else payload
+        return payload * sum(m.worker != self.link.worker for m in completed.members)
 
     def is_complete(self, completed: Round) -> bool:
         """Whether the payloads of all who were present have arrived: the same answer on every worker."""
-        return {c.worker for c in completed.contributions} == self.link.weights(completed.round_id.step).keys()
+        return {member.worker for member in completed.members} == self.link.weights(completed.round_id.step).keys()
 
     def _check(self, completed: Round) -> None:
         expected = self.codec.payload_bytes(self._windows[completed.round_id.fragment].numel)
-        leaders: dict[bool, Contribution] = {}
-        for c in completed.contributions:
-            if c.payload.numel() != expected:
-                sent = f"worker {c.worker} sent {c.payload.numel()} bytes where {expected} were due"
+        for member, payload in zip(completed.members, completed.payloads, strict=bool(completed.payloads)):
+            if payload.numel() != expected:
+                sent = f"worker {member.worker} sent {payload.numel()} bytes where {expected} were due"
                 raise LinkError(f"{completed.round_id}: {sent}")
-            leader = leaders.setdefault(c.worker in self._late, c)
-            if (c.anchor_version, c.anchor_fingerprint) != (leader.anchor_version, leader.anchor_fingerprint):
-                who = f"{completed.round_id}: workers {leader.worker} and {c.worker} have different anchors"
-                if c.anchor_version == leader.anchor_version == 0:
+        leaders: dict[bool, Member] = {}
+        for member in completed.members:
+            leader = leaders.setdefault(member.worker in self._late, member)
+            if (member.anchor_version, member.anchor_fingerprint) != (leader.anchor_version, leader.anchor_fingerprint):
+                who = f"{completed.round_id}: workers {leader.worker} and {member.worker} have different anchors"
+                if member.anchor_version == leader.anchor_version == 0:
                     raise LinkError(f"{who}: they started differently; load the same parameters on each")
-                raise LinkError(f"{who}: they have diverged by round {c.anchor_version}")
+                raise LinkError(f"{who}: they have diverged by round {member.anchor_version}")
 
     def means(self, completed: Round, products: Products | None = None) -> Iterator[tuple[slice, Tensor]]:
         """The mean of a round with members, piece by piece: temporaries stay in cache, no full mean is stored."""
-        fragment, members = completed.round_id.fragment, completed.contributions
+        fragment, weights = completed.round_id.fragment, [member.weight for member in completed.members]
         for piece in pieces(self._windows[fragment].numel):
-            decoded = [self.decode_piece(member.payload, fragment, piece) for member in members]
+            reduced = None if completed.reduced is None else self.decode_piece(completed.reduced, fragment, piece)
+            decoded: list[Tensor] = []
+            if reduced is None or products is not None:
+                decoded = [self.decode_piece(payload, fragment, piece) for payload in completed.payloads]
+            mean = weighted_mean(decoded, weights) if reduced is None else reduced
             if products is not None:
-                products.add(decoded)
-            yield piece, weighted_mean(decoded, [member.weight for member in members])
+                products.add(decoded, mean)
+            yield piece, mean
 
     def decode_piece(self, payload: Tensor, fragment: int, piece: slice) -> Tensor:
         """One of the `pieces` of the vector behind a payload of this fragment."""

@@ -37,7 +37,7 @@ class GradientAverage:
         yield
         completed = self._exchange.collect(pending)
         mean = torch.zeros_like(gradients)  # if every payload was lost, nobody moves
-        if completed.contributions:
+        if completed.members:
             for piece, part in self._exchange.means(completed):
                 mean[piece] = part
         self._window.write_gradients(mean)

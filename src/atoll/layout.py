@@ -6,6 +6,8 @@ metrics.jsonl   what happened (atoll.events)
 checkpoints/    the latest whole states of the run
 best/           the outer parameters with the lowest held-out loss, exported like model/
 model/          the final model, exported
+worker-1/       all of the above for one worker, where workers have processes of their own; best/ with worker 0 only
+  rank-1/       of a further rank of that worker: run.toml, about.json and checkpoints/
 """
 
 from typing import Final
@@ -16,3 +18,13 @@ METRICS: Final = "metrics.jsonl"
 CHECKPOINTS: Final = "checkpoints"
 BEST: Final = "best"
 MODEL: Final = "model"
+
+
+def worker_folder(worker: int) -> str:
+    """What the folder of one worker of a run is called."""
+    return f"worker-{worker}"
+
+
+def rank_folder(rank: int) -> str:
+    """What the folder of a further rank of a worker is called, inside that of the worker."""
+    return f"rank-{rank}"

@@ -15,6 +15,7 @@ twice: when all that can be refused is prepared and nothing has changed yet, and
 """
 
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.applied import Applied, Observer, Products
-from atoll.core.flat import Window, check_coverage, scatter, state_dtype, trainable
+from atoll.core.flat import Window, check_coverage, fingerprint, scatter, state_dtype, trainable
 from atoll.core.fragments import Whole, describe, split, unsynchronised_buffers
 from atoll.core.outer import SGD, Blend, OuterOptimizer
 from atoll.core.schedule import Schedule
@@ -105,6 +106,22 @@ class OuterLoop:
     def counters(self) -> Counters:
         """Rounds, bytes and seconds of waiting so far."""
         return self._exchange.counters
+
+    def join(self) -> None:
+        """Meet the other workers, as the first step would; LinkError names what they do not agree on.
+
+        Between machines it waits for all of them.
+        """
+        if self._joined:
+            return
+        here = {"inner steps made": str(self.steps)}
+        if not self.steps and self._states:
+            sums = (f"{fingerprint(state.anchor):016x}" for state in self._states)
+            here["starting parameters"] = f"checksum {zlib.crc32(' '.join(sums).encode()):08x}"
+        self.link.join({**self._terms(), **here}, self._exchange.weight)
+        self._joined = True
+        for round_id, flight in self._flights.items():  # a resumed run takes up what was in flight
+            flight.pending = self._exchange.reopen(round_id, flight.contribution)
 
     def step(self) -> None:
         """Count one inner step; send and apply what is due after it."""
@@ -196,11 +213,8 @@ class OuterLoop:
             raise AtollError("the model holds the anchor: leave the `with outer.anchor()` block first")
         if self._finished:
             raise AtollError("finish() has been called: make a new OuterLoop to train on")
-        if not self._joined:
-            self.link.join(self._terms(), self._exchange.weight)
-            self._joined = True
-            for round_id, flight in self._flights.items():  # a resumed run takes up what was in flight
-                flight.pending = self.link.open(round_id, flight.contribution)
+        self.join()
+        self.link.check()
 
     # ------------------------------------------------------------------ send
 
@@ -247,17 +261,18 @@ class OuterLoop:
         if not self._exchange.is_complete(completed):
             self._states[round_id.fragment].gap = round_id.step
         self._outer_step(self.sync.outer, completed)
-        if flight.left_out or any(c.worker == self.link.worker for c in completed.contributions):
+        if flight.left_out or any(m.worker == self.link.worker for m in completed.members):
             return None
         self.counters.rounds_missed += flight.contribution is not None
         return flight
 
     def _outer_step(self, outer: OuterOptimizer, completed: Round) -> None:
-        if not completed.contributions:
+        if not completed.members:
             if self._observer:
-                self._observer(Applied(completed.round_id, self.steps, members=(), norm=0.0, cosine=None))
+                nobody = Applied(completed.round_id, self.steps, (), norm=0.0, cosine=None, passage=completed.passage)
+                self._observer(nobody)
             return
-        products = Products(len(completed.contributions)) if self._observer else None
+        products = Products() if self._observer else None
         self._replicas[completed.round_id.fragment].outer_step(outer, completed, products)
         if self._observer and products:
             self._observer(products.applied(completed, self.steps))

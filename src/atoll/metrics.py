@@ -12,7 +12,7 @@ from typing import Any
 
 from atoll.disk import write_whole, writing
 from atoll.errors import ConfigError
-from atoll.events import Eval, Event, Round, Sink, Step
+from atoll.events import Eval, Event, Round, Sink, Step, utilisation
 
 
 class Metrics:
@@ -40,30 +40,46 @@ def scalars(event: Event) -> tuple[int, dict[str, float]]:
     """
     match event:
         case Step():
-            curves: dict[str, float | None] = {
-                "lr": event.lr,
-                "participants": event.participants,
-                "speed/step_s": event.step_s,
-                "speed/tokens_per_s": event.tokens_per_s,
-            }
-            for name in ("loss", "grad_norm", "bytes_sent", "bytes_received", "wait_s"):
-                values: list[float | None] = getattr(event, name)
-                there = [value for value in values if value is not None and math.isfinite(value)]
-                curves[f"{name}/mean"] = sum(there) / len(there) if there else None
-                curves |= {f"{name}/worker{worker}": value for worker, value in enumerate(values)}
-            where = event.step
+            where, curves = event.step, _curves_of_workers(event)
+            curves |= {"lr": event.lr, "participants": event.participants}
+            curves |= {"speed/step_s": event.step_s, "speed/tokens_per_s": event.tokens_per_s}
         case Round():
-            curves = {
-                f"outer_norm/fragment{event.fragment}": event.norm,
-                f"outer_cosine/fragment{event.fragment}": event.cosine,
-                f"outer_members/fragment{event.fragment}": len(event.members),
+            measured: dict[str, float | None] = {
+                "outer_norm": event.norm,
+                "outer_cosine": event.cosine,
+                "outer_members": len(event.members),
             }
-            where = event.applied
+            if event.wire_sent or event.wire_received:  # inside one process nothing travels
+                measured |= {
+                    "round_s": event.done_s - event.opened_s,
+                    "round_wait_s": event.waited_s,
+                    "round_hidden_s": event.hidden_s,
+                    "round_wire_sent": event.wire_sent,
+                    "round_wire_received": event.wire_received,
+                }
+            where, curves = event.applied, {f"{name}/fragment{event.fragment}": v for name, v in measured.items()}
         case Eval():
             where, curves = event.step, {"loss/held_out": event.loss}
         case _:
             return 0, {}
     return where, {name: value for name, value in curves.items() if value is not None and math.isfinite(value)}
+
+
+def _curves_of_workers(step: Step) -> dict[str, float | None]:
+    """One curve per worker and their mean; those of whom nothing is known train in other processes."""
+    measured: dict[str, Sequence[float | None]] = {
+        name: getattr(step, name) for name in ("loss", "grad_norm", "bytes_sent", "bytes_received", "wait_s")
+    }
+    measured["utilisation"] = [utilisation(waited_s, step.seconds) for waited_s in step.wait_s]
+    if any(step.wire_sent) or any(step.wire_received):
+        measured |= {name: getattr(step, name) for name in ("hidden_s", "wire_sent", "wire_received")}
+    known = {w for name, values in measured.items() if name != "utilisation" for w, v in enumerate(values) if v}
+    curves: dict[str, float | None] = {}
+    for name, values in measured.items():
+        mine = {f"{name}/worker{worker}": value for worker, value in enumerate(values) if worker in known}
+        there = [value for value in mine.values() if value is not None and math.isfinite(value)]
+        curves |= {**mine, f"{name}/mean": sum(there) / len(there) if there else None}
+    return curves
 
 
 class TensorBoard:

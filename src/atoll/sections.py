@@ -49,6 +49,13 @@ def _tokenizer(value: str) -> str:
     return value
 
 
+def _address(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536 or re.search(r"\s", value):
+        raise ValueError("no host and port")
+    return value
+
+
 def _worker_numbers(table: Any) -> Any:
     """TOML's keys are text: "3" -> 3 where that is a worker's number; anything else is left to be refused."""
     if not isinstance(table, dict):
@@ -89,6 +96,8 @@ Preset = Annotated[str, AfterValidator(_preset), Allowed(f"one of {', '.join(PRE
 _SOURCE = Allowed('"stdlib", a path, a glob, a folder, "hf:NAME" or "hf:NAME:CONFIG"', ("stdlib",))
 Source = Annotated[str, AfterValidator(_text), AfterValidator(_source), _SOURCE]
 Sources = Annotated[tuple[Source, ...], Field(strict=False, min_length=1), Allowed("a list of such")]
+Address = Annotated[str, AfterValidator(_address), Allowed('HOST:PORT, like "10.0.0.1:29500" or "[fd00::1]:29500"')]
+Seconds = Annotated[float, Field(gt=0, lt=1e6), Allowed("a number of seconds above 0, below 10^6")]
 Tokenizer = Annotated[
     str,
     AfterValidator(_text),
@@ -228,6 +237,8 @@ class TrainSection(Section):
     """Inner steps between checkpoints; left out: chosen from steps."""
     keep: Count = 2
     """Latest checkpoints to keep; the best weights are kept as well."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """How ranks of one worker (torchrun) share it: each has the whole model, or each a part of every parameter."""
 
 
 class SyncSection(Section):
@@ -295,6 +306,38 @@ class FaultSection(Section):
         Allowed("a table of workers and shares like {1 = 0.5}, each above 0 and at most 1"),
     ] = Field(default={}, examples=[{"1": 0.5}])
     """Slow workers: the share of the inner steps each has time for."""
+
+
+class OutageEntry(Section):
+    """A time in which nothing passes."""
+
+    start_s: Amount
+    """Seconds since the workers met."""
+    length_s: Positive
+    """Seconds it lasts."""
+
+
+class LinkSection(Section):
+    """What carries rounds between workers on machines of their own, and how slow to pretend that it is."""
+
+    address: Address | None = Field(default=None, examples=["10.0.0.1:29500"])
+    """Where worker 0 listens (--address); left out: all workers are in one process."""
+    deadline_s: Seconds = 600.0
+    """Seconds after which a round that is not complete ends the run; slower workers and the transfer must fit in."""
+    join_s: Seconds = 600.0
+    """Seconds to wait for all workers at the start."""
+    emulate: Text | None = Field(default=None, examples=["100Mbit/s,50ms"])
+    """Slow the link down to this rate and latency, in real time (--link); left out: as fast as it is."""
+    jitter_s: Amount = 0.0
+    """Emulated: the most by which a latency varies, seconds."""
+    loss: Annotated[float, Field(ge=0, lt=1), Allowed("a number of at least 0 and below 1")] = 0.0
+    """Emulated: chance that a packet is lost and sent again, which takes time."""
+    outages: Annotated[
+        tuple[OutageEntry, ...],
+        Field(strict=False),
+        Allowed("a list like [{start_s = 60, length_s = 10}]"),
+    ] = Field(default=(), examples=[[{"start_s": 60.0, "length_s": 10.0}]])
+    """Emulated: when nothing passes."""
 
 
 class LogSection(Section):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atoll.core.flat import Window, pieces
 from atoll.core.outer import blend
-from atoll.link.base import Contribution, Pending, RoundId
+from atoll.link.base import Contribution, Member, Pending, RoundId
 
 
 @dataclass(slots=True)
@@ -29,7 +29,13 @@ class Counters:
     bytes_received: int = 0
     """Payload bytes of the other workers."""
     wait_s: float = 0.0
-    """Seconds spent blocked on the link."""
+    """Seconds spent blocked on the link: the exposed part of what rounds take."""
+    hidden_s: float = 0.0
+    """Seconds for which rounds travelled while this worker trained, summed over rounds."""
+    wire_sent: int = 0
+    """Bytes put on the wire, headers included; 0 inside one process."""
+    wire_received: int = 0
+    """Bytes that came from the wire."""
 
 
 @dataclass(slots=True)
@@ -155,7 +161,7 @@ class Flight:
         sent = self.contribution
         return {
             "payload": None if sent is None else sent.payload.clone(),
-            "anchor": None if sent is None else (sent.anchor_version, sent.anchor_fingerprint),
+            "anchor": None if sent is None else (sent.member.anchor_version, sent.member.anchor_fingerprint),
             "restore": _copy(self.restore),
             "applied": self.applied,
             "held": self.held,
@@ -168,7 +174,7 @@ class Flight:
         """A flight as state_dict gave it, sent by this worker."""
         sent = None
         if (payload := _copy(state["payload"], device)) is not None:
-            sent = Contribution(worker, weight, payload, *state["anchor"])
+            sent = Contribution(Member(worker, weight, *state["anchor"]), payload)
         restore = _copy(state["restore"], device)
         return cls(sent, None, restore, *(state[key] for key in ("applied", "held", "forgotten", "left_out")))
 

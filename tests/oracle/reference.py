@@ -1,6 +1,6 @@
 """The family in plain NumPy, one function per algorithm, to be checked against the papers by eye.
 
-They share nothing with the library and, on purpose, nothing with each other. All workers go in lockstep.
+They share nothing with the library and, on purpose, next to nothing with each other. All workers go in lockstep.
 
     x0                  starting parameters [n], fp64
     grad(m, t, x)       gradient of worker m at its inner step t, at parameters x
@@ -8,6 +8,7 @@ They share nothing with the library and, on purpose, nothing with each other. Al
     trains(m, t)        ... and makes an inner step (a slow worker skips some)
     lost(m, t, p)       worker m's payload of the round sent after step t, fragment p, does not arrive
     wire(d)             what the codec makes of a delta: decode(encode(d))
+                        and, where more than three are there, of the mean of what arrived (`agreed`)
     weights             one per worker
     slices              one slice of [n] per fragment
     feedback            what rounding lost of one delta is added to the next
@@ -18,13 +19,19 @@ Inner steps are plain SGD with rate `inner`. Each returns (per worker: live para
 import numpy as np
 
 
+def agreed(deltas, weights, present, wire):
+    """The mean of what has arrived; between more than three it crosses the wire too, whoever was lost on the way."""
+    mean = np.average(deltas, axis=0, weights=weights)
+    return wire(mean) if present > 3 else mean
+
+
 def data_parallel(x0, grad, lost, wire, weights, *, steps, inner):
     x = x0.copy()
     for t in range(1, steps + 1):
         here = [m for m in range(len(weights)) if not lost(m, t, 0)]
         if here:
             gradients = [wire(grad(m, t, x)) for m in here]
-            x = x - inner * np.average(gradients, axis=0, weights=[weights[m] for m in here])
+            x = x - inner * agreed(gradients, [weights[m] for m in here], len(weights), wire)
     return [(x, x, np.zeros_like(x)) for _ in weights]
 
 
@@ -37,10 +44,11 @@ def diloco(x0, grad, there, trains, lost, wire, weights, *, steps, inner, period
             if trains(m, t):
                 xs[m] = xs[m] - inner * grad(m, t, xs[m])
         if t % period == 0:
-            arrived = [m for m in workers if there(m, t) and not lost(m, t, 0)]
+            present = [m for m in workers if there(m, t)]
+            arrived = [m for m in present if not lost(m, t, 0)]
             if arrived:
                 deltas = [wire(anchor - xs[m]) for m in arrived]
-                delta = np.average(deltas, axis=0, weights=[weights[m] for m in arrived])
+                delta = agreed(deltas, [weights[m] for m in arrived], len(present), wire)
                 velocity = momentum * velocity + delta
                 anchor = anchor - lr * (delta + momentum * velocity)
             for m in arrived:
@@ -77,7 +85,7 @@ def streaming(
             for p, s in enumerate(slices):
                 arrived, deltas, kept = rounds.get((p, t - delays[m]), ([], [], {}))
                 if arrived:
-                    delta = np.average(deltas, axis=0, weights=[weights[w] for w in arrived])
+                    delta = agreed(deltas, [weights[w] for w in arrived], len(kept), wire)
                     velocities[m][s] = momentum * velocities[m][s] + delta
                     anchors[m][s] -= lr * (delta + momentum * velocities[m][s])
                 if m in arrived:
@@ -99,7 +107,8 @@ def delayed(x0, grad, there, trains, lost, wire, weights, *, steps, inner, perio
             if trains(m, t):
                 xs[m] = xs[m] - inner * grad(m, t, xs[m])
         if t % period == 0:
-            arrived = [m for m in workers if there(m, t) and not lost(m, t, 0)]
+            present = [m for m in workers if there(m, t)]
+            arrived = [m for m in present if not lost(m, t, 0)]
             deltas = [wire(anchor - xs[m]) for m in arrived]
             if senders:
                 velocity = momentum * velocity + travelling
@@ -107,7 +116,7 @@ def delayed(x0, grad, there, trains, lost, wire, weights, *, steps, inner, perio
                 for m in senders:
                     xs[m] = anchor.copy()
             if arrived:
-                travelling = np.average(deltas, axis=0, weights=[weights[m] for m in arrived])
+                travelling = agreed(deltas, [weights[m] for m in arrived], len(present), wire)
             senders = arrived
         for m in workers:
             if there(m, t + 1) and not there(m, t):
@@ -130,7 +139,7 @@ def eager(x0, grad, wire, weights, *, steps, inner, period, lr, momentum):
             xs[m] = xs[m] - inner * grad(m, t, xs[m])
         if t % period == 0:
             now = [wire(starts[m] - xs[m]) for m in workers]
-            mean_before = sum(shares[m] * before[m] for m in workers)
+            mean_before = agreed(before, weights, len(workers), wire)
             for m in workers:
                 delta = mean_before + shares[m] * (now[m] - before[m])
                 momenta[m] = momentum * momenta[m] + delta
@@ -177,10 +186,10 @@ def eager_with_faults(
             for m in now:
                 held[m][s] = (full[m] - now[m]) * feedback
             arrived = {m: d for m, d in now.items() if not lost(m, t, p)}
-            rounds[p, t] = arrived
-            old = rounds.get((p, t - period), {})
+            rounds[p, t] = arrived, len(now)
+            old, present = rounds.get((p, t - period), ({}, 0))
             if old:
-                delta = np.average(list(old.values()), axis=0, weights=[weights[m] for m in old])
+                delta = agreed(list(old.values()), [weights[m] for m in old], present, wire)
                 velocity[s] = momentum * velocity[s] + delta
                 anchor[s] -= lr * (delta + momentum * velocity[s])
             for m, d in now.items():

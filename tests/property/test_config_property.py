@@ -72,6 +72,7 @@ eval_tokens = 4096
 log_every = 10
 save_every = 300
 keep = 2
+parallel = "ddp"
 
 [sync]
 workers = 4
@@ -95,13 +96,21 @@ compute = "ramp-up"
 absences = [{worker = 1, first = 101, last = 200}]
 speeds = {3 = 0.5}
 
+[link]
+deadline_s = 60
+join_s = 30
+emulate = "100Mbit/s,50ms"
+jitter_s = 0.01
+loss = 0.001
+outages = [{start_s = 60, length_s = 10}]
+
 [log]
 tensorboard = true
 wandb = "atoll"
 trackio = "atoll"
 view = "lines"
 """
-ABSENT = {"model.hf", "sync.outer_momentum"}
+ABSENT = {"model.hf", "sync.outer_momentum", "link.address"}
 """Settings that do not go with the others."""
 
 WRONG: list[Any] = [

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.schedule import Schedule
-from atoll.plan.cost import Job, Link, sent_bytes, time_of, transfer_s
+from atoll.core.shots import sent_bytes
+from atoll.plan.cost import Job, Link, time_of, transfer_s
 
 links = st.builds(Link, st.floats(1e2, 1e7), st.sampled_from([0.0, 0.01, 3.0]))
 
@@ -102,9 +103,3 @@ def test_a_run_that_sends_gradients_hides_nothing(job: Job, link: Link) -> None:
     alone = sum(transfer_s(size, job.workers, link) for size in job.payload_bytes)
     latencies = (len(job.payload_bytes) - 1) * transfer_s(0, job.workers, link)  # they travel at the same time
     assert time_of(job, link).exposed_s == pytest.approx(job.steps * (alone - latencies), rel=1e-9, abs=1e-9)
-
-
-@given(st.integers(0, 10**9), st.integers(1, 64))
-def test_two_shots_are_within_a_byte_of_the_formula(payload: int, workers: int) -> None:
-    exact = Fraction(workers - 1) if workers <= 3 else Fraction(2 * (workers - 1), workers)
-    assert 0 <= sent_bytes(payload, workers) - exact * payload < 1

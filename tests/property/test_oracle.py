@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll import DataParallel, Delayed, DiLoCo, Eager, Nesterov, OuterLoop, Streaming
-from atoll.core.codec import Codec
+from atoll.core.codec import BLOCK, Codec
 from atoll.core.outer import Blend
 from atoll.link.local import Absence, Faults
 from harness import Problem, by_part, snapshot, train, train_data_parallel, train_in_threads
@@ -34,10 +34,11 @@ def faults(draw: st.DrawFn, workers: int, steps: int) -> Faults:
 
 @st.composite
 def problems(draw: st.DrawFn, *, faulty: bool = True, fragments: int = 7) -> Problem:
-    workers = draw(st.integers(1, 5))
+    workers = draw(st.integers(1, 6))
     steps = draw(st.integers(1, 30))
+    size = st.integers(1, 4) | st.sampled_from([BLOCK, 5 * BLOCK + 3])  # of several members' parts, too
     return Problem(
-        sizes=tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=fragments))),
+        sizes=tuple(draw(st.lists(size, min_size=1, max_size=fragments))),
         workers=workers,
         weights=draw(st.just(()) | st.tuples(*[st.floats(0.1, 10)] * workers)),
         steps=steps,

@@ -48,7 +48,7 @@ def test_the_template_holds_every_setting_and_is_the_default_run() -> None:
 
 def test_every_setting_the_template_leaves_out_can_be_switched_on() -> None:
     """By removing the "# " alone; those that need another setting as well say which."""
-    needs = {"hf": "model.preset", "outer_betas": "adam", "outer_eps": "adam"}
+    needs = {"hf": "model.preset", "outer_betas": "adam", "outer_eps": "adam", "outages": "link.emulate"}
     lines = template().splitlines()
     left_out = [n for n, line in enumerate(lines) if re.match(r"# \w+ = ", line)]
     assert len(left_out) > 20

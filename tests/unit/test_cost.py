@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from atoll import Crew
+from atoll.core.shots import sent_bytes
 from atoll.errors import ConfigError
-from atoll.plan.cost import Job, Link, parse_link, run_time, sent_bytes, stops, time_of, transfer_s
+from atoll.plan.cost import Job, Link, parse_link, run_time, stops, time_of, transfer_s
 from atoll.sync import DataParallel, Gradients, Sync
 from harness import PRESETS, Problem, train, train_data_parallel
 

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from atoll import Crew, DataParallel, DiLoCo, Eager, Nesterov, OuterLoop, Streaming, Sync
-from atoll.core.codec import Codec
+from atoll.core import shots
+from atoll.core.cargo import Cargo
+from atoll.core.codec import BLOCK, Codec
 from atoll.core.outer import SGD, Blend, EagerMerge, Momentum
-from atoll.link.base import RoundId
+from atoll.link.base import Contribution, Pending, RoundId
 from atoll.link.local import Absence, Faults
 from harness import (
     PRESETS,
@@ -17,6 +19,7 @@ from harness import (
     bits,
     by_part,
     gradient,
+    preset,
     snapshot,
     toy,
     train,
@@ -74,12 +77,26 @@ def test_equal_workers_at_lr_1_without_momentum_are_no_outer_loop_at_all(alpha: 
         np.testing.assert_allclose(toy(loop).vector(), PROBLEM.alone(PROBLEM.steps), rtol=1e-12)
 
 
+COMING_AND_GOING = {
+    3: (Absence(worker=1, first=4, last=9),),
+    4: (Absence(worker=1, first=4, last=9),),
+    5: (Absence(worker=1, first=4, last=9), Absence(worker=4, first=1, last=6), Absence(worker=0, first=15)),
+}
+"""Three are there for some of the rounds and more for others, so that both kinds of round occur in one run."""
+
+
+@pytest.mark.parametrize("workers", COMING_AND_GOING)
 @pytest.mark.parametrize("name", PRESETS)
-def test_anchors_and_velocities_have_the_same_bits_on_every_worker(name: str) -> None:
+def test_anchors_and_velocities_have_the_same_bits_on_every_worker(name: str, workers: int) -> None:
     problem = Problem(
-        sizes=(3, 1, 4, 2), workers=3, weights=(1.0, 2.5, 0.3), steps=24, faults=Faults(drop=0.3), dtype=torch.float32
+        sizes=(3, 300, 4, 2),
+        workers=workers,
+        weights=(1.0, 2.5, 0.3, 1.1, 0.7)[:workers],
+        steps=24,
+        faults=Faults(drop=0.3, absences=COMING_AND_GOING[workers] if workers > 3 else ()),
+        dtype=torch.float32,
     )
-    loops = run(PRESETS[name], problem)
+    loops = run(preset(name, workers), problem)
     seen: dict[tuple[int, int], dict[str, Any]] = {}
     for loop in loops:
         for number, fragment in enumerate(loop.state_dict()["fragments"]):
@@ -90,16 +107,74 @@ def test_anchors_and_velocities_have_the_same_bits_on_every_worker(name: str) ->
             assert all(torch.equal(fragment["slots"][k], first["slots"][k]) for k in first["slots"])
 
 
+@pytest.mark.parametrize("workers", COMING_AND_GOING)
 @pytest.mark.parametrize("name", PRESETS)
-def test_threads_and_turns_give_the_same_bits(name: str) -> None:
+def test_threads_and_turns_give_the_same_bits(name: str, workers: int) -> None:
     problem = Problem(
-        workers=3,
+        sizes=(3, 300, 4, 2),
+        workers=workers,
         steps=19,
-        faults=Faults(drop=0.2, absences=(Absence(worker=1, first=4, last=9),), speeds={2: 0.5}),
+        faults=Faults(drop=0.2, absences=COMING_AND_GOING[workers], speeds={2: 0.5}),
         dtype=torch.float32,
     )
-    for a, b in zip(run(PRESETS[name], problem), train_in_threads(problem, PRESETS[name]), strict=True):
+    sync = preset(name, workers)
+    for a, b in zip(run(sync, problem), train_in_threads(problem, sync), strict=True):
         assert bits(a) == bits(b)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+@pytest.mark.parametrize("workers", [4, 5])
+def test_a_second_shot_changes_nothing_but_the_rounding(
+    workers: int, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = Faults(drop=0.3, absences=COMING_AND_GOING[workers])
+    problem = Problem(sizes=(700, 9), workers=workers, steps=24, faults=faults, dtype=torch.float32)
+    sync = Streaming(period=4, fragments=by_part(2), delay=1, codec=codec)
+    two = [bits(loop) for loop in run(sync, problem)]
+    monkeypatch.setattr(shots, "ONE_SHOT_MEMBERS", workers)
+    one = [bits(loop) for loop in run(sync, problem)]
+    assert (two == one) == (codec == "fp32")
+
+
+def opened(loops: list[OuterLoop], monkeypatch: pytest.MonkeyPatch) -> list[tuple[RoundId, Contribution, Cargo]]:
+    """Where all that they open from now on is written down."""
+    seen: list[tuple[RoundId, Contribution, Cargo]] = []
+    for loop in loops:
+        real = loop.link.open
+
+        def watched(at: RoundId, mine: Contribution, cargo: Cargo, real: Any = real) -> Pending:
+            seen.append((at, mine, cargo))
+            return real(at, mine, cargo)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(loop.link, "open", watched)
+    return seen
+
+
+def test_the_mean_does_not_round_with_the_noise_of_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal workers: with the same noise, rounding at random would do to the mean what it did to the payload."""
+    problem = Problem(sizes=(5 * BLOCK,), workers=4, dtype=torch.float32)
+    loops = problem.loops(DiLoCo(period=1, codec=Codec("int4", stochastic=True)))
+    seen = opened(loops, monkeypatch)
+    for loop in loops:
+        toy(loop).descend(gradient(0, 1, problem.start), 0.1)
+    live = next(loops[0].model.parameters()).detach().clone()
+    delta = loops[0].state_dict()["fragments"][0]["anchor"] - live
+    Crew(loops).step()
+    payloads = [mine.payload for _, mine, _ in seen]
+    assert len({tuple(payload.tolist()) for payload in payloads}) == 4
+    (cargo,) = {cargo for _, _, cargo in seen}
+    assert any(torch.equal(cargo.codec.encode(delta, seed), payloads[0]) for seed in range(100))
+    assert not any(torch.equal(cargo.codec.encode(delta, cargo.seed), payload) for payload in payloads)
+
+
+def test_no_two_means_share_their_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.core.cargo.PART_BYTES", 1)  # as many parts as there can be
+    problem = Problem(sizes=(5 * BLOCK,) * 3, workers=5, dtype=torch.float32)
+    loops = problem.loops(Streaming(period=3, fragments=by_part(3), codec=Codec("int4", stochastic=True)))
+    seen = opened(loops[:1], monkeypatch)
+    train(loops, 12, 0.1)
+    seeds = [cargo.seed + part for _, _, cargo in seen for part in range(cargo.part_count(5))]
+    assert len(seen) == 10 and len({seed % 2**32 for seed in seeds}) == len(seeds) == 10 * 5 * 8
 
 
 @pytest.mark.parametrize("merge", [Blend(0.0), EagerMerge()])
@@ -119,10 +194,11 @@ def _losses(seed: int, period: int) -> list[bool]:
     return [Faults(drop=0.5, seed=seed).lost(0, RoundId(k * period, 0)) for k in range(1, 6)]
 
 
+@pytest.mark.parametrize("workers", [3, 4])
 @pytest.mark.parametrize("name", ["e3m0", "int8", "e2m1", "int4"])
-def test_what_enters_the_eager_correction_is_the_decoded_delta(name: str) -> None:
+def test_what_enters_the_eager_correction_is_the_decoded_delta(name: str, workers: int) -> None:
     """Against the paper's own form with a 4-bit wire; un-decoded own deltas would drift from it."""
-    problem = Problem(sizes=(10,), workers=3, steps=40)
+    problem = Problem(sizes=(10,), workers=workers, steps=40)
     loops = run(Eager(period=4, codec=name), problem)
     arguments = problem.oracle_arguments(lambda d: codecs.round_trip(d, name), without="there trains lost")
     for loop, expected in zip(loops, reference.eager(**arguments, period=4, lr=0.4, momentum=0.9), strict=True):
@@ -130,16 +206,22 @@ def test_what_enters_the_eager_correction_is_the_decoded_delta(name: str) -> Non
             np.testing.assert_allclose(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("workers", [3, 4, 5])
 @pytest.mark.parametrize("feedback", [False, True])
 @pytest.mark.parametrize("eager", [False, True])
-def test_losses_absences_and_rounding_together_as_in_the_oracle(eager: bool, feedback: bool) -> None:
+def test_losses_absences_and_rounding_together_as_in_the_oracle(eager: bool, feedback: bool, workers: int) -> None:
     """A fixed case of what the property tests generate, with all faults at once."""
+    delays = (1, 3, 2, 0, 4)[:workers]
     problem = Problem(
-        sizes=(9, 5),
-        workers=3,
-        weights=(1.0, 2.0, 0.5),
+        sizes=(300, 5),
+        workers=workers,
+        weights=(1.0, 2.0, 0.5, 1.5, 0.3)[:workers],
         steps=48,
-        faults=Faults(drop=0.4, seed=1, absences=(Absence(worker=1, first=10, last=17),)),
+        faults=Faults(
+            drop=0.4,
+            seed=1,
+            absences=(Absence(worker=1, first=10, last=17), Absence(worker=workers - 1, first=30, last=41)),
+        ),
     )
     codec, arguments = (
         Codec("int4", feedback=feedback),
@@ -150,8 +232,8 @@ def test_losses_absences_and_rounding_together_as_in_the_oracle(eager: bool, fee
         loops = run(Eager(period=4, fragments=by_part(2), codec=codec), problem)
         expected = reference.eager_with_faults(**arguments, **outer)
     else:
-        loops = run(Streaming(period=4, fragments=by_part(2), delay=(1, 3, 2), codec=codec), problem)
-        expected = reference.streaming(**arguments, **outer, delays=(1, 3, 2), alpha=0.5)
+        loops = run(Streaming(period=4, fragments=by_part(2), delay=delays, codec=codec), problem)
+        expected = reference.streaming(**arguments, **outer, delays=delays, alpha=0.5)
     assert sum(loop.counters.rounds_missed for loop in loops) > 5
     for loop, theirs in zip(loops, expected, strict=True):
         for mine, reference_vector in zip(snapshot(loop), theirs, strict=True):

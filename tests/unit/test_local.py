@@ -10,33 +10,38 @@ import pytest
 import torch
 
 from atoll import Crew, DataParallel, DiLoCo, Eager, OuterLoop, Streaming, Sync, local
+from atoll.core.cargo import Cargo
+from atoll.core.codec import Codec
 from atoll.errors import ConfigError, LinkError
-from atoll.link.base import Contribution, RoundId
+from atoll.link.base import Contribution, Member, RoundId
 from atoll.link.local import Absence, Faults, LocalLink, run_local
 from atoll.sync import Gradients
 from harness import Problem, Toy, by_part, inner_step, train, train_data_parallel
 
+CARGO = Cargo(Codec("fp32"), 1)
 
-def contribution(worker: int, value: int = 0) -> Contribution:
-    return Contribution(worker, 1.0, torch.full((4,), value, dtype=torch.uint8), 0, 0)
+
+def contribution(worker: int, value: float = 0.0) -> Contribution:
+    return Contribution(Member(worker, 1.0, 0, 0), CARGO.codec.encode(torch.tensor([value])))
 
 
 def test_members_come_in_worker_order_whoever_sends_first() -> None:
     links = local(3)
     at = RoundId(1, 0)
-    pending = {w: links[w].open(at, contribution(w)) for w in (2, 0, 1)}
+    pending = {w: links[w].open(at, contribution(w), CARGO) for w in (2, 0, 1)}
     for w in range(3):
-        assert [c.worker for c in pending[w].wait().contributions] == [0, 1, 2]
+        assert [m.worker for m in pending[w].wait().members] == [0, 1, 2]
 
 
 def test_rounds_are_forgotten_once_everybody_has_them() -> None:
-    links = local(2)
-    for step in range(50):
-        pending = [link.open(RoundId(step, 0), contribution(link.worker)) for link in links]
-        for p in pending:
-            p.wait()
-    # No public door shows this; a leak would hold every payload of a run.
-    assert not links[0]._board.rounds and not links[0]._board.taken
+    for links in (local(2), local(4)):
+        for step in range(50):
+            pending = [link.open(RoundId(step, 0), contribution(link.worker), CARGO) for link in links]
+            for p in pending:
+                p.wait()
+        # No public door shows this; a leak would hold every payload of a run.
+        board = links[0]._board
+        assert not board.rounds and not board.taken and not board.reduced
 
 
 def test_lost_payloads_follow_the_seed() -> None:
@@ -114,14 +119,41 @@ def test_workers_with_different_models_are_told_so() -> None:
         Crew([a, b]).step()
 
 
-@pytest.mark.parametrize("sync", [DiLoCo(period=2), DataParallel()])
-def test_workers_that_start_differently_are_told_so(sync: Sync | Gradients) -> None:
+@pytest.mark.parametrize(
+    ("sync", "message"),
+    [
+        (DiLoCo(period=2), "worker 1 and worker 0 differ in starting parameters: checksum"),
+        (DataParallel(), "workers 0 and 1 have different anchors: they started differently"),
+    ],
+)
+def test_workers_that_start_differently_are_told_so(sync: Sync | Gradients, message: str) -> None:
     problem = Problem(workers=2)
     starts, links = (problem.start, problem.start + 1e-9), local(2)
     loops = [OuterLoop(Toy(x, problem.sizes), sync, link) for x, link in zip(starts, links, strict=True)]
     run = train_data_parallel if isinstance(sync, Gradients) else train
-    with pytest.raises(LinkError, match="workers 0 and 1 have different anchors: they started differently"):
-        run(loops, 2, 0.1)
+    with pytest.raises(LinkError, match=message):
+        run(loops, 1, 0.1)
+
+
+def test_workers_that_stopped_at_different_steps_cannot_resume_together() -> None:
+    problem = Problem(workers=2)
+    stopped, states = problem.loops(DiLoCo(period=5)), []
+    for steps in (3, 1):
+        train(stopped, steps, 0.1)
+        states.append([loop.state_dict() for loop in stopped])
+    resumed = problem.loops(DiLoCo(period=5))
+    resumed[0].load_state_dict(states[0][0])
+    resumed[1].load_state_dict(states[1][1])
+    with pytest.raises(LinkError, match="worker 1 and worker 0 differ in inner steps made: 4 against 3"):
+        Crew(resumed).step()
+
+
+def test_joining_before_the_first_step_is_allowed_and_done_once() -> None:
+    loops = Problem(workers=2).loops(DiLoCo(period=2))
+    for loop in (*loops, *loops):
+        loop.join()
+    train(loops, 4, 0.1)
+    assert loops[0].counters.rounds_applied == 2
 
 
 def test_an_anchor_that_diverges_is_found_in_the_next_round() -> None:
@@ -172,7 +204,7 @@ def test_a_worker_that_fails_takes_the_others_down_with_its_reason() -> None:
 def test_a_worker_that_never_comes_is_named() -> None:
     links = local(2, timeout_s=0.05)
     with pytest.raises(LinkError, match=r"step 7, fragment 2: nothing from worker 1 in 0.05 s"):
-        links[0].open(RoundId(7, 2), contribution(0)).wait()
+        links[0].open(RoundId(7, 2), contribution(0), CARGO).wait()
 
 
 def test_an_eager_worker_waits_for_late_comers_to_know_its_share() -> None:
@@ -242,14 +274,14 @@ def test_a_closed_link_and_a_second_loop_on_one_link_are_refused() -> None:
 
 def test_an_interrupt_stops_all_workers() -> None:
     script = """
-import signal, threading, time, torch, atoll
+import signal, time, atoll
 signal.setitimer(signal.ITIMER_REAL, 1.0)
 signal.signal(signal.SIGALRM, signal.default_int_handler)
 def work(link):
-    outer = atoll.OuterLoop(torch.nn.Linear(2, 2).requires_grad_(), atoll.DiLoCo(period=10**9), link)
+    cargo = atoll.core.cargo.Cargo(atoll.core.codec.Codec(), 6)
     for _ in range(2000):
         time.sleep(0.05)
-        outer.link.open(atoll.link.base.RoundId(1, 0), None)
+        link.open(atoll.link.base.RoundId(1, 0), None, cargo)
 atoll.run_local(work, atoll.local(2))
 """
     start = time.monotonic()

@@ -281,10 +281,21 @@ class TestCounting:
         applied = loops[0].counters.rounds_applied
         assert applied == sum((t - f * 6 // 4) in range(6, 24, 6) for f in range(4) for t in range(1, 24))
 
-    def test_received_bytes_are_the_others(self) -> None:
-        loops = Problem(sizes=(100,), workers=4, dtype=torch.float32).loops(DiLoCo(period=3))
+    @pytest.mark.parametrize(("workers", "received"), [(1, 0), (2, 400), (3, 2 * 400), (4, 1.5 * 400), (5, 1.6 * 400)])
+    def test_received_bytes_are_the_others(self, workers: int, received: float) -> None:
+        loops = Problem(sizes=(100,), workers=workers, dtype=torch.float32).loops(DiLoCo(period=3))
         train(loops, 6, 0.1)
-        assert {loop.counters.bytes_received for loop in loops} == {2 * 3 * 400}
+        assert {loop.counters.bytes_received for loop in loops} == {2 * received}
+
+    def test_who_is_away_receives_what_moves_the_anchor(self) -> None:
+        """The others' payloads, or their mean where that is all there is."""
+        away = (Absence(worker=4, first=1, last=4), Absence(worker=3, first=3, last=4))
+        problem = Problem(sizes=(100,), workers=5, dtype=torch.float32, faults=Faults(absences=away))
+        loops = problem.loops(DiLoCo(period=2))
+        train(loops, 2, 0.1)  # four in two shots
+        assert [loop.counters.bytes_received for loop in loops] == [600, 600, 600, 600, 400]
+        train(loops, 2, 0.1)  # three in one
+        assert [loop.counters.bytes_received for loop in loops] == [1400, 1400, 1400, 1800, 1600]
 
 
 class TestDtypes:
@@ -459,6 +470,6 @@ def test_presets_are_the_papers() -> None:
 
 
 def test_public_names() -> None:
-    assert len(atoll.__all__) <= 12
+    assert len(atoll.__all__) <= 13
     for name in atoll.__all__:
         assert getattr(atoll, name).__doc__, name

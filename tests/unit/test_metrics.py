@@ -13,14 +13,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from atoll.errors import AtollError, ConfigError, DataError
-from atoll.events import End, Eval, Event, Fault, Jsonl, Resumed, Round, Saved, Start, Step, Tail, read
+from atoll.events import End, Eval, Event, Fault, Jsonl, Resumed, Round, Saved, Start, Step, Tail, read, utilisation
 from atoll.metrics import Metrics, TensorBoard, Trackio, WandB, scalars
 
 
@@ -75,6 +75,12 @@ END = End(
     wait_s=[0.5, 0.0],
     outcome="finished",
 )
+MEASURED: list[Event] = [
+    replace(START, worker=1, began=1.7e9),
+    replace(a_step(10), hidden_s=[0.5, 0.25], wire_sent=[110, 310], wire_received=[10, 12]),
+    replace(ROUND, worker=1, opened_s=4.0, done_s=6.5, waited_s=0.5, hidden_s=2.0, wire_sent=220, wire_received=230),
+    replace(END, hidden_s=[0.5, 0.25], wire_sent=[510, 510], wire_received=[510, 510]),
+]
 ONE_OF_EACH: list[Event] = [
     START,
     a_step(10),
@@ -259,6 +265,18 @@ def test_damage_is_named_with_file_and_line(path: Path, line: bytes, complaint: 
     assert "\n" not in str(caught.value)
 
 
+def test_what_was_measured_comes_back_and_files_of_before_it_read(path: Path) -> None:
+    write(path, MEASURED)
+    assert read(path) == MEASURED
+    added = {"worker", "began", "hidden_s", "wire_sent", "wire_received", "opened_s", "done_s", "waited_s"}
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({k: v for k, v in line.items() if k not in added}) + "\n" for line in lines))
+    start, step, made, end = read(path)
+    assert (start, step, end) == (START, a_step(10), END)
+    assert isinstance(made, Round) and made.worker == made.wire_sent == made.waited_s == 0
+    assert math.isnan(made.opened_s) and math.isnan(made.done_s)
+
+
 def test_fields_of_a_newer_version_are_passed_over(path: Path) -> None:
     path.write_text('{"event":"saved","step":1,"seconds":2,"of_tomorrow":[1]}\n')
     assert read(path) == [Saved(step=1, seconds=2.0)]
@@ -405,7 +423,49 @@ def test_a_step_as_curves() -> None:
         "wait_s/mean": 0.25,
         "wait_s/worker0": 0.0,
         "wait_s/worker1": 0.5,
+        "utilisation/mean": 0.95,
+        "utilisation/worker0": 1.0,
+        "utilisation/worker1": 0.9,
     }
+
+
+def test_a_step_of_one_workers_process_as_curves_of_that_worker() -> None:
+    """Zeros of the others are not measurements."""
+    mine = replace(
+        a_step(10, [None, 3.0]),
+        grad_norm=[None, 2.0],
+        bytes_sent=[0, 300],
+        bytes_received=[0, 9],
+        hidden_s=[0.0, 0.75],
+        wire_sent=[0, 310],
+        wire_received=[0, 320],
+    )
+    _, curves = scalars(mine)
+    assert not [name for name in curves if name.endswith("worker0")]
+    means = {name.removesuffix("/mean"): value for name, value in curves.items() if name.endswith("/mean")}
+    assert means == {name.removesuffix("/worker1"): v for name, v in curves.items() if name.endswith("/worker1")}
+    measured = {"wait_s": 0.5, "hidden_s": 0.75, "wire_sent": 310, "wire_received": 320, "utilisation": 0.9}
+    assert {name: means[name] for name in measured} == measured
+
+
+def test_what_a_round_took_as_curves() -> None:
+    took = replace(
+        ROUND, worker=1, opened_s=4.0, done_s=6.5, waited_s=0.5, hidden_s=2.0, wire_sent=220, wire_received=230
+    )
+    _, curves = scalars(took)
+    assert {name: value for name, value in curves.items() if name.startswith("round_")} == {
+        "round_s/fragment1": 2.5,
+        "round_wait_s/fragment1": 0.5,
+        "round_hidden_s/fragment1": 2.0,
+        "round_wire_sent/fragment1": 220,
+        "round_wire_received/fragment1": 230,
+    }
+    assert "round_s/fragment1" not in scalars(replace(took, wire_sent=0, wire_received=0))[1], "nothing travelled"
+
+
+def test_the_share_of_time_that_is_not_waited() -> None:
+    assert [utilisation(waited, 4.0) for waited in (0.0, 1.0, 4.0, 5.0, -1.0)] == [1.0, 0.75, 0.0, 0.0, 1.0]
+    assert utilisation(1.0, 0.0) is utilisation(math.nan, 4.0) is utilisation(1.0, math.nan) is None
 
 
 def test_other_events_as_curves() -> None:

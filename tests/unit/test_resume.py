@@ -1,5 +1,6 @@
 """Save at any step, with rounds in flight, and resume: the same bits as never having stopped."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from atoll import DataParallel, DiLoCo, Eager, OuterLoop, Streaming, checkpoint, local
 from atoll.errors import AtollError, ConfigError
 from atoll.link.local import Absence, Faults
-from harness import PRESETS, Problem, bits, by_part, toy, train, train_data_parallel
+from harness import PRESETS, Problem, bits, by_part, preset, toy, train, train_data_parallel
 
 PROBLEM = Problem(
     sizes=(3, 1, 4, 2),
@@ -18,6 +19,8 @@ PROBLEM = Problem(
     faults=Faults(drop=0.15, seed=5, absences=(Absence(worker=2, first=5, last=9),)),
     dtype=torch.float32,
 )
+FOUR = replace(PROBLEM, sizes=(3, 300, 4, 2), workers=4, weights=(1.0, 2.5, 0.3, 0.9))
+"""Three of four from step 5 to 9, so that rounds go in two shots, then in one, then in two again."""
 
 
 def save(loop: OuterLoop, folder: Path) -> None:
@@ -37,30 +40,33 @@ def resume(loop: OuterLoop, folder: Path) -> None:
     loop.load_state_dict(state["outer"])
 
 
+@pytest.mark.parametrize("problem", [PROBLEM, FOUR], ids=["three", "four"])
 @pytest.mark.parametrize("name", PRESETS)
-def test_resume_at_every_step_is_exact(name: str, tmp_path: Path) -> None:
+def test_resume_at_every_step_is_exact(name: str, problem: Problem, tmp_path: Path) -> None:
     """Three periods of every preset, stopped after each single step, through files."""
-    sync = PRESETS[name]
-    whole = PROBLEM.loops(sync)
-    train(whole, PROBLEM.steps, PROBLEM.inner)
+    sync = preset(name, problem.workers)
+    whole = problem.loops(sync)
+    train(whole, problem.steps, problem.inner)
     expected = [bits(loop) for loop in whole]
-    running = PROBLEM.loops(sync)
-    for step in range(PROBLEM.steps + 1):
+    running = problem.loops(sync)
+    for step in range(problem.steps + 1):
         folder = tmp_path / str(step)
         for loop in running:
             save(loop, folder)
-        continued = PROBLEM.loops(sync)
+        continued = problem.loops(sync)
         for loop in continued:
             resume(loop, folder)
-        train(continued, PROBLEM.steps - step, PROBLEM.inner)
+        train(continued, problem.steps - step, problem.inner)
         assert [bits(loop) for loop in continued] == expected, f"stopped after step {step}"
         assert [c.counters.rounds_applied for c in continued] == [w.counters.rounds_applied for w in whole]
-        if step < PROBLEM.steps:
-            train(running, 1, PROBLEM.inner)
+        assert [c.counters.bytes_received for c in continued] == [w.counters.bytes_received for w in whole]
+        if step < problem.steps:
+            train(running, 1, problem.inner)
 
 
-def test_resume_data_parallel(tmp_path: Path) -> None:
-    problem = Problem(steps=6)
+@pytest.mark.parametrize("workers", [3, 4])
+def test_resume_data_parallel(workers: int, tmp_path: Path) -> None:
+    problem = Problem(workers=workers, steps=6)
     whole = problem.loops(DataParallel())
     train_data_parallel(whole, 6, problem.inner)
     first = problem.loops(DataParallel())

@@ -65,7 +65,7 @@ def weights(folder: Path) -> dict[str, bytes]:
 def happened(folder: Path) -> list[dict[str, Any]]:
     """What a run reports, without what depends on the clock or on having been resumed."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = ("seconds", "step_s", "tokens_per_s", "wait_s")
+    timed = ("began", "seconds", "step_s", "tokens_per_s", "wait_s", "hidden_s", "opened_s", "done_s", "waited_s")
     kept = [line for line in lines if line["event"] not in ("saved", "resumed")]
     return [{key: value for key, value in line.items() if key not in timed} for line in kept]
 

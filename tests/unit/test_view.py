@@ -8,6 +8,7 @@ import pty
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,26 @@ UNTIL_610: list[Event] = [
     a_step(610, 61.0),
     ROUND,
 ]
+
+
+A_WORKER: list[Event] = [
+    replace(a_start(), worker=2, began=1.7e9),
+    replace(
+        a_step(610, 61.0, [None, None, 4.25, None]),
+        bytes_sent=[0, 0, 6_100_000, 0],
+        wait_s=[0.0, 0.0, 6.1, 0.0],
+        hidden_s=[0.0, 0.0, 30.0, 0.0],
+        wire_sent=[0, 0, 18_400_000, 0],
+        wire_received=[0, 0, 18_500_000, 0],
+    ),
+]
+END_OF_A_WORKER = replace(
+    an_end(1000, 100.0),
+    bytes_sent=[0, 0, 10_000_000, 0],
+    wait_s=[0.0, 0.0, 10.0, 0.0],
+    wire_sent=[0, 0, 30_200_000, 0],
+    wire_received=[0, 0, 30_400_000, 0],
+)
 
 
 def shown(kind: str, events: Sequence[Event], past: Sequence[Event] = ()) -> str:
@@ -228,6 +249,29 @@ def test_lines_after_a_resume_do_not_repeat_the_past() -> None:
     ]
 
 
+def test_lines_of_a_worker_that_waits_for_others_far_away() -> None:
+    lines = shown("lines", [*A_WORKER, END_OF_A_WORKER]).splitlines()
+    assert lines == [
+        "demo: streaming, worker 2 of 4, 3.21 M parameters, cpu, 1000 steps",
+        "   1:01  step 610/1000: loss 4.250, 81.9 k tokens/s, 6.10 MB sent, on the wire 18.4 MB out and 18.5 MB in, "
+        "waited 6.10 s (computing 90 %), 0:39 left",
+        "demo: finished at step 1000/1000, 8.19 M tokens in 1:40, held-out loss 3.910 (best 3.900), 10.0 MB sent, "
+        "on the wire 30.2 MB out and 30.4 MB in, waited 10.0 s (computing 90 %)",
+    ]
+
+
+def test_a_worker_that_measures_no_held_out_loss_does_not_speak_of_it() -> None:
+    assert "held-out" not in shown("lines", [*A_WORKER, replace(END_OF_A_WORKER, loss=math.nan, best_loss=math.inf)])
+
+
+def test_waiting_is_told_without_a_wire_if_it_shows_in_the_time() -> None:
+    def waiting(seconds: float) -> str:
+        return shown("lines", [a_start(), replace(a_step(100, 10.0), wait_s=[0.0, 2 * seconds] * 2)])
+
+    assert "sent per worker, waited 1.00 s (computing 90 %), 1:30 left" in waiting(1.0)
+    assert "waited" not in waiting(0.01) and "wire" not in waiting(1.0)
+
+
 def test_lines_of_a_run_of_which_nothing_is_known_yet() -> None:
     assert shown("lines", [an_eval(5, 1.0, math.nan)]) == "   0:01  step 5: held-out loss -, best so far\n"
 
@@ -268,13 +312,28 @@ def test_a_live_view_in_80_columns() -> None:
     ]
 
 
+def test_a_live_view_of_a_worker_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = frame(shown("live", A_WORKER))
+    assert lines[0] == "demo  streaming, worker 2 of 4, 3.21 M parameters, cpu"
+    assert lines[2:] == [
+        "loss      4.250                         tokens/s  81.9 k",
+        "held out  -                             sent      6.10 MB, on wire 18.4 MB",
+        "computing 90 %                          waited    6.10 s",
+        "                                        faults    0",
+    ]
+    monkeypatch.setenv("COLUMNS", "60")
+    assert frame(shown("live", A_WORKER))[3] == "held out  -                   sent      6.10 MB"
+    monkeypatch.setenv("COLUMNS", "40")
+    assert frame(shown("live", A_WORKER))[-1] == "computing 90 %"
+
+
 @pytest.mark.parametrize("width", [20, 40, 53, 54, 60, 80, 200])
 def test_a_live_view_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     long = [a_start("a-run-with-a-name-that-is-far-too-long-for-any-terminal", steps=10**7)]
     evals = [an_eval(i, 1.0, 1e6 * i) for i in range(1, 40)]
     extreme: list[Event] = [*long, a_step(10**6, 1e7), *evals, FAULT]
-    for events in (UNTIL_610, extreme):
+    for events in (UNTIL_610, A_WORKER, extreme):
         lines = frame(shown("live", events))
         assert 4 <= len(lines) <= 6
         assert max(map(cell_len, lines)) <= width

@@ -9,7 +9,7 @@ rounding is an integer addition: exact, the same on every processor, and an orde
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -51,8 +51,11 @@ class _Plain:
         return cast.view(torch.uint8)
 
     def decode(self, payload: Tensor, numel: int, piece: slice) -> Tensor:
+        return self.sections(payload, numel, piece)[0].view(self.dtype)
+
+    def sections(self, payload: Tensor, numel: int, cut: slice) -> list[Tensor]:
         size = self.dtype.itemsize
-        return payload[piece.start * size : piece.stop * size].view(self.dtype)
+        return [payload[cut.start * size : cut.stop * size]]
 
 
 # ---------------------------------------------------------------------- block formats
@@ -92,10 +95,13 @@ class _Blocks:
             codes[where] = (code if self.levels is None else _pack(code))[: where.stop - where.start]
         return payload
 
-    def decode(self, payload: Tensor, numel: int, piece: slice) -> Tensor:
+    def sections(self, payload: Tensor, numel: int, cut: slice) -> list[Tensor]:
         blocks = -(-numel // BLOCK)
-        unit = _power_of_two(payload[:blocks][_block_range(piece)].view(-1, 1).int())
-        code = payload[blocks:][self._code_range(piece)]
+        return [payload[:blocks][_block_range(cut)], payload[blocks:][self._code_range(cut)]]
+
+    def decode(self, payload: Tensor, numel: int, piece: slice) -> Tensor:
+        units, code = self.sections(payload, numel, piece)
+        unit = _power_of_two(units.view(-1, 1).int())
         if self.levels is None:
             values = code.view(torch.int8).to(torch.float32)
         else:
@@ -268,6 +274,18 @@ class Codec:
     def decode_piece(self, payload: Tensor, numel: int, piece: slice) -> Tensor:
         """Values [piece] of the vector [numel] behind a payload, where `piece` is one of `pieces(numel)`."""
         return _FORMATS[self.format].decode(payload, numel, piece)
+
+    def cut(self, payload: Tensor, numel: int, part: slice) -> Tensor:
+        """The payload of values [part] of the vector [numel] behind a payload; `part` begins on a block boundary."""
+        return torch.cat(_FORMATS[self.format].sections(payload, numel, part))
+
+    def joined(self, payloads: Sequence[Tensor], numels: Sequence[int]) -> Tensor:
+        """The payload of the vectors behind these, of `numels` values, end to end: the inverse of cuts.
+
+        All but the last that is not empty must be whole blocks.
+        """
+        cuts = [_FORMATS[self.format].sections(p, n, slice(0, n)) for p, n in zip(payloads, numels, strict=True)]
+        return torch.cat([section for sections in zip(*cuts, strict=True) for section in sections])
 
     def decode(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """The vector [numel] behind a payload."""

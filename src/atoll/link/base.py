@@ -1,10 +1,12 @@
 """The whole contract between the outer loop and what carries its rounds."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+from atoll.core.cargo import Cargo
 
 
 class RoundId(NamedTuple):
@@ -20,14 +22,12 @@ class RoundId(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Contribution:
-    """What one worker puts into a round."""
+class Member:
+    """A worker that took part in a round, and where it stood."""
 
     worker: int
     weight: float
     """Its part in the mean, before normalisation."""
-    payload: Tensor
-    """The encoded delta, uint8; not changed after it is handed over."""
     anchor_version: int
     """Rounds applied so far to the anchor that the delta was taken from."""
     anchor_fingerprint: int
@@ -35,11 +35,44 @@ class Contribution:
 
 
 @dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one worker puts into a round."""
+
+    member: Member
+    payload: Tensor
+    """The encoded delta, uint8; not changed after it is handed over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """What a round took, as one worker saw it; times are those of time.perf_counter(), seconds."""
+
+    opened_s: float
+    done_s: float
+    """When the last of it was there."""
+    sent: int = 0
+    """Bytes put on the wire, headers included; 0 inside one process."""
+    received: int = 0
+    waited_s: float = 0.0
+    """For how long the worker did nothing but wait for it."""
+
+    @property
+    def hidden_s(self) -> float:
+        """For how long it travelled while the worker trained."""
+        return max(0.0, self.done_s - self.opened_s - self.waited_s)
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
     """A completed exchange, the same on every worker: who took part, in ascending worker order."""
 
     round_id: RoundId
-    contributions: tuple[Contribution, ...]
+    members: tuple[Member, ...]
+    payloads: tuple[Tensor, ...]
+    """Of the members, uint8; empty where only the mean of them all came back."""
+    reduced: Tensor | None = None
+    """The encoded mean, uint8, of a round in two shots; otherwise whoever wants the mean takes it."""
+    passage: Passage | None = field(default=None, compare=False)
 
 
 class Pending(Protocol):
@@ -67,8 +100,14 @@ class Link(Protocol):
     def weights(self, step: int) -> Mapping[int, float]:
         """Worker -> weight of all who are present at this step."""
 
-    def open(self, round_id: RoundId, contribution: Contribution | None) -> Pending:
+    def open(self, round_id: RoundId, contribution: Contribution | None, cargo: Cargo) -> Pending:
         """Start a round; None takes part in nothing and still learns the result."""
+
+    def check(self) -> None:
+        """Raise the LinkError of a round that has failed meanwhile, so that nobody trains on for nothing."""
+
+    def close(self, reason: str | None = None) -> None:
+        """Leave for good; with a reason, before the end: whoever waits for this worker is told."""
 
 
 def difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:

@@ -12,9 +12,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from torch import Tensor
+
 from atoll.checks import check_whole
+from atoll.core.cargo import Cargo
+from atoll.core.shots import shots
 from atoll.errors import ConfigError, LinkError
-from atoll.link.base import Contribution, Pending, Round, RoundId, difference
+from atoll.link.base import Contribution, Passage, Pending, Round, RoundId, difference
 
 Result = TypeVar("Result")
 
@@ -92,6 +96,8 @@ class _Board:
         self.threads: dict[int, threading.Thread] = {}
         self.gone: dict[int, str] = {}
         self.rounds: dict[RoundId, dict[int, Contribution | None]] = {}
+        self.reduced: dict[RoundId, Tensor] = {}
+        self.last_s: dict[RoundId, float] = {}  # when somebody last posted to a round
         self.taken: dict[RoundId, set[int]] = {}
 
     def join(self, worker: int, terms: Mapping[str, str], weight: float) -> None:
@@ -124,19 +130,26 @@ class _Board:
             self.check_open(worker)
             self.threads[worker] = threading.current_thread()
             self.rounds.setdefault(round_id, {})[worker] = contribution if arrives else None
+            self.last_s[round_id] = time.perf_counter()
             self.changed.notify_all()
 
-    def take(self, worker: int, round_id: RoundId) -> Round:
+    def take(self, worker: int, round_id: RoundId, cargo: Cargo, opened_s: float) -> Round:
         members = self.members(round_id.step)
         with self.changed:
             self.check_open(worker)
             posted = self.rounds[round_id]
             self.wait_for(str(round_id), worker, lambda: [w for w in members if w not in posted])
-            contributions = tuple(c for _, c in sorted(posted.items()) if c is not None)
+            arrived = [c for _, c in sorted(posted.items()) if c is not None]
+            payloads, who = tuple(c.payload for c in arrived), tuple(c.member for c in arrived)
+            if arrived and shots(len(members)) == 2 and round_id not in self.reduced:
+                self.reduced[round_id] = cargo.mean_of(payloads, [m.weight for m in who], len(members))
+            passage = Passage(opened_s, self.last_s[round_id])
+            completed = Round(round_id, who, payloads, self.reduced.get(round_id), passage)
             self.taken.setdefault(round_id, set()).add(worker)
             if len(self.taken[round_id] | self.gone.keys()) == self.workers:
-                del self.rounds[round_id], self.taken[round_id]
-            return Round(round_id, contributions)
+                del self.rounds[round_id], self.taken[round_id], self.last_s[round_id]
+                self.reduced.pop(round_id, None)
+            return completed
 
     def wait_for(self, what: str, worker: int, missing: Callable[[], list[int]]) -> None:
         """Wait, holding the lock, until nobody is missing."""
@@ -169,9 +182,11 @@ class _Pending:
     board: _Board
     worker: int
     round_id: RoundId
+    cargo: Cargo
+    opened_s: float
 
     def wait(self) -> Round:
-        return self.board.take(self.worker, self.round_id)
+        return self.board.take(self.worker, self.round_id, self.cargo, self.opened_s)
 
 
 class LocalLink:
@@ -198,14 +213,17 @@ class LocalLink:
         """Worker -> weight of all who are present at this step; waits for those who have yet to join."""
         return self._board.weights(self.worker, step)
 
-    def open(self, round_id: RoundId, contribution: Contribution | None) -> Pending:
+    def open(self, round_id: RoundId, contribution: Contribution | None, cargo: Cargo) -> Pending:
         """Start a round; None takes part in nothing and still learns the result."""
         self._board.post(self.worker, round_id, contribution)
-        return _Pending(self._board, self.worker, round_id)
+        return _Pending(self._board, self.worker, round_id, cargo, time.perf_counter())
 
-    def close(self, reason: str = "it was closed") -> None:
+    def check(self) -> None:
+        """Nothing fails here while nobody waits."""
+
+    def close(self, reason: str | None = None) -> None:
         """Leave for good: whoever waits for this worker gets a LinkError with the reason."""
-        self._board.leave(self.worker, reason)
+        self._board.leave(self.worker, reason or "it was closed")
 
 
 def local(workers: int, *, faults: Faults | None = None, timeout_s: float = 600.0) -> list[LocalLink]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from atoll.checks import check_whole
 from atoll.core.schedule import Due, Schedule
+from atoll.core.shots import sent_bytes, shots
 from atoll.errors import ConfigError
 
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -88,18 +89,6 @@ def _parse_latency(text: str, latency: str) -> float:
 # ---------------------------------------------------------------------- one round
 
 
-def sent_bytes(payload_bytes: int, workers: int) -> int:
-    """What one worker puts on its link in a round, in bytes.
-
-    Up to three members send their payload to each other. More of them go two-shot: each sends every other one a slice
-    to reduce, then its reduced slice to all; together 2 (M-1)/M payloads, here rounded up to a whole byte.
-    """
-    _check_round(payload_bytes, workers)
-    if workers <= 3:
-        return (workers - 1) * payload_bytes
-    return -(-2 * (workers - 1) * payload_bytes // workers)
-
-
 def transfer_s(payload_bytes: int, workers: int, link: Link) -> float:
     """Seconds from the departure of a round's first bit to the arrival of its last, on a link that is free."""
     return _carry_s(payload_bytes, workers, link) + _latency_s(workers, link)
@@ -112,8 +101,7 @@ def _carry_s(payload_bytes: int, workers: int, link: Link) -> float:
 
 def _latency_s(workers: int, link: Link) -> float:
     """Every shot travels the distance once; nobody to send to, no distance."""
-    shots = 0 if workers == 1 else 1 if workers <= 3 else 2
-    return shots * link.latency_s
+    return shots(workers) * link.latency_s
 
 
 def _check_round(payload_bytes: int, workers: int) -> None:

@@ -8,8 +8,9 @@ from atoll.errors import ConfigError
 from atoll.plan.cost import Link
 from atoll.report.load import RunRecord, load, load_all
 from atoll.report.table import Row, rich_table, summary
+from atoll.report.trace import write_trace
 
-__all__ = ["Row", "RunRecord", "load", "load_all", "rich_table", "summary", "write"]
+__all__ = ["Row", "RunRecord", "load", "load_all", "rich_table", "summary", "write", "write_trace"]
 
 
 def write(

@@ -190,6 +190,14 @@ def dress(axes: Axes, palette: Palette, *, x: str, y: str, grid: str = "both") -
         axes.yaxis.grid(True, color=palette.grid, linewidth=0.8)
 
 
+def heading(axes: Axes, palette: Palette, y: float, left: str, right: str) -> None:
+    """Words above a bar: its name, and at the far end its number."""
+    where = axes.get_yaxis_transform()
+    behind = {"facecolor": palette.paper, "edgecolor": "none", "pad": 1.5}  # the grid must not cross the words
+    axes.text(0, y, left, transform=where, color=palette.ink, va="bottom", ha="left", bbox=behind)
+    axes.text(1, y, right, transform=where, color=palette.muted, va="bottom", ha="right", bbox=behind)
+
+
 def shorten(name: str, most: int) -> str:
     """A name that fits."""
     return name if len(name) <= most else f"{name[: most - 3].rstrip()}..."

@@ -8,16 +8,15 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from atoll.core.schedule import Schedule
-from atoll.plan.cost import Job, Link, stops
-from atoll.report.canvas import Draw, Palette, dress, legend, legend_place, line_style, marker, new_figure, shorten
-from atoll.report.clock import clock, linear_time_axis, time_axis, window
+from atoll.plan.cost import Job, Link
+from atoll.report.canvas import Draw, Palette, dress, heading, legend, line_style, marker, new_figure, shorten
+from atoll.report.clock import clock, time_axis
 from atoll.report.load import RunRecord, jobs
 from atoll.report.table import Row
+from atoll.report.timeline import MOST_WORKERS, draw_measured, draw_modelled, is_measured
 from atoll.units import bytes_text, count_text, loss_text, ratio_text, seconds_text, share_text
 
 _POINTS = 300  # more than a screen shows; keeps the page small however long the run
@@ -77,13 +76,23 @@ def pictures(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> l
             partial(_bytes_sent, rows),
         ): True,
         Picture(
+            "measured",
+            "Measured",
+            "Compute and communication, measured",
+            "How each worker began where it ran, measured and not modelled: the thick bar is its processor, pale while "
+            "it waited, each thin bar below it a round from sending to arrival. Workers are aligned by their machines' "
+            f"clocks if these are close; at most {MOST_WORKERS} of a run are drawn. The share is over the whole run.",
+            f"Share of the time not spent waiting, measured. {each(_measured_share)}.",
+            partial(draw_measured, records),
+        ): any(is_measured(r) for r in records),
+        Picture(
             "timeline",
             "Timeline",
-            f"Compute and communication at {link}",
+            f"Compute and communication at {link}, modelled",
             "How each run would begin with one machine per worker: the thick bar is a worker's processor, the thin "
             "one below it its link. The share is over the whole run.",
             f"Share of the time spent computing. {each(lambda r: share_text(r.link_time.utilisation))}.",
-            partial(_timelines, records, rows, link),
+            partial(draw_modelled, records, rows, link),
         ): any(r.step for r in records),
         Picture(
             "outer",
@@ -96,6 +105,10 @@ def pictures(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> l
         ): any(_outer_steps(r) for r in records),
     }
     return [picture for picture, has_data in found.items() if has_data]
+
+
+def _measured_share(row: Row) -> str:
+    return "not measured" if row.utilisation is None else share_text(row.utilisation)
 
 
 def _quickest(records: Sequence[RunRecord]) -> str:
@@ -213,7 +226,7 @@ def _bytes_sent(rows: Sequence[Row], palette: Palette) -> Figure:
         said = "sends nothing" if not row.sent_bytes else bytes_text(row.sent_bytes)
         if row.fewer is not None and not row.is_reference:
             said += f", {ratio_text(row.fewer)}"
-        _heading(axes, palette, n - 0.28, shorten(row.name, 26 if palette.narrow else 70), said)
+        heading(axes, palette, n - 0.28, shorten(row.name, 26 if palette.narrow else 70), said)
     axes.set_ylim(len(rows) - 0.65, -0.75)
     axes.yaxis.set_major_locator(NullLocator())
     decades = range(round(math.log10(low)), math.ceil(math.log10(high) + 0.01) + 1)
@@ -221,76 +234,6 @@ def _bytes_sent(rows: Sequence[Row], palette: Palette) -> Figure:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: bytes_text(x).replace(".00", "").replace(".0 ", " ")))
     return figure
-
-
-def _heading(axes: Axes, palette: Palette, y: float, left: str, right: str) -> None:
-    """Words above a bar: its name, and at the far end its number."""
-    where = axes.get_yaxis_transform()
-    behind = {"facecolor": palette.paper, "edgecolor": "none", "pad": 1.5}  # the grid must not cross the words
-    axes.text(0, y, left, transform=where, color=palette.ink, va="bottom", ha="left", bbox=behind)
-    axes.text(1, y, right, transform=where, color=palette.muted, va="bottom", ha="right", bbox=behind)
-
-
-# ---------------------------------------------------------------------- timeline
-
-
-def _timelines(records: Sequence[RunRecord], rows: Sequence[Row], link: Link, palette: Palette) -> Figure:
-    modelled = jobs(records)
-    window_s = window(modelled, link)
-    lanes = sum(len(job.lanes()) for job in modelled)
-    figure = new_figure(palette, 1.05 + 0.62 * lanes, narrow_height=1.58 + 0.62 * lanes)
-    axes = figure.add_subplot()
-    dress(axes, palette, x="", y="", grid="x")
-    y = 0
-    for n, (job, row) in enumerate(zip(modelled, rows, strict=True)):
-        for lane, workers in enumerate(job.lanes()):
-            _lane(axes, palette, n, job, link, lane, y, window_s)
-            who = shorten(row.name, 28 if palette.narrow else 60)
-            if len(job.lanes()) > 1:
-                these = "worker" if len(workers) == 1 else "workers"
-                who = f"{shorten(row.name, 14 if palette.narrow else 40)}, {these} {', '.join(map(str, workers))}"
-            said = f"{share_text(row.link_time.utilisation)}" + ("" if palette.narrow else " computing")
-            _heading(axes, palette, y - 0.3, who, said)
-            y += 1
-    axes.set_ylim(lanes - 0.55, -0.75)
-    axes.yaxis.set_major_locator(NullLocator())
-    linear_time_axis(axes, palette, "time since the start", window_s)
-    figure.legend(
-        handles=[
-            Patch(facecolor=palette.muted, label="computing (in the run's colour)"),
-            Patch(facecolor=palette.idle, edgecolor=palette.grid, label="waiting"),
-            Line2D([], [], color=palette.muted, alpha=0.6, linewidth=3, label="link busy"),
-        ],
-        **legend_place(palette, columns=1 if palette.narrow else 3),
-    )
-    return figure
-
-
-def _lane(axes: Axes, palette: Palette, n: int, job: Job, link: Link, lane: int, y: float, window_s: float) -> None:
-    """One worker's processor and link, up to the window's end."""
-    computing: list[tuple[float, float]] = []
-    waiting: list[tuple[float, float]] = []
-    carrying: list[tuple[float, float]] = []
-    since = 0.0
-    for stop in stops(job, link):
-        reached, left = stop.reached_s[lane], stop.left_s[lane]
-        if since >= window_s:
-            break
-        carrying += [
-            (c.begin_s, min(c.end_s, window_s) - c.begin_s) for c in stop.carried[lane] if c.begin_s < window_s
-        ]
-        if left > reached:
-            computing.append((since, min(reached, window_s) - since))
-            waiting.append((reached, min(left, window_s) - reached))
-            since = left
-    end = clock(job, link, job.steps)
-    if since < min(window_s, end):
-        computing.append((since, min(window_s, end) - since))
-    axes.broken_barh([w for w in waiting if w[1] > 0], (y - 0.24, 0.36), facecolor=palette.idle, linewidth=0)
-    axes.broken_barh([c for c in computing if c[1] > 0], (y - 0.24, 0.36), facecolor=palette.of(n), linewidth=0)
-    axes.broken_barh(
-        [c for c in carrying if c[1] > 0], (y + 0.17, 0.11), facecolor=palette.of(n), alpha=0.6, linewidth=0
-    )
 
 
 # ---------------------------------------------------------------------- outer gradients

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import ConfigError, DataError
-from atoll.events import End, Eval, Fault, Resumed, Round, Start, Step, read
-from atoll.layout import ABOUT, METRICS, RUN
+from atoll.events import End, Eval, Fault, Resumed, Round, Start, Step, read, utilisation
+from atoll.layout import ABOUT, METRICS, RUN, worker_folder
 from atoll.plan.cost import Job
+from atoll.report.parts import Part, merge, part_of
 
 _MOST_WORKERS = 4096  # as in a run file; more is a damaged file, and would take forever
 
@@ -35,6 +36,13 @@ class RunRecord:
     resumes: tuple[Resumed, ...]
     end: End | None
     """None while it runs, or if it was killed."""
+    parts: tuple[Part, ...]
+    """What each process wrote, by its own clock: the above is of all together."""
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """The workers of which something is known: not those whose folders are on other machines."""
+        return tuple(sorted({worker for part in self.parts for worker in part.workers}))
 
     @property
     def finished(self) -> bool:
@@ -65,7 +73,49 @@ class RunRecord:
     @property
     def sent_bytes(self) -> float:
         """Payload bytes that a worker handed to its link, mean over the workers."""
-        return sum(self.last.bytes_sent) / max(len(self.last.bytes_sent), 1) if self.last else 0.0
+        return self._of_a_worker("bytes_sent")
+
+    @property
+    def on_wire(self) -> bool:
+        """Whether its rounds travelled between processes, so that what they took is worth a number."""
+        return self.last is not None and any(self.last.wire_sent + self.last.wire_received)
+
+    @property
+    def wire_sent(self) -> float:
+        """Bytes that a worker put on the wire, headers included, mean over the workers."""
+        return self._of_a_worker("wire_sent")
+
+    @property
+    def wire_received(self) -> float:
+        """Bytes that a worker took from the wire, mean over the workers."""
+        return self._of_a_worker("wire_received")
+
+    @property
+    def wait_s(self) -> float:
+        """For how long a worker did nothing but wait for rounds, seconds, mean over the workers."""
+        return self._of_a_worker("wait_s")
+
+    @property
+    def hidden_s(self) -> float:
+        """For how long rounds travelled while a worker trained, seconds, summed over rounds, mean over the workers."""
+        return self._of_a_worker("hidden_s")
+
+    @property
+    def utilisation(self) -> float | None:
+        """The share of its time that a worker did not wait for rounds, mean over the workers; None: nothing is known.
+
+        Each by its own clock.
+        """
+        lasts = [(part.last, worker) for part in self.parts if part.last for worker in part.workers]
+        shares = [utilisation(last.wait_s[worker], last.seconds) for last, worker in lasts if worker < len(last.wait_s)]
+        known = [share for share in shares if share is not None]
+        return sum(known) / len(known) if known else None
+
+    def _of_a_worker(self, name: str) -> float:
+        """A total, mean over the workers of which it is known."""
+        values: list[float] = getattr(self.last, name) if self.last else []
+        known = [values[worker] for worker in self.here if worker < len(values)]
+        return sum(known) / len(known) if known else 0.0
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -113,42 +163,60 @@ class RunRecord:
 
 
 def load(folder: Path) -> RunRecord:
-    """Read the folder of a run; a DataError says what is missing or damaged."""
+    """Read the folder of a run; a DataError says what is missing or damaged.
+
+    Where each worker had a process of its own, it holds a folder for each; those that are there are read as one run.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         what = "is a file, not" if folder.exists() else "does not exist, or is not"
         raise DataError(f"{folder} {what} the folder of a run: give the folder that holds {METRICS}")
+    homes = [folder] if (folder / METRICS).is_file() else _worker_folders(folder) or [folder]
     for needed in (METRICS, RUN):
-        if not (folder / needed).is_file():
-            raise DataError(f"{folder} is not the folder of a run: it has no {needed}")
-    events = read(folder / METRICS)
-    starts = [e for e in events if isinstance(e, Start)]
-    if not starts:
-        raise DataError(f"{folder / METRICS} has no start event: nothing has happened in this run yet")
-    newest = next((e for e in reversed(events) if isinstance(e, Step | End)), None)
+        if not (homes[0] / needed).is_file():
+            raise DataError(f"{homes[0]} is not the folder of a run: it has no {needed}")
+    found = {home: part for home in homes if (part := part_of(read(home / METRICS)))}
+    if not found:
+        raise DataError(f"{homes[0] / METRICS} has no start event: nothing has happened in this run yet")
+    for home, part in found.items():
+        _check(part.start, home)
+    parts = tuple(found.values())
+    try:
+        whole = merge(parts)
+    except DataError as error:
+        raise DataError(f"{folder}: {error}") from error
     record = RunRecord(
-        name=printable(starts[-1].name) or printable(folder.resolve().name),
+        name=printable(whole.start.name) or printable(folder.resolve().name),
         folder=folder,
-        config=_toml(folder / RUN),
-        about=_json(folder / ABOUT),
-        start=starts[-1],
-        steps=tuple(e for e in events if isinstance(e, Step)),
-        rounds=tuple(e for e in events if isinstance(e, Round)),
-        evals=tuple(e for e in events if isinstance(e, Eval)),
-        faults=tuple(e for e in events if isinstance(e, Fault)),
-        resumes=tuple(e for e in events if isinstance(e, Resumed)),
-        end=newest if isinstance(newest, End) else None,  # an interrupted run may have gone on
+        config=_toml(homes[0] / RUN),
+        about=_json(homes[0] / ABOUT),
+        start=whole.start,
+        steps=whole.steps,
+        rounds=whole.rounds,
+        evals=whole.evals,
+        faults=whole.faults,
+        resumes=whole.resumes,
+        end=whole.end,
+        parts=parts,
     )
-    if record.start.workers > _MOST_WORKERS:
-        raise DataError(
-            f"{folder / METRICS}: the start event cannot be that of a run: "
-            f"workers must be at most {_MOST_WORKERS}, got {record.start.workers}"
-        )
     try:
         record.job()
     except ConfigError as error:
-        raise DataError(f"{folder / METRICS}: the start event cannot be that of a run: {error}") from error
+        raise DataError(f"{homes[0] / METRICS}: the start event cannot be that of a run: {error}") from error
     return record
+
+
+def _check(start: Start, home: Path) -> None:
+    """Refuse numbers of workers that no run has, and a worker in the folder of another."""
+    problem = ""
+    if start.workers > _MOST_WORKERS:
+        problem = f"workers must be at most {_MOST_WORKERS}, got {start.workers}"
+    elif start.worker is not None and not 0 <= start.worker < start.workers:
+        problem = f"worker must be between 0 and {start.workers - 1}, got {start.worker}"
+    elif start.worker is not None and _number(home) not in (None, start.worker):
+        problem = f"in {home.name} it should be worker {_number(home)}, got {start.worker}"
+    if problem:
+        raise DataError(f"{home / METRICS}: the start event cannot be that of a run: {problem}")
 
 
 def load_all(folders: Sequence[Path]) -> list[RunRecord]:
@@ -188,9 +256,37 @@ def _computes(record: RunRecord) -> tuple[int, int, str, int]:
 
 def _runs_of(folder: Path) -> list[Path]:
     """The folder itself, unless it is no run and holds some."""
-    if (folder / METRICS).is_file():
+    if _is_run(folder) or not folder.is_dir():
         return [folder]
-    return sorted(file.parent for file in folder.glob(f"*/{METRICS}") if file.is_file()) or [folder]
+    return sorted(child for child in folder.iterdir() if _is_run(child)) or [folder]
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / METRICS).is_file() or bool(_worker_folders(folder))
+
+
+def _worker_folders(folder: Path) -> list[Path]:
+    """Where the workers of one run are, one process each, in worker order."""
+    numbered = {number: file for file in folder.glob(f"*/{METRICS}") if (number := _number(file.parent)) is not None}
+    return [numbered[number].parent for number in sorted(numbered) if _trains_one(numbered[number])]
+
+
+def _number(folder: Path) -> int | None:
+    """The worker whose folder it is, by its name; None: not that of a worker."""
+    digits = folder.name.rpartition("-")[2]
+    return int(digits) if digits.isdecimal() and folder.name == worker_folder(int(digits[:9])) else None
+
+
+def _trains_one(file: Path) -> bool:
+    """Whether a file of events begins as that of one worker: a run of all may have such a name, too."""
+    try:
+        with file.open("rb") as lines:
+            first = json.loads(lines.readline() or b"{}")
+    except (OSError, ValueError):  # damage; read() has the words for it
+        return True
+    if not isinstance(first, dict) or first.get("event") != "start":
+        return True
+    return first.get("worker") is not None or (first.get("workers") == 1 and file.parent.name == worker_folder(0))
 
 
 def _told_apart(path: Path, twins: Sequence[Path]) -> str:

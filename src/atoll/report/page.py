@@ -61,6 +61,7 @@ def page(
         short=shorten,
         longest_heading=_LONGEST_HEADING,
         columns=columns(rows, link),
+        measured=any(row.utilisation is not None for row in rows),
         figures=[_figure(picture) for picture in pictures],
         differences=_differences(records),
         facts=_facts(records),
@@ -165,7 +166,12 @@ def _notes(records: Sequence[RunRecord], rows: Sequence[Row]) -> list[str]:
         notes.append("The runs have different vocabularies: their losses per token cannot be compared.")
     if len({r.start.workers for r in records}) > 1:
         notes.append("The runs have different numbers of workers: bytes are per worker, tokens are of all together.")
-    if any(r.last and r.start.workers > 1 and any(s.participants < r.start.workers for s in r.steps) for r in records):
+    for r in records:
+        if missing := [w for w in range(r.start.workers) if w not in r.here]:
+            who = ("Worker " if len(missing) == 1 else "Workers ") + shorten(", ".join(map(str, missing)), 60)
+            lack = f"{who} of {shorten(r.name, _LONGEST_NAME)} left no numbers here (the folder is elsewhere)"
+            notes.append(f"{lack}: bytes, waits and training losses are those of the others.")
+    if any(r.last and r.start.workers > 1 and any(s.participants < len(r.here) for s in r.steps) for r in records):
         notes.append("Workers were away in some runs; modelled times assume that all are there all the time.")
     return notes
 
@@ -234,6 +240,7 @@ def _facts(records: Sequence[RunRecord]) -> list[Fact]:
         **{label: [_setting(r, key) for r in records] for label, key in _SETTINGS.items()},
         "compute of an inner step, measured": [seconds_text(r.step_s) for r in records],
         "time it took here": [seconds_text(r.last.seconds) if r.last else "-" for r in records],
+        **{label: [text(r) if r.on_wire else "-" for r in records] for label, text in _ON_WIRE.items()},
         "device": [printable(r.start.device) for r in records],
         "threads": [str(r.start.threads) for r in records],
         "resumed": [_counted(len(r.resumes), "time") if r.resumes else "never" for r in records],
@@ -246,6 +253,12 @@ def _facts(records: Sequence[RunRecord]) -> list[Fact]:
     return [Fact(label, [value.strip() for value in values]) for label, values in found.items() if {*values} != {"-"}]
 
 
+_ON_WIRE: dict[str, Callable[[RunRecord], str]] = {
+    "put on the wire, per worker": lambda r: bytes_text(r.wire_sent),
+    "taken from the wire, per worker": lambda r: bytes_text(r.wire_received),
+    "exposed wait, per worker": lambda r: seconds_text(r.wait_s),
+    "hidden by training, per worker": lambda r: seconds_text(r.hidden_s),
+}
 _SETTINGS = {
     "inner optimizer": "train.optimizer",
     "inner learning rate": "train.lr",

@@ -34,6 +34,10 @@ class Row:
     """Measured where it ran, all workers together."""
     link_time: RunTime
     """Modelled: the same run with one machine per worker on the given link, and the compute time of `load.jobs`."""
+    wait_s: float | None
+    """Measured: for how long a worker did nothing but wait for rounds, mean; None where no round left its process."""
+    utilisation: float | None
+    """Measured: the share of its time that a worker did not wait, mean."""
     rounds: int
     missed: int
     """Payloads that were due and did not arrive."""
@@ -65,6 +69,8 @@ def _row(record: RunRecord, reference: RunRecord, job: Job, link: Link) -> Row:
         fewer=reference.sent_bytes / record.sent_bytes if record.sent_bytes and reference.sent_bytes else None,
         tokens_per_s=record.tokens_per_s,
         link_time=time_of(job, link),
+        wait_s=record.wait_s if record.on_wire else None,
+        utilisation=record.utilisation if record.on_wire else None,
         rounds=len(record.rounds),
         missed=record.missed,
         faults=len(record.faults),
@@ -91,15 +97,18 @@ class Column:
 def columns(rows: Sequence[Row], link: Link) -> list[Column]:
     """The columns after the run's name; comparisons only where there is something to compare."""
     several = len(rows) > 1
+    measured = any(row.wait_s is not None for row in rows)
     found = [
         Column("held-out loss", "loss", lambda row: loss_text(row.loss)),
         Column("loss against reference", "against", lambda row: percent_text(row.against)) if several else None,
-        Column("perplexity", "ppl", lambda row: number_text(row.perplexity, 2)),
+        Column("perplexity", None if measured else "ppl", lambda row: number_text(row.perplexity, 2)),
         Column("sent per worker", "sent", lambda row: bytes_text(row.sent_bytes)),
         Column("bytes against reference", "bytes", _fewer) if several else None,
         Column("tokens/s here", "tok/s", lambda row: number_text(row.tokens_per_s, 0)),
+        Column("waited here", None, _waited) if measured else None,
+        Column("computing here", "busy", _computing) if measured else None,
         Column(f"time at {link}", f"time at\n{link}", lambda row: seconds_text(row.link_time.total_s)),
-        Column("computing", None, lambda row: share_text(row.link_time.utilisation)),
+        None if measured else Column("computing", None, lambda row: share_text(row.link_time.utilisation)),
     ]
     return [column for column in found if column]
 
@@ -114,6 +123,14 @@ def notes(row: Row) -> str:
     return ", ".join(note for note in found if note)
 
 
+def _waited(row: Row) -> str:
+    return "-" if row.wait_s is None else seconds_text(row.wait_s)
+
+
+def _computing(row: Row) -> str:
+    return "-" if row.utilisation is None else share_text(row.utilisation)
+
+
 def _fewer(row: Row) -> str:
     return "1x" if row.is_reference else ratio_text(row.fewer)
 
@@ -126,6 +143,8 @@ def rich_table(rows: Sequence[Row], link: Link) -> "Table":
 
     reference = next((row.name for row in rows if row.is_reference), "")
     told = [f"against: {reference}"] if len(rows) > 1 else []
+    if any(row.utilisation is not None for row in rows):
+        told.append("busy: measured, the share of its time that a worker did not wait for rounds")
     told.append(f"time: modelled, one machine per worker and {link} for each")
     if len(rows) > 1:
         told.append("compute of a step: the quickest of the runs' own (same size and machine)")

@@ -36,20 +36,23 @@ CONFIG: Final = "config.json"
 WEIGHTS: Final = "model.safetensors"
 
 
-def export(model: Decoder | HubModel, tokenizer: Tokenizer, folder: Path) -> None:
+def export(
+    model: Decoder | HubModel, tokenizer: Tokenizer, folder: Path, tensors: Mapping[str, Tensor] | None = None
+) -> None:
     """Write the model as `folder`; an earlier export there is replaced once the new one is whole on disk.
 
     Killed at any moment, it leaves the old one or the new one for `load_export`. One process at a time may export
     to a folder. transformers reads the folder of a HubModel, and its tokenizer.json unless tokens are bytes.
+    `tensors` is the state dict, if the model holds but a part of it.
     """
     folder = Path(os.path.realpath(folder))
     _check_replaceable(folder)
     try:
         with _replacing(folder) as new:
             if isinstance(model, HubModel):
-                hub.save(model, new, end=tokenizer.separator)
+                hub.save(model, new, tensors=tensors, end=tokenizer.separator)
             else:
-                _save_decoder(model, new)
+                _save_decoder(model, model.state_dict() if tensors is None else tensors, new)
             tokenizer.save(new)
             if isinstance(model, HubModel):
                 _introduce_tokenizer(new, tokenizer.separator, model.context)
@@ -92,9 +95,9 @@ def exists(folder: Path) -> bool:
 # --- atoll's own decoder
 
 
-def _save_decoder(model: Decoder, folder: Path) -> None:
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+def _save_decoder(model: Decoder, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    dense = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(dense, folder / WEIGHTS, metadata={"format": "pt"})
     config = {"format": FORMAT, "version": VERSION, **asdict(model.config), "sha256": sha256_of(folder / WEIGHTS)}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 

@@ -20,13 +20,14 @@ from atoll.config import RunConfig
 from atoll.disk import locked, write_whole
 from atoll.errors import AtollError, CheckpointError, ConfigError
 from atoll.events import End, read
-from atoll.layout import ABOUT, CHECKPOINTS, METRICS, MODEL, RUN
+from atoll.layout import ABOUT, CHECKPOINTS, METRICS, MODEL, RUN, rank_folder, worker_folder
+from atoll.link.meeting import Seat
 from atoll.train.export import exists, export
 from atoll.train.tokens import TokenData
 from atoll.train.trainer import Trainer
 
 LOCK = ".lock"
-FREE_TO_CHANGE = ("out", "name", "log.", "train.keep", "train.save_every")
+FREE_TO_CHANGE = ("out", "name", "log.", "link.", "train.keep", "train.save_every")
 """Settings that a resumed run may have otherwise, for they change nothing that is computed."""
 
 
@@ -44,10 +45,14 @@ class Saved(NamedTuple):
 
 
 class RunFolder:
-    """Where one run is kept."""
+    """Where one run is kept; a worker with a process of its own has a folder in it, and so has each further rank."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, seat: Seat | None = None) -> None:
         self.path = Path(config.out).expanduser() / config.name
+        if seat is not None:
+            self.path /= worker_folder(seat.worker)
+            if seat.rank:
+                self.path /= rank_folder(seat.rank)
 
     @property
     def begun(self) -> bool:
@@ -111,14 +116,18 @@ class RunFolder:
             )
         return before.changed(name=config.name, **free)
 
-    def last_checkpoint(self, config: RunConfig, data: TokenData) -> Saved | None:
-        """The newest whole state of this run; None before the first. Refused if it is that of another run."""
+    def checkpoints(self) -> tuple[int, ...]:
+        """Steps of the states that are there, ascending."""
+        return checkpoint.steps(self.path / CHECKPOINTS)
+
+    def last_checkpoint(self, config: RunConfig, data: TokenData, step: int | None = None) -> Saved | None:
+        """The newest whole state of this run, or that of a step; None before the first. Refused if of another run."""
         root = self.path / CHECKPOINTS
         if not root.exists() or not any(root.iterdir()):
             return None
         with warnings.catch_warnings(record=True) as passed_over:
             warnings.simplefilter("always")
-            _, state = checkpoint.load(root)
+            _, state = checkpoint.load(root, step)
         for warning in passed_over:
             print(f"warning: {warning.message}", file=sys.stderr)
         if set(state) != set(Saved._fields):
@@ -166,9 +175,11 @@ class RunFolder:
         checkpoint.save(self.path / CHECKPOINTS, trainer.steps, state._asdict(), keep=config.train.keep)
 
     def export(self, trainer: Trainer, data: TokenData, name: str) -> None:
-        """Write the outer parameters as a model of its own, in place of one that is there."""
+        """Write the outer parameters as a model of its own, in place of one that is there; one rank does, all ask."""
         with trainer.outer_model() as model:
-            export(model, data.tokenizer, self.path / name)
+            tensors = trainer.team.tensors(model)
+            if trainer.team.leads:
+                export(model, data.tokenizer, self.path / name, tensors)
 
     def load(self, trainer: Trainer, saved: Saved) -> None:
         """Bring a trainer to where a checkpoint was written."""

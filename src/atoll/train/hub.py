@@ -5,7 +5,7 @@ Nothing but config.json and safetensors is read: no code that comes with a model
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from inspect import signature
@@ -43,6 +43,11 @@ class HubModel(nn.Module):
         names = ("router_aux_loss_coef", "aux_loss_coef")
         weights = [getattr(owner, name, None) for owner in (module, shape) for name in names]
         self._router_weight: float | None = next((weight for weight in weights if weight is not None), None)
+
+    @property
+    def has_routers(self) -> bool:
+        """Whether it is a mixture of experts, of which some may have no part in a step."""
+        return self._router_weight is not None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens [batch, time], int64 -> logits [batch, time, vocabulary]; time is at most `context`."""
@@ -140,10 +145,11 @@ def load(where: str, *, weights: bool) -> HubModel:
     return model.train()
 
 
-def save(model: HubModel, folder: Path, *, end: int | None = None) -> None:
+def save(model: HubModel, folder: Path, *, end: int | None = None, tensors: Mapping[str, Tensor] | None = None) -> None:
     """Write config.json and safetensors, which `transformers.AutoModelForCausalLM.from_pretrained` reads.
 
-    `end` is the token that ended documents in training, where transformers' own `generate` shall stop.
+    `end` is the token that ended documents in training, where transformers' own `generate` shall stop. `tensors` is
+    the state dict, if the model holds but a part of it.
     """
     transformers = _transformers()
     module: Any = model.module
@@ -156,7 +162,8 @@ def save(model: HubModel, folder: Path, *, end: int | None = None) -> None:
             known = module.generation_config.eos_token_id
             if end is not None and end not in (known if isinstance(known, list) else [known]):
                 module.generation_config.eos_token_id = end
-        module.save_pretrained(folder)
+        given = tensors and {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+        module.save_pretrained(folder, state_dict=given)
 
 
 # --- loading

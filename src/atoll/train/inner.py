@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from atoll.core.fragments import find_blocks
 from atoll.errors import ConfigError
 from atoll.sections import TrainSection
+from atoll.train import shards
 
 
 def learning_rate(step: int, settings: TrainSection) -> float:
@@ -69,7 +70,7 @@ class InnerOptimizer:
 
     def clip(self) -> Tensor:
         """Clip the gradients to the norm that the run file gives; returns the norm before, a scalar."""
-        return nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.clip or math.inf)
+        return shards.whole(nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.clip or math.inf))
 
     def step(self, rate: float) -> None:
         """One step at this learning rate."""
@@ -84,9 +85,9 @@ class InnerOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` takes."""
-        return {"optimizers": [optimizer.state_dict() for optimizer in self._optimizers]}
+        return {"optimizers": [shards.own(optimizer.state_dict()) for optimizer in self._optimizers]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+            shards.load_optimizer(optimizer, saved)

@@ -1,13 +1,10 @@
 """One run from its settings to its model: set up, train, save, stop, resume, export."""
 
-import shlex
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,65 +12,94 @@ from atoll.config import RunConfig
 from atoll.errors import ConfigError
 from atoll.events import Jsonl, Resumed, Saved, Sink, read
 from atoll.layout import BEST, CHECKPOINTS, METRICS, MODEL, RUN
+from atoll.link.base import Link
+from atoll.link.meeting import Seat
 from atoll.metrics import Metrics, TensorBoard, Trackio, WandB
 from atoll.train import hub, tokens
 from atoll.train.batches import Batches, HeldOut, held_out
 from atoll.train.folder import RunFolder
 from atoll.train.model import Decoder
 from atoll.train.recipe import device_of, resolve
+from atoll.train.site import agree_on_data, agree_on_settings, links_of, seat_of, step_to_resume
+from atoll.train.stopping import Stop, Stopped, interruptible
+from atoll.train.team import Model, Team, team_of
 from atoll.train.tokens import TokenData
-from atoll.train.trainer import Model, Trainer
+from atoll.train.trainer import Trainer
 from atoll.train.view import preparing, view
 from atoll.units import count_text
 
 
-def train(config: RunConfig, *, resume: bool = False) -> Path:
+def train(config: RunConfig, *, worker: int | None = None, resume: bool = False) -> Path:
     """Train a run to its end and return its folder; with `resume`, continue where its last checkpoint is.
 
-    Ctrl-C (and SIGTERM) saves, says how to go on, and exits with status 130.
+    All workers train in this process, or `worker` alone, whose folder is returned then. Ctrl-C (and SIGTERM) saves,
+    says how to go on, and exits with status 130. Started by torchrun, this process is one rank of a worker.
     """
-    folder = RunFolder(config)
+    seat = seat_of(config, worker)
+    with team_of(config, seat) as team:
+        return _train(team.settled(config), seat, team, resume)
+
+
+def _train(config: RunConfig, seat: Seat | None, team: Team, resume: bool) -> Path:
+    folder = RunFolder(config, seat)
     if folder.begun:
         if not resume:
             raise ConfigError(
                 f"{folder.path} holds a run already: continue it with --resume, choose another name, or delete it"
             )
         config = folder.as_begun(config)
-        if folder.finished:
-            print(f"{folder.path} is finished already: its model is in {folder.path / MODEL}")
-            return folder.path
     elif (folder.path / CHECKPOINTS).exists():
         raise ConfigError(
             f"{folder.path} holds checkpoints but no {RUN}, so it cannot be told what run they are of: "
             "put that file back, or choose another name"
         )
+    if team.first(lambda: folder.finished):
+        if team.leads:
+            print(f"{folder.path} is finished already: its model is in {folder.path / MODEL}")
+        return folder.path
     with folder.locked(), ExitStack() as stack:
         device_of(config)  # before the work of reading text
         if config.threads:
             torch.set_num_threads(config.threads)
-        interrupted = stack.enter_context(_interruptible())
+        interrupted = stack.enter_context(interruptible())
+        links, mate = links_of(config, seat, team)
+        stack.enter_context(_leaving(links))
+        stack.enter_context(team.guarded())
+        team.settle(lambda: agree_on_settings(mate, config))
         data = prepare(config)
-        interrupted.wait_for_steps()
         model, config = start(config, data)
-        trainer = Trainer(config, model, _batches(config, data), _held_out(config, data))
-        saved = folder.last_checkpoint(config, data)
+        team.seed(config.seed)
+        trainer = Trainer(config, model, _batches(config, data), _held_out(config, data, team.ranks), links, team)
+        team.settle(lambda: agree_on_data(mate, data))
+        saved = folder.last_checkpoint(config, data, step_to_resume(team, mate, folder.checkpoints()))
         if saved:
             folder.load(trainer, saved)
+        trainer.join()
+        interrupted.wait_for_steps()  # not before: workers that never come may be waited for until here
         others = stack.enter_context(closing(Metrics(list(_sinks(config, folder.path, trainer.steps)))))
         # Nothing of the folder has been touched so far: what is refused above leaves it as it was.
         _tell_what_may_surprise(config, data, trainer)
         folder.begin(config, trainer.parameters, data)
-        log = stack.enter_context(closing(Jsonl(folder.path / METRICS, saved.metrics if saved else None)))
-        seen = stack.enter_context(closing(view(config.log.view, past=read(folder.path / METRICS) if saved else ())))
-        trainer.sink = Metrics([log, others, seen])
-        if log.missing:
-            print(f"warning: {folder.path / METRICS} has lost {log.missing} bytes of what happened", file=sys.stderr)
-        if log.position() == 0:
-            trainer.introduce()
-        if saved:
-            trainer.sink.write(Resumed(step=trainer.steps, seconds=trainer.seconds))
-        _run(trainer, data, folder, log, interrupted)
+        log = _open_log(trainer, folder, others, saved.metrics if saved else None, stack) if team.leads else None
+        stop = Stop(interrupted, mate, lambda: trainer.steps, team)
+        _run(trainer, data, folder, log, stop)
     return folder.path
+
+
+def _open_log(trainer: Trainer, folder: RunFolder, others: Sink, length: int | None, stack: ExitStack) -> Jsonl:
+    """Let the trainer's events go to the file, to the screen and to others; resumed, the file had `length` bytes."""
+    resumed = length is not None
+    log = stack.enter_context(closing(Jsonl(folder.path / METRICS, length)))
+    past = read(folder.path / METRICS) if resumed else ()
+    seen = stack.enter_context(closing(view(trainer.config.log.view, past=past)))
+    trainer.account.sink = Metrics([log, others, seen])
+    if log.missing:
+        print(f"warning: {folder.path / METRICS} has lost {log.missing} bytes of what happened", file=sys.stderr)
+    if log.position() == 0:
+        trainer.introduce()
+    if resumed:
+        trainer.account.sink.write(Resumed(step=trainer.steps, seconds=trainer.seconds))
+    return log
 
 
 def _tell_what_may_surprise(config: RunConfig, data: TokenData, trainer: Trainer) -> None:
@@ -87,18 +113,19 @@ def _tell_what_may_surprise(config: RunConfig, data: TokenData, trainer: Trainer
         print(f"note: sync.period ({period}) is longer than the run ({steps} steps): workers meet only at its end")
 
 
-def _run(trainer: Trainer, data: TokenData, folder: RunFolder, log: Jsonl, interrupted: "_Interrupts") -> None:
+def _run(trainer: Trainer, data: TokenData, folder: RunFolder, log: Jsonl | None, stop: Stop) -> None:
     settings = trainer.config.train
     assert settings.eval_every is not None and settings.save_every is not None  # resolved
 
     def save() -> None:
         trainer.check_finite()
-        folder.save(trainer, log.position(), data)
-        trainer.sink.write(Saved(step=trainer.steps, seconds=trainer.seconds))
+        folder.save(trainer, log.position() if log else 0, data)
+        trainer.account.sink.write(Saved(step=trainer.steps, seconds=trainer.seconds))
 
-    while not trainer.done and not interrupted:
+    while not trainer.done and not stop.due():
         trainer.step()
-        if trainer.steps % settings.eval_every == 0 and not trainer.done and trainer.evaluate():
+        evaluates = trainer.evaluates and trainer.steps % settings.eval_every == 0 and not trainer.done
+        if evaluates and trainer.evaluate():
             folder.export(trainer, data, BEST)
         if trainer.steps % settings.save_every == 0 or trainer.done:
             save()
@@ -106,11 +133,11 @@ def _run(trainer: Trainer, data: TokenData, folder: RunFolder, log: Jsonl, inter
         if trainer.steps % settings.save_every:
             save()
         trainer.end("interrupted")
-        again = f"atoll train {shlex.quote(str(folder.path))} --resume"
-        print(f"stopped at step {trainer.steps} and saved; continue with: {again}", flush=True)
-        raise SystemExit(130)
+        if trainer.team.leads:
+            print(f"stopped at step {trainer.steps} and saved; continue with: {stop.again(folder.path)}", flush=True)
+        raise Stopped(together=stop.together)
     trainer.finish()
-    if trainer.evaluate():
+    if trainer.evaluates and trainer.evaluate():
         folder.export(trainer, data, BEST)
     trainer.check_finite()
     folder.export(trainer, data, MODEL)
@@ -172,10 +199,10 @@ def _batches(config: RunConfig, data: TokenData) -> Batches:
     )
 
 
-def _held_out(config: RunConfig, data: TokenData) -> HeldOut:
+def _held_out(config: RunConfig, data: TokenData, ranks: int) -> HeldOut:
     settings = config.train
     assert settings.sequence is not None
-    batch = max(settings.batch // settings.accumulate, 1)
+    batch = max(settings.batch // (settings.accumulate * ranks), 1)
     return held_out(data.held_out, sequence=settings.sequence, tokens=settings.eval_tokens, batch=batch)
 
 
@@ -190,38 +217,20 @@ def _sinks(config: RunConfig, folder: Path, step: int) -> Iterator[Sink]:
         yield Trackio(settings.trackio, config.name, table, resume=step > 0)
 
 
-# ---- stopping
-
-
-class _Interrupts(list[int]):
-    """The signals to stop that have come: acted on at once until training begins, and then between two steps."""
-
-    at_once = True
-
-    def wait_for_steps(self) -> None:
-        """From now on only fill the list. Python may lose an exception raised inside an import: then it comes here."""
-        self.at_once = False
-        if self:
-            raise KeyboardInterrupt
-
-
 @contextmanager
-def _interruptible() -> Iterator[_Interrupts]:
-    """Mind Ctrl-C and SIGTERM; once training has begun, the second one stops at once."""
-    received = _Interrupts()
-
-    def note(number: int, _frame: object) -> None:
-        received.append(number)
-        if received.at_once:
-            raise KeyboardInterrupt
-        for known, handler in before.items():
-            signal.signal(known, handler)
-
-    before: dict[int, Any] = {}
-    with suppress(ValueError):  # not the main thread: whoever owns that one decides
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+def _leaving(links: Sequence[Link]) -> Iterator[None]:
+    """Leave the links at the end, or tell the others why this worker has to leave before."""
     try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        yield
+    except BaseException as fault:
+        together = isinstance(fault, Stopped) and fault.together
+        for link in links:
+            link.close(None if together else _reason(fault))
+        raise
+    for link in links:
+        link.close()
+
+
+def _reason(fault: BaseException) -> str:
+    interrupted = isinstance(fault, KeyboardInterrupt | Stopped)
+    return "it was interrupted" if interrupted else str(fault) or type(fault).__name__

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from atoll.events import End, Eval, Event, Fault, Resumed, Round, Start, Step
+from atoll.events import End, Eval, Event, Fault, Resumed, Round, Start, Step, utilisation
 from atoll.units import loss_text
 
 KEPT = 18
@@ -83,10 +83,43 @@ class Seen:
         return [loss for loss in losses if loss is not None and math.isfinite(loss)]
 
     @property
+    def alone(self) -> bool:
+        """Whether this process trains one of several workers: what it says is of that one."""
+        return self.start is not None and self.start.worker is not None and self.start.workers > 1
+
+    @property
     def sent(self) -> float:
-        """Bytes that a worker has sent, on average; NaN while unknown."""
+        """Payload bytes that a worker has sent, on average; NaN while unknown."""
+        return self._of_a_worker("bytes_sent")
+
+    @property
+    def wire(self) -> tuple[float, float]:
+        """Bytes that a worker has put on the wire and taken from it, on average; 0 inside one process."""
+        sent, received = self._of_a_worker("wire_sent"), self._of_a_worker("wire_received")
+        return (0.0 if math.isnan(sent) else sent), (0.0 if math.isnan(received) else received)
+
+    @property
+    def waited_s(self) -> float:
+        """For how long a worker has done nothing but wait for rounds, on average, seconds; NaN while unknown."""
+        return self._of_a_worker("wait_s")
+
+    @property
+    def utilisation(self) -> float | None:
+        """The share of its time that a worker did not wait; None while unknown."""
         source = self.end or self.last
-        return mean(source.bytes_sent) if source else math.nan
+        return utilisation(self.waited_s, source.seconds) if source else None
+
+    @property
+    def waits(self) -> bool:
+        """Whether waiting is worth a word: there is a wire, or it shows in the time."""
+        return any(self.wire) or (self.utilisation is not None and self.utilisation < 0.995)
+
+    def _of_a_worker(self, name: str) -> float:
+        """A total of the workers of this process, on average."""
+        source = self.end or self.last
+        values: list[float] = getattr(source, name) if source else []
+        mine = self.start.worker if self.start else None
+        return mean(values if mine is None else values[mine : mine + 1])
 
 
 # ---- several numbers in few characters

@@ -17,7 +17,7 @@ class Interval:
     norms: list[float | None]
     """Of its last gradient, before clipping."""
     step_s: float
-    """Mean seconds of one inner step of one worker."""
+    """Mean seconds of one inner step of one worker, waiting aside."""
     tokens_per_s: float
     """Of all workers."""
     participants: int
@@ -40,18 +40,29 @@ class Tally:
     def _clear(self) -> None:
         self._losses: list[list[Tensor]] = [[] for _ in range(self._workers)]
         self._norms: list[Tensor | None] = [None] * self._workers
-        self._interval_s, self._interval_tokens = 0.0, 0
+        self._interval_s, self._interval_trained_s, self._interval_tokens = 0.0, 0.0, 0
 
-    def add(self, losses: Mapping[int, Tensor], norms: Mapping[int, Tensor], tokens_each: int, seconds: float) -> None:
-        """One inner step: loss and gradient norm of each worker that trained, scalars on any device."""
+    def add(
+        self,
+        losses: Mapping[int, Tensor],
+        norms: Mapping[int, Tensor],
+        tokens_each: int,
+        seconds: float,
+        waited_s: float = 0.0,
+    ) -> None:
+        """One inner step: loss and gradient norm of each worker that trained, scalars on any device.
+
+        It took `seconds`, of which `waited_s` were spent on nothing but waiting for rounds.
+        """
         for worker, loss in losses.items():
             self._losses[worker].append(loss)
             self._norms[worker] = norms[worker]
         self.tokens += tokens_each * len(losses)
         self.seconds += seconds
-        self._trained_s += seconds
+        self._trained_s += seconds - waited_s
         self._worker_steps += len(losses)
         self._interval_s += seconds
+        self._interval_trained_s += seconds - waited_s
         self._interval_tokens += tokens_each * len(losses)
 
     def take(self) -> Interval:
@@ -60,7 +71,7 @@ class Tally:
         interval = Interval(
             losses=[torch.stack(losses).mean().item() if losses else None for losses in self._losses],
             norms=[None if norm is None else norm.item() for norm in self._norms],
-            step_s=self._interval_s / max(1, steps),
+            step_s=self._interval_trained_s / max(1, steps),
             tokens_per_s=self._interval_tokens / self._interval_s if self._interval_s else 0.0,
             participants=sum(bool(losses) for losses in self._losses),
         )
@@ -76,7 +87,7 @@ class Tally:
 
     @property
     def step_s(self) -> float:
-        """Mean seconds of one inner step of one worker over the whole run."""
+        """Mean seconds of one inner step of one worker over the whole run, waiting aside."""
         return self._trained_s / max(1, self._worker_steps)
 
     def state_dict(self) -> dict[str, Any]:
@@ -87,6 +98,7 @@ class Tally:
             "trained_s": self._trained_s,
             "worker_steps": self._worker_steps,
             "interval_s": self._interval_s,
+            "interval_trained_s": self._interval_trained_s,
             "interval_tokens": self._interval_tokens,
             "losses": [list(losses) for losses in self._losses],
             "norms": list(self._norms),
@@ -97,5 +109,6 @@ class Tally:
         self.tokens, self.seconds = state["tokens"], state["seconds"]
         self._trained_s, self._worker_steps = state["trained_s"], state["worker_steps"]
         self._interval_s, self._interval_tokens = state["interval_s"], state["interval_tokens"]
+        self._interval_trained_s = state["interval_trained_s"]
         self._losses = [[loss.to(device) for loss in losses] for losses in state["losses"]]
         self._norms = [None if norm is None else norm.to(device) for norm in state["norms"]]

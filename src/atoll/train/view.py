@@ -15,11 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll.errors import ConfigError
-from atoll.events import End, Eval, Event, Fault, Resumed, Saved, Sink, Start, Step
+from atoll.events import End, Event, Resumed, Sink, Start, Step
 from atoll.sections import View
 from atoll.train.cache import Tell, silent
 from atoll.train.seen import Seen, mean, mean_and_spread, sparkline
-from atoll.units import bytes_text, clock_text, count_text, loss_text
+from atoll.train.words import computing, left, named, sentence, summary, what
+from atoll.units import bytes_text, count_text, loss_text, seconds_text
 
 QUIET_S = 10.0
 """In lines, seconds of a run between two that only say how far it is."""
@@ -81,66 +82,12 @@ class _LinesView:
             if event.seconds - self._told < QUIET_S:
                 return
             self._told = event.seconds
-        if line := _sentence(event, self._seen):
-            named = isinstance(event, Start | End) and not self._label
-            _say(self._console, _named(self._seen, line) if named else self._label + line)
+        if line := sentence(event, self._seen):
+            alone = isinstance(event, Start | End) and not self._label
+            _say(self._console, named(self._seen, line) if alone else self._label + line)
 
     def close(self) -> None:
         """Nothing is left to say."""
-
-
-def _named(seen: Seen, line: str) -> str:
-    return f"{seen.start.name}: {line}" if seen.start else line
-
-
-def _sentence(event: Event, seen: Seen) -> str:
-    """An event as a line; empty for one that is not worth it."""
-    if isinstance(event, End):
-        return _summary(event, seen)
-    where = f"{clock_text(seen.seconds):>7}  step {seen.step}" + (f"/{seen.steps}" if seen.steps else "")
-    match event:
-        case Start():
-            return f"{_what(event)}, {event.steps} steps"
-        case Step():
-            speed = f"{count_text(event.tokens_per_s)} tokens/s, {bytes_text(seen.sent)} sent per worker"
-            return f"{where}: loss {mean_and_spread(seen.losses)}, {speed}{_left(seen.left_s, ', ')}"
-        case Eval():
-            best = "best so far" if event.best else f"best {loss_text(seen.best)}"
-            return f"{where}: held-out loss {loss_text(event.loss)}, {best}"
-        case Fault():
-            return f"{where}: worker {event.worker}: {event.what}"
-        case Saved():
-            return f"{where}: saved"
-        case Resumed():
-            return f"{where}: resumed"
-    return ""
-
-
-def _what(start: Start) -> str:
-    workers = f"{start.workers} worker{'s' if start.workers > 1 else ''}"
-    return f"{start.method}, {workers}, {count_text(start.parameters)} parameters, {start.device}"
-
-
-def _summary(end: End, seen: Seen) -> str:
-    """The whole run in a line."""
-    parts = [
-        f"{end.outcome} at step {end.step}" + (f"/{seen.steps}" if seen.steps else ""),
-        f"{count_text(end.tokens)} tokens in {clock_text(end.seconds)}",
-        f"held-out loss {loss_text(end.loss)} (best {loss_text(end.best_loss)})",
-        f"{bytes_text(seen.sent)} sent per worker",
-    ]
-    if seen.faults:
-        parts.append(_faults(seen.faults))
-    return ", ".join(parts)
-
-
-def _left(seconds: float | None, before: str) -> str:
-    """The time left, if there is any telling."""
-    return "" if seconds is None else f"{before}{clock_text(seconds)} left"
-
-
-def _faults(count: int) -> str:
-    return f"{count} fault{'' if count == 1 else 's'}"
 
 
 class _LiveView:
@@ -156,7 +103,7 @@ class _LiveView:
         self._seen = self._seen.after(event)
         if isinstance(event, End):
             self._stop(transient=True)
-            _say(self._console, _named(self._seen, _summary(event, self._seen)))
+            _say(self._console, named(self._seen, summary(event, self._seen)))
         elif self._live is None and self._seen.end is None:
             self._live = Live(get_renderable=lambda: _Panel(self._seen), console=self._console, refresh_per_second=4)
             self._live.start()
@@ -173,7 +120,7 @@ class _LiveView:
 
 
 class _Panel:
-    """The lines of a live view, as wide as the terminal allows: at most six, five of them from 54 columns up."""
+    """The lines of a live view, as wide as the terminal allows: at most six, five if wide and nobody waits."""
 
     def __init__(self, seen: Seen) -> None:
         self._seen = seen
@@ -181,29 +128,41 @@ class _Panel:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         seen, width = self._seen, options.max_width
         if seen.start:
-            yield _cut(Text.assemble((seen.start.name, "bold"), "  ", (_what(seen.start), "dim")), width)
+            yield _cut(Text.assemble((seen.start.name, "bold"), "  ", (what(seen.start), "dim")), width)
         yield _bar(seen, width)
         spark = "" if options.ascii_only else sparkline(seen.evals)
         held_out = f"{loss_text(seen.evals[-1])} (best {loss_text(seen.best)})" if seen.evals else "-"
         loss = _field("loss", mean_and_spread(seen.losses))
         held = _field("held out", held_out)
         speed = _field("tokens/s", count_text(seen.last.tokens_per_s) if seen.last else "-")
-        sent = _field("sent", f"{bytes_text(seen.sent)} per worker" if seen.last else "-")
+        sent = _field("sent", _sent(seen, width))
         faults = _field("faults", str(seen.faults), "bold red" if seen.faults else "")
         if width < 54:
-            rows = [loss, held, speed, faults if seen.faults else sent]
+            share = _field("computing", computing(seen))
+            rows = [loss, held, speed, faults if seen.faults else share if seen.waits else sent]
         else:
-            pairs = ((loss, speed), (held, sent), (_field("", spark, "cyan"), faults))
-            rows = [_side_by_side(left, right, width) for left, right in pairs]
+            pairs = [(loss, speed), (held, sent), (_field("", spark, "cyan"), faults)]
+            if seen.waits:
+                pairs.insert(2, (_field("computing", computing(seen)), _field("waited", seconds_text(seen.waited_s))))
+            rows = [_side_by_side(*pair, width) for pair in pairs]
         for row in rows:
             yield _cut(row, width)
+
+
+def _sent(seen: Seen, width: int) -> str:
+    """Payload bytes, and those on the wire where there is one and room for it."""
+    if seen.last is None:
+        return "-"
+    if any(seen.wire) and width >= 72:
+        return f"{bytes_text(seen.sent)}, on wire {bytes_text(seen.wire[0])}"
+    return bytes_text(seen.sent) + ("" if seen.alone else " per worker")
 
 
 def _bar(seen: Seen, width: int) -> Table | Text:
     """How far, drawn and in words; the drawing only where there is room for it."""
     words = f"step {seen.step}"
     if seen.steps:
-        words = f"{seen.step / seen.steps:4.0%}  step {seen.step}/{seen.steps}{_left(seen.left_s, '  ')}"
+        words = f"{seen.step / seen.steps:4.0%}  step {seen.step}/{seen.steps}{left(seen.left_s, '  ')}"
     room = width - cell_len(words) - 2
     if not seen.steps or room < 8:
         return _cut(Text(words), width)
@@ -296,8 +255,8 @@ class Board:
             table.add_row(Text(name, overflow="ellipsis"), *drawn, *_numbers(seen), _state_text(self._state[name]))
         yield table
         over = sum(state not in ("waiting", "running") for state in self._state.values())
-        left = "" if over == len(self._runs) else _left(self.left_s(), ", about ")
-        yield _cut(Text(f"{over} of {len(self._runs)} runs are through{left}", "dim"), options.max_width)
+        rest = "" if over == len(self._runs) else left(self.left_s(), ", about ")
+        yield _cut(Text(f"{over} of {len(self._runs)} runs are through{rest}", "dim"), options.max_width)
 
 
 def _numbers(seen: Seen) -> tuple[str, ...]:

@@ -1,0 +1,210 @@
+"""How long rounds take on a slow line, against the ideal: their bytes over the line's rate.
+
+    python benchmarks/wire.py [--values 10000000] [--rates 20mbit 100mbit] [--members 2 3 4] [--codecs e3m0]
+
+Sites are network namespaces on a bridge with `tbf` both ways (`sites.py`; needs root). Every member opens the same
+round at the same time; a round has taken as long as its slowest member, from open() to the last byte. "with codec"
+adds what a worker computes around it: encoding its delta, decoding and averaging what came. The ideal has no headers of
+any kind, so a perfect transfer over Ethernet is at 1.05. Interface bytes are the kernel's counters, divided by
+`sent_bytes` and the headers of docs/wire.md. `--collectives` measures gloo's own all_gather or all_to_all + all_gather
+on the same bytes. Results go to benchmarks/results/wire.json.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import atoll
+from atoll.core.cargo import Cargo
+from atoll.core.codec import Codec
+from atoll.core.outer import weighted_mean
+from atoll.core.shots import sent_bytes, shots
+from atoll.link.base import Contribution, Member, RoundId
+from atoll.link.wire import HEADER_BYTES
+from sites import LINE, Sites, bits_per_second
+
+RESULTS = Path(__file__).parent / "results" / "wire.json"
+PORT = 29500
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--values", type=int, default=10_000_000)
+    parser.add_argument("--rates", nargs="+", default=["20mbit", "100mbit"])
+    parser.add_argument("--members", nargs="+", type=int, default=[2, 3, 4])
+    parser.add_argument("--codecs", nargs="+", default=["e3m0"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--collectives", action="store_true")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        child(**json.loads(arguments.child))
+        return
+    rows = []
+    print("members  rate      codec   round s   ideal s   ratio   with codec s   ratio   interface bytes / formula")
+    for members, rate in product(arguments.members, arguments.rates):
+        for row in measure(members, rate, arguments.codecs, arguments.values, arguments.rounds, arguments.collectives):
+            rows.append(row)
+            print(
+                f"{members:7}  {rate:8}  {row['codec']:6}  {row['round_s']:8.3f}  {row['ideal_s']:8.3f}"
+                f"  {row['ratio']:6.3f}  {row['whole_s']:12.3f}  {row['whole_ratio']:6.3f}   {row['bytes_ratio']:.4f}",
+                flush=True,
+            )
+    RESULTS.parent.mkdir(exist_ok=True)
+    name = RESULTS.with_name("wire_collectives.json") if arguments.collectives else RESULTS
+    name.write_text(json.dumps({"values": arguments.values, "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+
+
+def formula_bytes(cargo: Cargo, members: int) -> int:
+    """What one member puts on its line in a round, messages' headers included (docs/wire.md)."""
+    messages = members - 1 if shots(members) == 1 else 2 * (members - 1) * cargo.part_count(members) // members
+    return sent_bytes(cargo.payload_bytes, members) + messages * HEADER_BYTES
+
+
+def measure(
+    members: int, rate: str, codecs: Sequence[str], values: int, rounds: int, collectives: bool = False
+) -> Iterator[dict[str, Any]]:
+    """Rounds of several codecs between sites of their own."""
+    with Sites(count=members, rate=rate) as sites, tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for worker, site in enumerate(sites):
+            task = {
+                "worker": worker,
+                "members": members,
+                "address": f"{sites[0].address}:{PORT}",
+                "codecs": codecs,
+                "values": values,
+                "rounds": rounds,
+                "collectives": collectives,
+                "out": f"{folder}/{worker}.json",
+            }
+            command = [sys.executable, __file__, "--child", json.dumps(task)]
+            processes.append(site.popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}))
+        if any([process.wait(timeout=900) for process in processes]):  # noqa: C419 - wait for all of them
+            raise RuntimeError("a member failed")
+        found = [json.loads(Path(folder, f"{worker}.json").read_text()) for worker in range(members)]
+    for codec in codecs:
+        cargo = Cargo(Codec(codec), values)
+        ideal_s = 8 * sent_bytes(cargo.payload_bytes, members) / bits_per_second(rate)
+        times = {
+            key: statistics.median(max(each) for each in zip(*(f[codec][key] for f in found), strict=True))
+            for key in ("round_s", "whole_s")
+        }
+        interface = statistics.mean(f[codec]["interface"] for f in found) / rounds
+        yield {
+            "members": members,
+            "rate": rate,
+            "codec": codec,
+            "ideal_s": ideal_s,
+            **times,
+            "ratio": times["round_s"] / ideal_s,
+            "whole_ratio": times["whole_s"] / ideal_s,
+            "interface_bytes": interface,
+            "bytes_ratio": interface / formula_bytes(cargo, members),
+        }
+
+
+# ---------------------------------------------------------------------- one member
+
+
+def child(
+    worker: int,
+    members: int,
+    address: str,
+    codecs: Sequence[str],
+    values: int,
+    rounds: int,
+    collectives: bool,
+    out: str,
+) -> None:
+    """One member, in its site: all codecs in turn."""
+    torch.set_num_threads(1)
+    link = atoll.connect(address, worker=worker, workers=members, deadline_s=300, join_s=60)
+    link.join({}, 1.0)
+    mail: Any = link._mail
+    group = mail._group if collectives else None  # the link's own, for its collectives
+    bench = Bench(link, torch.randn(values, generator=torch.Generator().manual_seed(worker)) * 1e-3, group)
+    found = {codec: bench.rounds(codec, rounds) for codec in codecs}
+    bench.meet()
+    link.close()
+    Path(out).write_text(json.dumps(found))
+
+
+class Bench:
+    """One member's rounds, timed."""
+
+    def __init__(self, link: Any, delta: torch.Tensor, group: Any) -> None:
+        self.link, self.delta, self.group = link, delta, group
+        self.number = 0
+
+    def meet(self) -> None:
+        """Let all begin at the same time: a round of next to nothing."""
+        self.number += 1
+        nothing = Contribution(self._member(), torch.zeros(4, dtype=torch.uint8))
+        self.link.open(RoundId(self.number, 9), nothing, Cargo(Codec("fp32"), 1)).wait()
+
+    def rounds(self, codec: str, rounds: int) -> dict[str, Any]:
+        """Seconds of the round alone, and with what is computed around it; bytes that the line has sent."""
+        cargo = Cargo(Codec(codec), self.delta.numel())
+        round_s, whole_s, interface = [], [], 0
+        for number in range(rounds + 1):  # the first is a warm-up
+            self.meet()
+            before, began = _interface_bytes(), time.perf_counter()
+            payload = cargo.codec.encode(self.delta)
+            sent = time.perf_counter()
+            got = self._collective(payload) if self.group is not None else self._round(payload, cargo)
+            there = time.perf_counter()
+            decoded = [cargo.codec.decode(one, cargo.numel) for one in got]
+            if len(decoded) > 1:
+                weighted_mean(decoded, [1.0] * len(decoded))
+            ended = time.perf_counter()
+            self.meet()  # all have sent all
+            if number:
+                round_s.append(there - sent)
+                whole_s.append(ended - began)
+                interface += _interface_bytes() - before
+        return {"round_s": round_s, "whole_s": whole_s, "interface": interface}
+
+    def _round(self, payload: torch.Tensor, cargo: Cargo) -> Sequence[torch.Tensor]:
+        pending = self.link.open(RoundId(self.number, 0), Contribution(self._member(), payload), cargo)
+        completed = pending.wait()
+        return completed.payloads if completed.reduced is None else [completed.reduced]
+
+    def _collective(self, payload: torch.Tensor) -> Sequence[torch.Tensor]:
+        """What one would write with torch.distributed: everything to everybody, or a slice each and the slices back."""
+        members = self.link.workers
+        if shots(members) == 1:
+            got = [torch.empty_like(payload) for _ in range(members)]
+            self.group.allgather([got], [payload]).wait()
+            return got
+        size = -(-payload.numel() // members)
+        slices = torch.nn.functional.pad(payload, (0, size * members - payload.numel()))
+        mine = torch.empty_like(slices)
+        self.group.alltoall_base(mine, slices, [], []).wait()
+        back = [torch.empty(size, dtype=torch.uint8) for _ in range(members)]
+        self.group.allgather([back], [mine[:size].clone()]).wait()
+        return [torch.cat(back)[: payload.numel()]]
+
+    def _member(self) -> Member:
+        return Member(self.link.worker, 1.0, 0, 0)
+
+
+def _interface_bytes() -> int:
+    """What this site's line has sent."""
+    shown = subprocess.run(["ip", "-json", "-stats", "link", "show", LINE], capture_output=True, check=True, text=True)
+    return int(json.loads(shown.stdout)[0]["stats64"]["tx"]["bytes"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Two machines, started by hand: on each, one worker of the same run.
+#
+#   on machine A:   ./by-hand.sh 0 10.8.0.1:29400
+#   on machine B:   ./by-hand.sh 1 10.8.0.1:29400
+#
+# The address is worker 0's, that of machine A, as machine B sees it; both give the same. Either may be started first,
+# the other within ten minutes.
+#
+# Before:
+#   1. The same version of atoll and of torch on both. The text, data.source, is read on each machine: the same on both,
+#      or to each its own.
+#   2. The same run.toml on both. It must say how many workers there are; copy it, do not write it twice:
+#          atoll init run.toml            # then set sync.workers = 2 in it
+#          scp run.toml B:
+#   3. A network that you trust. The workers talk plain TCP, without a password and without encryption: whoever reaches
+#      the port can read and change what is trained. Never open it to the internet; put both machines on a private
+#      network, or on an encrypted overlay such as WireGuard or Nebula, and use the addresses that they have there
+#      (10.8.0.1 above). WireGuard, with the keys and peers in /etc/wireguard/wg0.conf:   sudo wg-quick up wg0
+#   4. On machine A, the port open to that network alone:
+#          sudo ufw allow in on wg0 to any port 29400 proto tcp
+#      There the workers meet. What they exchange then goes straight between them, on ports that the system picks, in
+#      both directions; so within the overlay allow those as well, on both machines:
+#          sudo ufw allow in on wg0 proto tcp to any port 32768:60999
+#
+# To see whether B reaches A, with worker 0 running:   nc -vz 10.8.0.1 29400
+#
+# After an interruption (Ctrl-C, a power cut, a lost line): worker K keeps its state in runs/run/worker-K on its own
+# machine. Ctrl-C saves at once; the others notice that one is gone, and stop too. Start all again, in any order, with
+# the very same commands: --resume below continues a run that has begun, and begins one that has not.
+#
+# Exit status: 0 done, 1 failed (a peer died: start all again), 2 wrong settings, 130 interrupted and saved.
+
+set -euo pipefail
+
+if [[ $# -ne 2 || ! $1 =~ ^[0-9]+$ || $2 != *:* ]]; then
+    echo "use: $0 WORKER HOST:PORT, such as $0 0 10.8.0.1:29400" >&2
+    exit 2
+fi
+worker=$1 address=$2
+
+# Several GPUs in one machine: they share the worker's batch.
+gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l) || gpus=0
+if ((gpus > 1)); then
+    start=(torchrun --nproc-per-node "$gpus" -m atoll)
+else
+    start=(python3 -m atoll)
+fi
+
+# In tmux, or with nohup before it, it outlives the connection that started it.
+exec "${start[@]}" train run.toml --worker "$worker" --address "$address" --resume --view lines

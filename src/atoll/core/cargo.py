@@ -1,0 +1,83 @@
+"""What the payloads of a round are made of, and how they are summed up in two shots (`core.shots`).
+
+Parts end on block boundaries, so encoding a part gives the same bytes as cutting the encoded whole.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atoll.core.codec import BLOCK, Codec
+from atoll.core.flat import pieces
+from atoll.core.outer import weighted_mean
+
+PART_BYTES = 1 << 17
+"""Of the payload of a part, at least, where a member reduces several."""
+MOST_PARTS_EACH = 8
+
+
+def parts(numel: int, count: int) -> list[slice]:
+    """A vector [numel] in `count` parts: whole blocks, as equal as can be; some may be empty."""
+    blocks = -(-numel // BLOCK)
+    ends = [min(numel, BLOCK * (blocks * (part + 1) // count)) for part in range(count)]
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Cargo:
+    """What a round carries, for a link to take apart and put together: it does no arithmetic of its own."""
+
+    codec: Codec
+    numel: int
+    """Values of the vector behind a payload."""
+    dtype: torch.dtype = torch.float32
+    """Of that vector, and of the mean."""
+    seed: int = 0
+    """Feeds stochastic rounding of the mean; another one for every round."""
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of every member's contribution."""
+        return self.codec.payload_bytes(self.numel)
+
+    def part_count(self, members: int) -> int:
+        """Parts in two shots: a multiple of the members, of which member m reduces m, m + members, and so on.
+
+        Several each, where they are large: the mean of one is on its way while the next is still being gathered.
+        """
+        return members * max(1, min(MOST_PARTS_EACH, self.payload_bytes // (members * PART_BYTES)))
+
+    def part_bytes(self, part: int, count: int) -> int:
+        """Of a payload's part, and of the mean of such parts."""
+        cut = parts(self.numel, count)[part]
+        return self.codec.payload_bytes(cut.stop - cut.start)
+
+    def cut(self, payload: Tensor, part: int, count: int) -> Tensor:
+        """The payload of one part of the vector."""
+        return self.codec.cut(payload, self.numel, parts(self.numel, count)[part])
+
+    def reduced(self, payloads: Sequence[Tensor], weights: Sequence[float], part: int, count: int) -> Tensor:
+        """The encoded mean of the members' payloads of one part, summed in the order given."""
+        cut = parts(self.numel, count)[part]
+        size = cut.stop - cut.start
+        mean = torch.empty(size, dtype=self.dtype, device=payloads[0].device)
+        for piece in pieces(size):
+            decoded = [self.codec.decode_piece(payload, size, piece).to(self.dtype) for payload in payloads]
+            mean[piece] = weighted_mean(decoded, weights)
+        return self.codec.encode(mean, self.seed + part)
+
+    def joined(self, reduced: Sequence[Tensor]) -> Tensor:
+        """The payload of the whole vector from those of all its parts, in order."""
+        return self.codec.joined(reduced, [cut.stop - cut.start for cut in parts(self.numel, len(reduced))])
+
+    def mean_of(self, payloads: Sequence[Tensor], weights: Sequence[float], members: int) -> Tensor:
+        """The encoded mean of whole payloads, as `members` would reduce it between them."""
+        count = self.part_count(members)
+        return self.joined(
+            [
+                self.reduced([self.cut(payload, part, count) for payload in payloads], weights, part, count)
+                for part in range(count)
+            ]
+        )

@@ -1,0 +1,188 @@
+"""One round on its way between a worker and the others: in one shot or two, in a thread that waits."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from atoll.core.cargo import Cargo
+from atoll.core.shots import shots
+from atoll.errors import LinkError
+from atoll.link.base import Contribution, Member, Passage, Round, RoundId
+from atoll.link.mail import Incoming, LostError, Mail, Outgoing
+from atoll.link.wire import Envelope, Kind, seal
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a round is, as this worker opens it."""
+
+    round_id: RoundId
+    mine: Contribution | None
+    """What this worker puts in; None if it has nothing."""
+    cargo: Cargo
+    tag: int
+    """Of its messages; the next number is its own too."""
+    deadline_s: float
+
+
+class Crossing:
+    """A round that this worker has opened; `ended` is told once, with what went wrong or None."""
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        mail: Mail,
+        worker: int,
+        workers: int,
+        ended: Callable[["Crossing", Exception | None], None],
+    ) -> None:
+        self.round_id = ticket.round_id
+        self._ticket = ticket
+        self._mail = mail
+        self._worker, self._workers = worker, workers
+        self._peers = [peer for peer in range(workers) if peer != worker]
+        self._tell = ended
+        self._opened_s = time.perf_counter()
+        self._incoming: list[Incoming] = []
+        self._outgoing: list[Outgoing] = []
+        self._sent = 0
+        self._missing: LostError | None = self._late(worker, "was not ready to send")
+        self._over = threading.Event()
+        self._completed: Round | None = None
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        """Carry it to its end."""
+        # A clock of its own, for gloo's closes all connections before anybody can be told why.
+        clock = threading.Timer(self._ticket.deadline_s, self._run_out)
+        clock.daemon = True
+        clock.start()
+        try:
+            completed = self._two_shots() if shots(self._workers) == 2 else self._one_shot()
+            received = sum(incoming.envelope.message_bytes for incoming in self._incoming)
+            passage = Passage(self._opened_s, time.perf_counter(), self._sent, received)
+            self._completed = replace(completed, passage=passage)
+            self._over.set()
+            for outgoing in self._outgoing:
+                self._missing = self._late(outgoing.receiver, "did not take what it was sent")
+                outgoing.wait()
+            self._missing = None
+        except Exception as fault:  # whatever it is: somebody may be waiting for this thread
+            self._tell(self, fault)
+        else:
+            self._tell(self, None)
+        finally:
+            clock.cancel()
+            self._incoming, self._outgoing = [], []  # their memory
+
+    @property
+    def complete(self) -> bool:
+        """Whether all has arrived; what this worker sends may still be on its way."""
+        return self._completed is not None
+
+    def wait(self) -> Round:
+        """Block until it is complete; LinkError names the worker that is missing."""
+        self._over.wait()
+        if self._completed is None:
+            raise self._error or LinkError(f"{self.round_id}: the link was closed")
+        return self._completed
+
+    def give_up(self, error: Exception) -> None:
+        """Let whoever waits for it go, with this error."""
+        self._error = error
+        self._over.set()
+
+    def _run_out(self) -> None:
+        if self._missing is not None:
+            self._tell(self, self._missing)
+
+    def _late(self, worker: int, what: str) -> LostError:
+        how = "it was stopped or cut off, or the link is too slow for this round"
+        return LostError(worker, f"{what} within {self._ticket.deadline_s:g} s: {how}")
+
+    # ------------------------------------------------------------------ shots
+
+    def _one_shot(self) -> Round:
+        """Everybody's payload to everybody."""
+        at, mine, cargo = self.round_id, self._ticket.mine, self._ticket.cargo
+        due = [self._expect(Envelope.whole(at, peer, cargo)) for peer in self._peers]
+        if self._peers:
+            self._send(seal(Envelope.whole(at, self._worker, cargo), mine), self._peers)
+        there = self._arrived(mine, due)
+        return Round(at, tuple(c.member for c in there), tuple(c.payload for c in there))
+
+    def _two_shots(self) -> Round:
+        """Everybody's parts to whoever reduces them; the mean of each part to everybody."""
+        at, cargo, me, members = self.round_id, self._ticket.cargo, self._worker, self._workers
+        count = cargo.part_count(members)
+        parts = {
+            part: [self._expect(Envelope.of_part(Kind.PART, at, peer, cargo, part, count)) for peer in self._peers]
+            for part in range(me, count, members)
+        }
+        means = [
+            self._expect(Envelope.of_part(Kind.MEAN, at, part % members, cargo, part, count), shot=1)
+            for part in range(count)
+            if part % members != me
+        ]
+        cuts = self._cuts(count)
+        for part in range(count):
+            if part % members != me:
+                message = seal(Envelope.of_part(Kind.PART, at, me, cargo, part, count), cuts[part])
+                self._send(message, [part % members])
+        reduced: dict[int, Contribution | None] = {}
+        who: tuple[Member, ...] = ()
+        for part, due in parts.items():
+            there = self._arrived(cuts[part], due)
+            who = tuple(c.member for c in there)
+            reduced[part] = self._reduced(part, count, there)
+            self._send(
+                seal(Envelope.of_part(Kind.MEAN, at, me, cargo, part, count), reduced[part]), self._peers, shot=1
+            )
+        reduced |= {incoming.envelope.part: self._take(incoming) for incoming in means}
+        if not who:
+            return Round(at, (), ())
+        payloads = []
+        for part in range(count):
+            mean = reduced[part]
+            if mean is None:
+                raise LostError(part % members, "sent no mean, though there are members to take it of")
+            payloads.append(mean.payload)
+        return Round(at, who, (), cargo.joined(payloads))
+
+    def _reduced(self, part: int, count: int, there: list[Contribution]) -> Contribution | None:
+        """The mean of one part, if anybody has put something in."""
+        if not there:
+            return None
+        payloads, weights = [c.payload for c in there], [c.member.weight for c in there]
+        mean = self._ticket.cargo.reduced(payloads, weights, part, count)
+        return Contribution(Member(self._worker, 0.0, 0, 0), mean)
+
+    def _cuts(self, count: int) -> dict[int, Contribution | None]:
+        """What this worker gives of each part."""
+        mine, cargo = self._ticket.mine, self._ticket.cargo
+        if mine is None:
+            return dict.fromkeys(range(count))
+        payload = mine.payload.cpu()
+        return {part: Contribution(mine.member, cargo.cut(payload, part, count)) for part in range(count)}
+
+    def _arrived(self, mine: Contribution | None, due: list[Incoming]) -> list[Contribution]:
+        """What everybody put in, in worker order."""
+        all_of_it = [mine, *(self._take(incoming) for incoming in due)]
+        return sorted((c for c in all_of_it if c is not None), key=lambda c: c.member.worker)
+
+    def _expect(self, envelope: Envelope, shot: int = 0) -> Incoming:
+        incoming = self._mail.expect(envelope, self._ticket.tag + shot)
+        self._incoming.append(incoming)
+        return incoming
+
+    def _take(self, incoming: Incoming) -> Contribution | None:
+        self._missing = self._late(incoming.envelope.sender, "did not send its part")
+        return incoming.wait()
+
+    def _send(self, message: Tensor, receivers: Sequence[int], shot: int = 0) -> None:
+        for receiver in receivers:
+            self._outgoing.append(self._mail.send(message, receiver, self._ticket.tag + shot))
+            self._sent += message.numel()

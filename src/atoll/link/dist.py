@@ -1,0 +1,300 @@
+"""Workers on machines of their own: rounds over torch.distributed, with fixed members.
+
+Every worker sends straight to every other, through a process group of the link's own (gloo), so each sees for itself
+who is missing. A round is a thread that waits; training goes on.
+
+The first thing that goes wrong ends the link: members are fixed, so nobody can go on. Every worker then tells the
+others whom it misses and closes its connections, by which they notice; whoever tells nothing is the one that is gone.
+So all name the same worker, and not the messenger.
+"""
+
+import atexit
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Self
+
+from torch import distributed
+
+from atoll.core.cargo import Cargo
+from atoll.errors import AtollError, ConfigError, LinkError
+from atoll.link.base import Contribution, Pending, RoundId, difference
+from atoll.link.blame import Report, verdict
+from atoll.link.crossing import Crossing, Ticket
+from atoll.link.mail import TAGS, LostError, Mail
+from atoll.link.meeting import Meeting, Seat, in_time, open_store, parse_address
+from atoll.link.wire import VERSION
+from atoll.version import __version__
+
+_HEARSAY_S = 1.0  # for the reports of the others, which notice at once what one of them has noticed
+
+
+def connect(
+    address: str | None = None,
+    *,
+    worker: int | None = None,
+    workers: int | None = None,
+    rank: int = 0,
+    ranks: int = 1,
+    deadline_s: float = 600.0,
+    join_s: float = 600.0,
+) -> "DistLink":
+    """This process's end of a link between machines.
+
+    Worker 0 listens at `address` ("10.0.0.1:29500"), and all give the same one; without one, what torchrun says counts,
+    and every process is a worker. A worker of several processes exchanges rank by rank (`rank` of `ranks`), each what
+    it holds. A round that is not complete `deadline_s` seconds after it was opened here ends the run with a LinkError,
+    so that is also how far workers may drift apart; `join_s` is how long to wait for all of them at the start.
+    """
+    for name, seconds in (("deadline_s", deadline_s), ("join_s", join_s)):
+        if not 0 < seconds < 1e6:
+            raise ConfigError(f"{name} must be a number of seconds above 0, below 10^6, got {seconds}")
+    if address is None:
+        if worker is not None or workers is not None:
+            raise ConfigError("address is missing: give the HOST:PORT of worker 0")
+        address = torchrun_address(join_s)
+        worker, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if worker is None or workers is None:
+        raise ConfigError("worker and workers are missing: give this worker's number and how many there are")
+    parse_address(address)
+    return DistLink(address, Seat(worker, workers, rank, ranks), deadline_s, join_s)
+
+
+def torchrun_address(join_s: float) -> str:
+    """Where worker 0 listens, HOST:PORT, if one torchrun has started all processes."""
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        first = int(os.environ["RANK"]) == 0 and int(os.environ["WORLD_SIZE"]) > 0
+    except (KeyError, ValueError) as fault:
+        raise ConfigError(
+            f"address is missing, and this process was not started by torchrun ({fault}): "
+            "give address, worker and workers"
+        ) from fault
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return f"{host}:{port}"
+    # The port belongs to torchrun's own store: through it, worker 0 tells which other one it has found free.
+    key = f"atoll/address/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    store = open_store(host, port, join_s, is_master=False)
+    if first:
+        store.set(key, f"{host}:{_free_port(host)}")
+    return str(store.get(key).decode())
+
+
+def _free_port(host: str) -> int:
+    family, kind, *_, target = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.bind(target)
+        return int(probe.getsockname()[1])
+
+
+# ---------------------------------------------------------------------- the link
+
+
+class DistLink:
+    """One worker's end of a link between machines; `connect` makes it. It meets nobody until `join`."""
+
+    def __init__(self, address: str, seat: Seat, deadline_s: float, join_s: float) -> None:
+        self.worker = seat.worker
+        self.workers = seat.workers
+        self.deadline_s = deadline_s
+        self.seat = seat
+        self._address = address
+        self._join_s = join_s
+        self._meeting: Meeting | None = None
+        self._mail: Mail | None = None
+        self._weights: dict[int, float] = {}
+        self._opened = 0
+        self._newest = "before the first round"
+        self._lock = threading.Lock()
+        self._flying: list[Crossing] = []
+        self._blamed = False
+        self._error: AtollError | None = None
+        self._closed = False
+
+    # ------------------------------------------------------------------ meeting
+
+    def meeting(self) -> Meeting:
+        """Where the workers of the run are; comes there if it has not."""
+        if self._closed:
+            raise LinkError(f"the link of {self.seat} is closed")
+        if self._meeting is None:
+            self._meeting = Meeting(self._address, self.seat, self._join_s)
+            _met.add(self)
+        return self._meeting
+
+    def gather(self, key: str, value: Any) -> dict[Seat, Any]:
+        """What every process of the run says under a key, JSON; waits for all of them."""
+        meeting = self.meeting()
+        meeting.tell(key, value)
+        return dict(meeting.hear(key, self.seat.all()))
+
+    def join(self, terms: Mapping[str, str], weight: float) -> None:
+        """Say what all must agree on; LinkError names the first difference to another worker."""
+        if self._mail is not None:
+            raise LinkError(f"{self.seat} has joined already: an OuterLoop needs a link of its own")
+        meeting = self.meeting()
+        mine = {"atoll": __version__, "wire format": str(VERSION), "ranks": str(self.seat.ranks), **terms}
+        meeting.tell("terms", [mine, weight])
+        for peer, said in meeting.hear("terms", self.seat.peers()):
+            match said:
+                case [dict() as theirs, int() | float() as their_weight]:
+                    self._weights[peer.worker] = float(their_weight)
+                case _:
+                    raise LinkError(f"{self._address}: {peer} left terms there that cannot be read")
+            if differs := difference(mine, theirs):
+                raise LinkError(f"{self.seat} and {peer} differ in {differs}")
+        self._weights = dict(sorted(self._weights.items()))
+        others = [worker for worker in range(self.workers) if worker != self.worker]
+        lost = weakref.WeakMethod(self._lost)  # a link that is dropped must not live on in its own threads
+        self._mail = Mail(self._group(meeting), others, lambda fault: (tell := lost()) and tell(fault))
+        weakref.finalize(self, self._mail.end).atexit = False  # there, _close_all does it
+
+    def _group(self, meeting: Meeting) -> Any:
+        gloo: Any = distributed.ProcessGroupGloo
+        options = gloo._Options()  # the public way would go through torch's global default group
+        options._timeout = timedelta(seconds=self._join_s)
+        options._devices = [gloo.create_device(hostname=meeting.own_address())]
+        store = meeting.shelf(f"rounds/{self.seat.rank}")
+        try:
+            return in_time(lambda: gloo(store, self.worker, self.workers, options), self._join_s + 1)
+        except (RuntimeError, TimeoutError) as fault:
+            problem = " ".join(str(fault).split())[:300]
+            raise LinkError(f"{self.seat} cannot connect to the other workers: {problem}") from fault
+
+    # ------------------------------------------------------------------ rounds
+
+    def present(self, step: int) -> bool:
+        """Always: members are fixed."""
+        return True
+
+    def trains(self, step: int) -> bool:
+        """Always: members are fixed."""
+        return True
+
+    def weights(self, step: int) -> Mapping[int, float]:
+        """Worker -> weight of all."""
+        return self._weights
+
+    def open(self, round_id: RoundId, contribution: Contribution | None, cargo: Cargo) -> Pending:
+        """Start a round; None takes part in nothing and still learns the result."""
+        with self._lock:
+            self.check()
+            if self._mail is None:
+                raise LinkError(f"{round_id}: {self.seat} has not joined")
+            tag = 2 * self._opened % TAGS
+            self._opened += 1  # all open the same rounds in the same order, or headers tell
+            ticket = Ticket(round_id, contribution, cargo, tag, self.deadline_s)
+            crossing = Crossing(ticket, self._mail, self.worker, self.workers, self._over)
+            self._flying.append(crossing)
+            self._newest = f"after {round_id}"
+            self._mail.start(crossing.run)
+        return crossing
+
+    def check(self) -> None:
+        """Raise the LinkError of a round that has failed meanwhile, so that nobody trains on for nothing."""
+        if self._error is not None:
+            raise self._error
+        if self._closed:
+            raise LinkError(f"the link of {self.seat} is closed")
+
+    # ------------------------------------------------------------------ failure
+
+    def _over(self, crossing: Crossing, fault: Exception | None) -> None:
+        if fault is not None:
+            self._fail(fault, str(crossing.round_id))
+            return
+        with self._lock:
+            self._flying.remove(crossing)
+
+    def _lost(self, fault: LostError) -> None:
+        self._fail(fault, self._now())
+
+    def _now(self) -> str:
+        """Where this worker stands: in its oldest round, or after the last one."""
+        waiting = [str(crossing.round_id) for crossing in list(self._flying) if not crossing.complete]
+        return waiting[0] if waiting else self._newest
+
+    def _fail(self, fault: Exception, now: str) -> None:
+        with self._lock:
+            consequence = self._blamed or self._closed
+            self._blamed = True
+            meeting, mail = self._meeting, self._mail
+        if consequence or meeting is None or mail is None:
+            return
+        if isinstance(fault, LostError):
+            report = Report(fault.worker, str(fault), now, fault.closed)
+        else:
+            report = Report(self.worker, f"failed: {type(fault).__name__}: {fault}", now)
+        reached = meeting.tell_at_last("failure", report._asdict())
+        mail.close()
+        if isinstance(fault, AtollError):
+            self._end(fault)
+            return
+        reports = {self.worker: report}
+        if reached:
+            for seat, said in meeting.heard_by("failure", self._peers(), _HEARSAY_S).items():
+                if (theirs := Report.read(said, self.workers)) is not None:
+                    reports[seat.worker] = theirs
+        self._end(LinkError(verdict(self.worker, reports, self.workers, reached=reached)))
+
+    def _end(self, error: AtollError) -> None:
+        with self._lock:
+            self._error = error
+            flying = list(self._flying)
+        for crossing in flying:
+            crossing.give_up(error)
+
+    def _peers(self) -> list[Seat]:
+        return [peer for peer in self.seat.peers() if peer != self.seat]
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self, reason: str | None = None) -> None:
+        """Leave; with a reason, before the end: whoever waits for this worker gets a LinkError that says it.
+
+        Without one, waits until all have come to the end, for what was sent last may still be on its way.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True  # from here on, a connection that closes is no failure
+            meeting, mail, failed = self._meeting, self._mail, self._blamed
+        if meeting is not None and not failed:
+            if reason is not None:
+                meeting.tell_at_last("failure", Report(self.worker, f"left: {reason}", self._now())._asdict())
+            elif mail is not None:
+                self._meet_at_the_end(meeting)
+        self._meeting = self._mail = None  # and with them the port
+        for crossing in list(self._flying):
+            crossing.give_up(LinkError(f"{crossing.round_id}: the link of {self.seat} was closed"))
+        if mail is not None:
+            mail.end()
+        if meeting is not None:
+            meeting.leave()
+
+    def _meet_at_the_end(self, meeting: Meeting) -> None:
+        meeting.tell_at_last("end", True)
+        until = time.monotonic() + self.deadline_s
+        for peer in self._peers():  # one that has closed, has met all others, or has died
+            while meeting.heard("end", peer) is None and time.monotonic() < until and not self._blamed:
+                time.sleep(0.02)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        self.close(None if error is None else str(error) or type(error).__name__)
+
+
+_met: "weakref.WeakSet[DistLink]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Say goodbye for a script that has forgotten to: a thread left when Python ends could take the process down."""
+    for link in list(_met):
+        link.close("its process has ended without closing the link")

@@ -1,0 +1,175 @@
+"""Runs as a trace file for ui.perfetto.dev and chrome://tracing: what each worker did when.
+
+It is the JSON of Chrome's trace event format. A worker is a process with tracks of spans (ph X), moments (i) and
+counters (C). Times are whole microseconds since the first worker of the run began.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from atoll.disk import write_whole
+from atoll.errors import ConfigError
+from atoll.events import Round, Step, utilisation
+from atoll.report.load import RunRecord, load_all
+from atoll.report.measured import Lane, Span, lanes
+from atoll.report.parts import Part
+
+_STEPS, _WAITING, _ROUNDS = 1, 2, 3  # tracks; rounds that overlap go on in the next ones
+
+Entry = dict[str, Any]
+
+
+def write_trace(folders: Sequence[Path], out: Path) -> Path:
+    """Write one trace of these runs' folders to `out`, whole or not at all, and return its path.
+
+    A folder that is no run but holds runs stands for those.
+    """
+    if not folders:
+        raise ConfigError("a trace needs the folder of at least one run, got none")
+    out = Path(out)
+    if out.is_dir():
+        raise ConfigError(f"--trace {out}: is a folder; give the file to write, such as {out / 'trace.json'}")
+    trace = {"traceEvents": list(entries(load_all(folders))), "displayTimeUnit": "ms"}
+    write_whole(out, json.dumps(trace, allow_nan=False, separators=(",", ":")).encode())
+    return out
+
+
+def entries(records: Sequence[RunRecord]) -> Iterator[Entry]:
+    """The entries of a trace: what tracks are called, then all that happened in order of time."""
+    names: list[Entry] = []
+    happened: list[Entry] = []
+    process = 0
+    for record in records:
+        parts = {worker: part for part in record.parts for worker in part.workers}
+        for lane in lanes(record):
+            process += 1  # 0 is the system's own
+            names += _names(process, f"{record.name}, worker {lane.worker}", lane)
+            happened += [{**entry, "pid": process} for entry in _of_a_worker(parts[lane.worker], lane)]
+    yield from names
+    yield from sorted(happened, key=lambda entry: (entry["ts"], -entry.get("dur", 0)))
+
+
+def _names(process: int, title: str, lane: Lane) -> Iterator[Entry]:
+    tracks = {_STEPS: "inner steps", _WAITING: "waiting"}
+    tracks |= {_ROUNDS + row: f"rounds {row + 1}" if row else "rounds" for row in sorted(set(lane.rows))}
+    yield _meta(process, 0, "process_name", {"name": title})
+    yield _meta(process, 0, "process_sort_index", {"sort_index": process})
+    for track, name in tracks.items():
+        yield _meta(process, track, "thread_name", {"name": name})
+        yield _meta(process, track, "thread_sort_index", {"sort_index": track})
+
+
+def _meta(process: int, track: int, name: str, args: Mapping[str, str | int]) -> Entry:
+    return {"ph": "M", "pid": process, "tid": track, "ts": 0, "name": name, "args": args}
+
+
+def _of_a_worker(part: Part, lane: Lane) -> Iterator[Entry]:
+    yield from _steps(part, lane)
+    for wait in lane.waits:
+        yield _span("waiting", _WAITING, wait, {})
+    for (r, span), row in zip(lane.flights, lane.rows, strict=True):
+        yield _span(f"fragment {r.fragment}, step {r.step}", _ROUNDS + row, span, _round(r))
+    for step in part.steps:
+        yield from _counters(step, lane)
+    yield from _moments(part, lane)
+
+
+# ---------------------------------------------------------------------- what happened
+
+
+def _steps(part: Part, lane: Lane) -> Iterator[Entry]:
+    """A span from one event to the next: all that was done between, evaluations and waiting included."""
+    known = [step for step in part.steps if math.isfinite(step.seconds)]
+    before = [(0, 0.0, 0.0), *((step.step, step.seconds, _entry(step.wait_s, lane.worker) or 0.0) for step in known)]
+    for step, (made, since_s, waited_s), (_, until_s, waits_s) in zip(known, before, before[1:], strict=False):
+        span = Span(lane.begin_s + since_s, lane.begin_s + max(until_s, since_s))
+        args = {
+            "loss": _entry(step.loss, lane.worker),
+            "lr": step.lr,
+            "gradient norm": _entry(step.grad_norm, lane.worker),
+            "tokens/s, all workers": step.tokens_per_s,
+            "waited_s": max(waits_s - waited_s, 0.0),
+            "utilisation": utilisation(waits_s - waited_s, until_s - since_s),
+        }
+        yield _span(f"steps {made + 1} to {step.step}", _STEPS, span, args)
+
+
+def _round(r: Round) -> dict[str, Any]:
+    return {
+        "step": r.step,
+        "fragment": r.fragment,
+        "applied after step": r.applied,
+        "members": ", ".join(map(str, r.members)),
+        "bytes": r.bytes,
+        "wire_sent": r.wire_sent,
+        "wire_received": r.wire_received,
+        "hidden_s": r.hidden_s,
+        "waited_s": r.waited_s,
+    }
+
+
+def _counters(step: Step, lane: Lane) -> Iterator[Entry]:
+    def at(values: Sequence[float | None]) -> float | None:
+        return _entry(values, lane.worker)
+
+    found = {
+        "loss": {"nats per token": at(step.loss)},
+        "payload": {"sent, bytes": at(step.bytes_sent), "received, bytes": at(step.bytes_received)},
+    }
+    if at(step.wire_sent) or at(step.wire_received):
+        found["wire"] = {"sent, bytes": at(step.wire_sent), "received, bytes": at(step.wire_received)}
+    for name, values in found.items():
+        if math.isfinite(step.seconds) and (known := _finite(values)):
+            yield {
+                "ph": "C",
+                "cat": "run",
+                "tid": 0,
+                "ts": _micros(lane.begin_s + step.seconds),
+                "name": name,
+                "args": known,
+            }
+
+
+def _moments(part: Part, lane: Lane) -> Iterator[Entry]:
+    """Evaluations, faults and checkpoints; a fault is told at the end of its step's report."""
+    reports = [(0, 0.0), *((step.step, step.seconds) for step in part.steps)]
+    found: list[tuple[str, float, Mapping[str, Any]]] = []
+    if lane.worker == part.workers[0]:
+        found += [("evaluation", e.seconds, {"step": e.step, "held-out loss": e.loss}) for e in part.evals]
+        found += [("saved", e.seconds, {"step": e.step}) for e in part.saves]
+        found += [("resumed", e.seconds, {"step": e.step}) for e in part.resumes]
+    for fault in part.faults:
+        if fault.worker == lane.worker:
+            at_s = next((after for (a, _), (b, after) in pairwise(reports) if a < fault.step <= b), reports[-1][1])
+            found.append(("fault", at_s, {"step": fault.step, "what": fault.what}))
+    for name, at_s, args in found:
+        if math.isfinite(at_s):
+            where = {"ts": _micros(lane.begin_s + at_s), "tid": _STEPS, "s": "t"}
+            yield {"ph": "i", "cat": "run", **where, "name": name, "args": _finite(args)}
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+def _span(name: str, track: int, span: Span, args: Mapping[str, Any]) -> Entry:
+    begin = _micros(span.begin_s)  # both ends are rounded, so that what touches still does
+    where = {"ph": "X", "cat": "run", "tid": track, "ts": begin, "dur": _micros(span.end_s) - begin}
+    return {**where, "name": name, "args": _finite(args)}
+
+
+def _micros(seconds: float) -> int:
+    return round(1e6 * seconds)
+
+
+def _entry(values: Sequence[float | None], worker: int) -> float | None:
+    return values[worker] if worker < len(values) else None
+
+
+def _finite(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what JSON has no number for."""
+    items: Iterable[tuple[str, Any]] = args.items()
+    return {name: v for name, v in items if v is not None and not (isinstance(v, float) and not math.isfinite(v))}

@@ -1,0 +1,323 @@
+"""Child processes that belong together: all their lines shown, all of them stopped together, none left behind.
+
+Each child writes to its log by itself, and what is shown is read from there. So nothing is lost when this process dies,
+a terminal that stands still holds no child up, and lines never mix.
+"""
+
+import ctypes
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+POLL_S = 0.05
+GRACE_S = 30.0
+"""After one has failed, how long the others may take to notice and end by themselves; asked to stop, they save."""
+PATIENCE_S = 300.0
+"""How long those that were asked to stop may take to save; then they are killed."""
+_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A process to start."""
+
+    name: str
+    """Stands before each of its lines."""
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log: Path
+    """All it says, after what is there already."""
+    aftermath: str | None = None
+    """A pattern: from the first line that begins like this on, it only tells that something has failed, not why."""
+
+
+class Ended(NamedTuple):
+    """A process that has come to its end."""
+
+    job: Job
+    status: int
+    """Its exit status, or the signal that killed it, negative."""
+    said: str
+    """Its last error, or else its last line."""
+
+
+class Outcome(NamedTuple):
+    """How all of them ended."""
+
+    ended: list[Ended]
+    """In the order in which they did."""
+    failed: Ended | None
+    """The failure that the others follow from."""
+    interrupted: bool
+    """Whether Ctrl-C or SIGTERM has come."""
+
+
+def supervise(jobs: Sequence[Job], *, grace_s: float = GRACE_S, patience_s: float = PATIENCE_S) -> Outcome:
+    """Run processes to their ends and show what they say; when this returns or raises, none is left.
+
+    Ctrl-C or SIGTERM is passed on to each, once, as SIGINT; the second one kills. When one fails, the others have
+    `grace_s` to end by themselves, and are then asked to by SIGTERM. Who was asked has `patience_s`.
+    """
+    signals: list[int] = []
+    children = _Children(_Screen([job.name for job in jobs]), signals, grace_s, patience_s)
+    with _noted(signals):
+        try:
+            for job in jobs:
+                children.running.append(_Child(job))
+            while children.running:
+                time.sleep(POLL_S)
+                children.look()
+                children.act()
+        finally:
+            children.end()
+    return Outcome(children.ended, _cause(children.failures), children.interrupted)
+
+
+@contextmanager
+def _noted(signals: list[int]) -> Iterator[None]:
+    """Only note Ctrl-C and SIGTERM. It also undoes for children that a shell may have started us deaf to Ctrl-C."""
+
+    def note(number: int, _frame: object) -> None:
+        signals.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _cause(failures: Sequence[Ended]) -> Ended | None:
+    """The first to fail, unless it only tells of another: a peer may be quicker to end than the one it has lost."""
+    names = {failure.job.name for failure in failures}
+
+    def blames_another(failure: Ended) -> bool:
+        return any(re.search(rf"\b{re.escape(name)}\b", failure.said) for name in names - {failure.job.name})
+
+    own = [failure for failure in failures if not blames_another(failure)]
+    return next(iter(own or failures), None)
+
+
+# ---------------------------------------------------------------------- all of them
+
+
+class _Children:
+    """Those that run, and what is to be done about them."""
+
+    def __init__(self, screen: "_Screen", signals: Sequence[int], grace_s: float, patience_s: float) -> None:
+        self.running: list[_Child] = []
+        self.ended: list[Ended] = []
+        self.failures: list[Ended] = []
+        self.interrupted = False
+        self._screen, self._signals, self._grace_s, self._patience_s = screen, signals, grace_s, patience_s
+        self._asked = False
+        self._due = math.inf
+        """When those that still run are asked to stop, or killed if they were asked."""
+
+    def look(self) -> None:
+        """Show what is new, and take leave of those that have ended."""
+        over: list[_Child] = []
+        for child in self.running:
+            status = child.process.poll()  # before reading: what it said last is in the log by then
+            for line in child.lines(last=status is not None):
+                self._screen.show(child.job.name, line)
+            if status is not None:
+                over.append(child)
+        # Of several in one look, first were those that a signal killed, which the others noticed; then by last words.
+        for child in sorted(over, key=lambda child: (child.status >= 0, child.last_words_ns)):
+            child.close()
+            self.running.remove(child)
+            self.ended.append(Ended(child.job, child.status, child.said))
+            if child.status and not self._asked:
+                self.failures.append(self.ended[-1])
+
+    def act(self) -> None:
+        """Pass signals on, and mind the time."""
+        if self._signals and self.running and not self.interrupted:
+            self.interrupted = True
+            self._screen.say("stopping: all save first; Ctrl-C again stops at once, without saving")
+            self._ask(signal.SIGINT)
+        if self.failures and self._due == math.inf:
+            self._due = time.monotonic() + self._grace_s
+        if len(self._signals) > 1 or (self._asked and self._late):
+            self._kill()
+        elif self._late:
+            self._ask(signal.SIGTERM)
+
+    def end(self) -> None:
+        """Leave none behind, also when something has gone wrong here: they may still save."""
+        left = list(self.running)
+        self._ask(signal.SIGTERM)
+        while self.running and not self._late and len(self._signals) < 2:
+            time.sleep(POLL_S)
+            self.running = [child for child in self.running if child.process.poll() is None]
+        self._kill()
+        for child in left:
+            child.process.wait()
+            child.close()
+
+    @property
+    def _late(self) -> bool:
+        return time.monotonic() >= self._due
+
+    def _ask(self, number: signal.Signals) -> None:
+        """Once only: the second signal would keep them from saving."""
+        if self._asked:
+            return
+        self._asked = True
+        self._due = time.monotonic() + self._patience_s
+        for child in self.running:
+            child.process.send_signal(number)
+
+    def _kill(self) -> None:
+        for child in self.running:
+            child.kill()
+
+
+# ---------------------------------------------------------------------- one of them
+
+
+class _Child:
+    """A process that runs, and how far its log has been read."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        job.log.parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as opened:
+            log = opened.enter_context(job.log.open("a+b"))
+            _head(log.fileno(), job.command)
+            self._log = opened.enter_context(job.log.open("rb"))
+            self._log.seek(0, os.SEEK_END)
+            # In a session of its own: Ctrl-C reaches this process alone, which passes it on once; twice would not save.
+            self.process = subprocess.Popen(
+                job.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=job.environment,
+                start_new_session=True,
+                preexec_fn=partial(_follow, os.getpid()),
+            )
+            log.close()
+            self.close = opened.pop_all().close
+        self._part = b""
+        self._last = self._error = ""
+        self._over = False
+
+    @property
+    def status(self) -> int:
+        """How it ended; it must have."""
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+    @property
+    def last_words_ns(self) -> int:
+        """When it last wrote to its log."""
+        return os.fstat(self._log.fileno()).st_mtime_ns
+
+    @property
+    def said(self) -> str:
+        """Its last error, for a farewell may follow it; else its last line."""
+        return self._error or self._last
+
+    def lines(self, *, last: bool) -> Iterator[str]:
+        """Whole lines that are new; what the `last` words lack of a line is not waited for."""
+        *whole, self._part = (self._part + self._log.read()).split(b"\n")
+        if last and self._part:
+            whole, self._part = [*whole, self._part], b""
+        for raw in whole:
+            line = raw.decode(errors="replace").rstrip("\r").rpartition("\r")[2]  # of a progress bar, its last state
+            self._note(line)
+            yield line
+
+    def _note(self, line: str) -> None:
+        self._over = self._over or bool(self.job.aftermath and re.match(self.job.aftermath, line))
+        if not self._over:
+            self._last = line.strip() or self._last
+            self._error = line if line.startswith("error: ") else self._error
+
+    def kill(self) -> None:
+        """At once, with all that it has started: torchrun gives each rank a session of its own."""
+        family = _descendants(self.process.pid)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for pid in family:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _head(log: int, command: Sequence[str]) -> None:
+    """Begin a line in a log that says what follows, for it is kept over many starts."""
+    size = os.fstat(log).st_size
+    torn = size and os.pread(log, 1, size - 1) != b"\n"
+    title = f"--- {datetime.now():%Y-%m-%d %H:%M:%S} {shlex.join(command)}\n"
+    os.write(log, (b"\n" if torn else b"") + title.encode())
+
+
+def _follow(parent: int) -> None:
+    """In the child, before its program: be asked to stop when the parent dies, however it dies.
+
+    The kernel does it, so it works after kill -9 too, and the program needs to know nothing. SIGTERM and not SIGKILL,
+    so that it saves, and so that torchrun takes its ranks along.
+    """
+    if _LIBC is None:  # not Linux: there, only kill -9 leaves children behind
+        return
+    _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    if os.getppid() != parent:  # it died before it was asked for
+        os._exit(1)
+
+
+def _descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, children.read_text().split()):
+                found += [child, *_descendants(child)]
+    return found
+
+
+# ---------------------------------------------------------------------- what is shown
+
+
+class _Screen:
+    """The lines of all, each after the name of who said it; in colour on a terminal."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._console = Console(highlight=False)
+        self._width = max(map(len, names), default=0)
+        self._colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(names)}
+
+    def show(self, name: str, line: str) -> None:
+        """A line of one of them."""
+        head, line = f"{name:<{self._width}} | ", self._printable(line)
+        if self._console.is_terminal:
+            self._console.print(Text.assemble((head, self._colours[name]), line), soft_wrap=True)
+        else:
+            print(head + line, flush=True)
+
+    def say(self, line: str) -> None:
+        """A line of our own."""
+        print(line, flush=True)
+
+    def _printable(self, line: str) -> str:
+        """A character that a terminal does not have must not end a run."""
+        encoding = sys.stdout.encoding or "utf-8"
+        return line.encode(encoding, "replace").decode(encoding)

@@ -1,0 +1,160 @@
+"""Which part of a run this process is, what links it to the others, and what it must agree on with them."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from atoll.config import RunConfig, settings_of
+from atoll.disk import sha256_of
+from atoll.errors import ConfigError, LinkError
+from atoll.link.base import Link, difference
+from atoll.link.dist import DistLink, connect, torchrun_address
+from atoll.link.local import local
+from atoll.link.meeting import Seat
+from atoll.link.shaped import Outage, Shape, shaped
+from atoll.plan.cost import parse_link
+from atoll.train.team import Team
+from atoll.train.tokenizer import FILE
+from atoll.train.tokens import TokenData
+
+OWN_CHOICE = (
+    *("out", "name", "device", "threads", "precision", "compile", "log.", "link.", "model.hf"),
+    *("data.source", "data.field", "data.cache", "data.limit"),
+    *("train.keep", "train.accumulate", "train.parallel", "train.eval_every", "train.eval_tokens", "train.log_every"),
+)
+"""Settings that a site may have otherwise than the others: where and how it computes and writes, and its own text."""
+
+
+def seat_of(config: RunConfig, worker: int | None, environment: Mapping[str, str] = os.environ) -> Seat | None:
+    """Which process of the run this is; None if it is the only one, with all workers.
+
+    Processes of one worker are those of a torchrun of its own; without a worker's number, one torchrun has started the
+    processes of all workers.
+    """
+    rank, ranks = 0, 1
+    workers = config.sync.workers
+    under_torchrun = "TORCHELASTIC_RUN_ID" in environment
+    if under_torchrun:
+        rank, ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    if worker is not None:
+        if config.link.address is None:
+            raise ConfigError("link.address: is left out, and a worker on its own has to know where worker 0 is")
+        if config.sync.method == "none":
+            raise ConfigError('sync.method: "none" has no workers that could be on machines of their own')
+        if not 0 <= worker < workers:
+            raise ConfigError(f"--worker {worker}: must be from 0 to {workers - 1} (sync.workers = {workers})")
+        return Seat(worker, workers, rank, ranks)
+    if under_torchrun:
+        if ranks % workers:
+            raise ConfigError(
+                f"sync.workers: {workers} do not divide the {ranks} processes that torchrun has started; "
+                "start a multiple of them, or give each worker a torchrun of its own, with --worker"
+            )
+        each = ranks // workers
+        return Seat(rank // each, workers, rank % each, each)
+    if config.link.address is not None:
+        raise ConfigError(f"link.address: is {config.link.address}, so say which worker this is: --worker 0 or another")
+    return None
+
+
+def links_of(config: RunConfig, seat: Seat | None, team: Team) -> tuple[list[Link], DistLink | None]:
+    """The ends of the workers in this process, in worker order, none for a worker by itself.
+
+    And the one to other processes, if it has one, as it is without any emulation. Where the ranks of a worker hold the
+    same, one link serves them all, and the worker is like one of one rank to the others.
+    """
+    if config.sync.method == "none":
+        return [], None
+    ends: list[Link] = []
+    mate: DistLink | None = None
+    if seat is None:
+        ends += local(config.sync.workers, faults=config.faults_of_link(), timeout_s=config.link.deadline_s)
+    elif team.leads or not team.whole:
+        mate = connect(
+            config.link.address or torchrun_address(config.link.join_s),
+            worker=seat.worker,
+            workers=seat.workers,
+            rank=0 if team.whole else seat.rank,
+            ranks=1 if team.whole else seat.ranks,
+            deadline_s=config.link.deadline_s,
+            join_s=config.link.join_s,
+        )
+        ends.append(mate)
+    if config.link.emulate is not None and ends:
+        ends = [*shaped(ends, shape_of(config, 1 if team.whole else team.ranks))]
+    return [team.link(end) for end in ends] or [team.link(None)], mate
+
+
+def shape_of(config: RunConfig, sharers: int = 1) -> Shape:
+    """The slow link that a run file asks for, or the part of one of several ranks that share it."""
+    settings = config.link
+    assert settings.emulate is not None
+    try:
+        line = parse_link(settings.emulate)
+    except ConfigError as fault:
+        raise ConfigError(f"link.emulate: {fault}") from fault
+    return Shape(
+        bits_per_s=line.bits_per_s / sharers,
+        latency_s=line.latency_s,
+        jitter_s=settings.jitter_s,
+        loss=settings.loss,
+        outages=tuple(Outage(start_s=outage.start_s, length_s=outage.length_s) for outage in settings.outages),
+        seed=config.seed,
+    )
+
+
+# ---------------------------------------------------------------------- agreement
+
+
+def agree_on_settings(link: DistLink | None, config: RunConfig) -> None:
+    """Compare run files before any work is done; LinkError names the first difference."""
+    if link is None:
+        return
+    bound = {key: str(value) for key, value in settings_of(config).items() if not key.startswith(OWN_CHOICE)}
+    _compare(link, "settings", bound)
+
+
+def agree_on_data(link: DistLink | None, data: TokenData) -> None:
+    """Compare tokenizers, which must be the same, and texts, which may differ if that is meant."""
+    if link is None:
+        return
+    tokenizer = sha256_of(data.folder / FILE)[:16] if (data.folder / FILE).exists() else "bytes"
+    _compare(link, "tokenizers", {"tokenizer": tokenizer, "vocabulary": str(data.tokenizer.vocabulary)})
+    texts = link.gather("text", data.folder.name)
+    others = sorted({seat.worker for seat, name in texts.items() if name != data.folder.name})
+    if others:
+        who = f"worker{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+        print(f"note: {who} and this one (worker {link.worker}) have different text", file=sys.stderr)
+
+
+def step_to_resume(team: Team, link: DistLink | None, steps: Sequence[int]) -> int | None:
+    """The checkpoint to resume from, given the steps of those that are here; None: the newest good one, if any."""
+    if team.ranks > 1:
+        shared = team.common(steps)
+        return team.settle(lambda: common_step(link, shared) if link else max(shared, default=None))
+    return common_step(link, steps) if link else None
+
+
+def common_step(link: DistLink, steps: Sequence[int]) -> int | None:
+    """The newest checkpoint that every process of the run has, given those of this one; None before the first."""
+    everyone = link.gather("checkpoints", list(steps))
+    shared = set.intersection(*({int(step) for step in theirs} for theirs in everyone.values()))
+    if shared:
+        return max(shared)
+    if any(everyone.values()):
+        have = "; ".join(f"{seat} has {_listed(theirs)}" for seat, theirs in everyone.items())
+        raise LinkError(
+            f"no checkpoint is there on every worker, so none can be resumed from: {have}. "
+            "Bring the missing folders back, or start another run with another name"
+        )
+    return None
+
+
+def _compare(link: DistLink, key: str, mine: Mapping[str, str]) -> None:
+    for seat, theirs in link.gather(key, dict(mine)).items():
+        if differs := difference(mine, theirs):
+            raise LinkError(f"{link.seat} and {seat} differ in {differs}")
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}" if steps else "none"

@@ -1,0 +1,271 @@
+"""Parts of vectors and of payloads, and the mean that comes back in two shots."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+from torch import Tensor
+
+from atoll.core import cargo as cargo_module
+from atoll.core import shots as shots_module
+from atoll.core.cargo import MOST_PARTS_EACH, PART_BYTES, Cargo, parts
+from atoll.core.codec import BLOCK, Codec
+from atoll.core.flat import PIECE
+from atoll.core.outer import weighted_mean
+from atoll.core.shots import sent_bytes, shots
+from atoll.errors import ConfigError
+
+PLAIN = ["fp64", "fp32", "bf16", "fp16"]
+BLOCKS = ["int8", "int4", "e3m0", "e2m1"]
+FORMATS = PLAIN + BLOCKS
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+lengths = st.integers(0, 9 * BLOCK + 5) | st.sampled_from([0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK])
+members = st.integers(1, 9)
+
+
+def gaussian(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Blocks of very different sizes, so that their units differ."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.randint(-20, 10, (-(-numel // BLOCK),), generator=generator).repeat_interleave(BLOCK)[:numel]
+    return torch.randn(numel, generator=generator, dtype=dtype) * 2.0**scales
+
+
+def encoded_mean(cargo: Cargo, payloads: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Straight from the definition, with no parts at all."""
+    decoded = [cargo.codec.decode(payload, cargo.numel, cargo.dtype) for payload in payloads]
+    return cargo.codec.encode(weighted_mean(decoded, weights), cargo.seed)
+
+
+# ---------------------------------------------------------------------- parts
+
+
+@given(lengths, members)
+def test_parts_cover_the_vector_once_in_order_and_begin_on_block_boundaries(numel: int, count: int) -> None:
+    cuts = parts(numel, count)
+    assert len(cuts) == count
+    assert [place for cut in cuts for place in range(cut.start, cut.stop)] == list(range(numel))
+    assert all(cut.start % BLOCK == 0 for cut in cuts if cut.start < cut.stop)
+
+
+@given(st.integers(0, 10**12), members)
+def test_parts_are_as_equal_as_whole_blocks_allow(numel: int, count: int) -> None:
+    blocks = [-(-(cut.stop - cut.start) // BLOCK) for cut in parts(numel, count)]
+    assert max(blocks) - min(blocks) <= 1
+    assert sum(blocks) == -(-numel // BLOCK)
+
+
+def test_a_vector_of_fewer_blocks_than_members_leaves_some_with_nothing() -> None:
+    assert parts(0, 4) == [slice(0, 0)] * 4
+    assert parts(5, 4) == [slice(0, 0)] * 3 + [slice(0, 5)]
+    assert parts(BLOCK + 1, 5) == [slice(0, 0)] * 2 + [slice(0, BLOCK)] + [slice(BLOCK, BLOCK)] + [
+        slice(BLOCK, BLOCK + 1)
+    ]
+
+
+@given(st.integers(0, 10**12), members)
+def test_members_have_equally_many_parts_and_several_only_where_they_are_large(numel: int, count: int) -> None:
+    cargo = Cargo(Codec("int8"), numel)
+    each, left = divmod(cargo.part_count(count), count)
+    assert left == 0 and 1 <= each <= MOST_PARTS_EACH
+    assert each == 1 or cargo.payload_bytes >= each * count * PART_BYTES
+    assert each == MOST_PARTS_EACH or cargo.payload_bytes < (each + 1) * count * PART_BYTES
+
+
+# ---------------------------------------------------------------------- payloads of parts
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(numel=lengths, count=members, seed=st.integers(0, 99))
+@settings(max_examples=40)
+def test_a_cut_payload_is_the_payload_of_the_cut_and_joins_to_the_whole(
+    name: str, numel: int, count: int, seed: int
+) -> None:
+    cargo, vector = Cargo(Codec(name), numel), gaussian(numel, seed)
+    payload = cargo.codec.encode(vector)
+    cuts = [cargo.cut(payload, part, count) for part in range(count)]
+    for part, (cut, place) in enumerate(zip(cuts, parts(numel, count), strict=True)):
+        assert torch.equal(cut, cargo.codec.encode(vector[place]))
+        assert cut.numel() == cargo.part_bytes(part, count)
+    assert torch.equal(cargo.joined(cuts), payload)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@given(numel=lengths, count=members, seed=st.integers(0, 99))
+@settings(max_examples=20)
+def test_what_was_rounded_at_random_can_be_cut_and_joined_too(name: str, numel: int, count: int, seed: int) -> None:
+    cargo, vector = Cargo(Codec(name, stochastic=True), numel), gaussian(numel, seed)
+    payload = cargo.codec.encode(vector, seed)
+    cuts = [cargo.cut(payload, part, count) for part in range(count)]
+    decoded = [
+        cargo.codec.decode(cut, place.stop - place.start) for cut, place in zip(cuts, parts(numel, count), strict=True)
+    ]
+    assert torch.equal(torch.cat(decoded), cargo.codec.decode(payload, numel))
+    assert torch.equal(cargo.joined(cuts), payload)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(numel=st.integers(0, 10**10), count=members)
+@settings(max_examples=40)
+def test_the_bytes_of_all_parts_are_those_of_the_payload(name: str, numel: int, count: int) -> None:
+    cargo = Cargo(Codec(name), numel)
+    assert sum(cargo.part_bytes(part, count) for part in range(count)) == cargo.payload_bytes
+
+
+def test_a_cut_shares_no_memory_with_the_payload() -> None:
+    """It is handed over to be sent; the payload may belong to the model's own memory."""
+    cargo = Cargo(Codec("fp32"), 4 * BLOCK)
+    payload = cargo.codec.encode(torch.zeros(4 * BLOCK))
+    cut = cargo.cut(payload, 1, 4)
+    payload.fill_(1)
+    assert not cut.any()
+
+
+# ---------------------------------------------------------------------- the mean
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+@given(
+    numel=lengths,
+    weights=st.lists(st.floats(0.1, 10), min_size=1, max_size=6),
+    absent=st.integers(0, 3),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=25)
+def test_the_mean_is_the_encoded_weighted_mean_of_what_was_decoded(
+    name: str, dtype: str, numel: int, weights: list[float], absent: int, seed: int
+) -> None:
+    """Whoever reduces which part: also where some of the members' payloads are lost."""
+    cargo = Cargo(Codec(name), numel, DTYPES[dtype])
+    payloads = [cargo.codec.encode(gaussian(numel, seed + m, cargo.dtype)) for m in range(len(weights))]
+    mean = cargo.mean_of(payloads, weights, len(weights) + absent)
+    assert mean.numel() == cargo.payload_bytes
+    assert torch.equal(mean, encoded_mean(cargo, payloads, weights))
+
+
+@given(
+    st.lists(
+        hnp.arrays(np.float64, 3 * BLOCK, elements=st.floats(-1e9, 1e9, allow_subnormal=False)), min_size=1, max_size=5
+    )
+)
+@settings(max_examples=25)
+def test_the_mean_in_fp64_loses_nothing(vectors: list[NDArray[np.float64]]) -> None:
+    cargo = Cargo(Codec("fp64"), 3 * BLOCK, torch.float64)
+    payloads = [cargo.codec.encode(torch.from_numpy(vector)) for vector in vectors]
+    mean = cargo.codec.decode(cargo.mean_of(payloads, [1.0] * len(vectors), 5), 3 * BLOCK, torch.float64)
+    exact = np.mean(vectors, axis=0)
+    np.testing.assert_allclose(mean.numpy(), exact, rtol=1e-12, atol=1e-15 * np.abs(vectors).max())
+
+
+def test_parts_longer_than_a_piece_have_the_same_mean() -> None:
+    cargo = Cargo(Codec("int8"), 4 * PIECE + 3 * BLOCK + 7)
+    payloads = [cargo.codec.encode(gaussian(cargo.numel, m)) for m in range(2)]
+    assert parts(cargo.numel, 2)[0].stop > PIECE
+    assert torch.equal(cargo.mean_of(payloads, [1.0, 3.0], 2), encoded_mean(cargo, payloads, [1.0, 3.0]))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_order_of_the_sum_is_the_order_given(name: str) -> None:
+    """Not even a sum that rounds may depend on who reduces it, so it is taken in worker order."""
+    cargo = Cargo(Codec(name), 1)
+    payloads = [cargo.codec.encode(torch.tensor([value])) for value in (6e4, 1e-2, -6e4)]
+    there, back = (cargo.mean_of(list(p), [1.0] * 3, 4) for p in (payloads, payloads[::-1]))
+    assert torch.equal(there, encoded_mean(cargo, payloads, [1.0] * 3))
+    assert torch.equal(back, encoded_mean(cargo, payloads[::-1], [1.0] * 3))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@given(seed=st.integers(0, 2**31), count=st.integers(2, 5))
+@settings(max_examples=10)
+def test_noise_depends_on_the_seed_and_on_the_part_and_on_nothing_else(name: str, seed: int, count: int) -> None:
+    numel, ramp = count * BLOCK, torch.linspace(0.1, 1, BLOCK).repeat(count)
+    payloads, weights = [Codec(name).encode(ramp), Codec(name).encode(1.7 * ramp)], [0.3, 0.4]
+    cargo, again, other = (Cargo(Codec(name, stochastic=True), numel, seed=s) for s in (seed, seed, seed + 100))
+    mean = cargo.mean_of(payloads, weights, count)
+    assert torch.equal(mean, again.mean_of(payloads, weights, count))
+    assert not torch.equal(mean, other.mean_of(payloads, weights, count))
+    reduced = [cargo.cut(mean, part, count) for part in range(count)]
+    # All blocks hold the same values, so parts that round alike have used the same noise.
+    assert len({tuple(part.tolist()) for part in reduced}) == count
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(numel=lengths, count=st.integers(1, 6), part_bytes=st.sampled_from([1, 50, 300]))
+@settings(max_examples=20)
+def test_a_mean_in_several_parts_each_is_the_same(name: str, numel: int, count: int, part_bytes: int) -> None:
+    cargo = Cargo(Codec(name), numel)
+    payloads = [cargo.codec.encode(gaussian(numel, m)) for m in range(3)]
+    weights = [1.0, 0.5, 2.0]
+    with patch.object(cargo_module, "PART_BYTES", part_bytes):
+        assert torch.equal(cargo.mean_of(payloads, weights, count), encoded_mean(cargo, payloads, weights))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_mean_is_right_on_average_when_rounded_at_random(name: str) -> None:
+    numel, draws = 2 * BLOCK, 400
+    payloads = [Codec(name).encode(torch.linspace(-1, 1, numel) * (m + 1)) for m in range(4)]
+    exact = weighted_mean([Codec(name).decode(p, numel, torch.float64) for p in payloads], [1.0] * 4)
+    means = []
+    for draw in range(draws):
+        cargo = Cargo(Codec(name, stochastic=True), numel, torch.float64, seed=4 * draw)
+        means.append(cargo.codec.decode(cargo.mean_of(payloads, [1.0] * 4, 4), numel, torch.float64))
+    got = torch.stack(means)
+    assert ((got.mean(0) - exact).abs() <= 5 * got.std(0) / draws**0.5 + 1e-6).all()
+
+
+@pytest.mark.parametrize("numel", [0, 1, 3])
+@pytest.mark.parametrize("name", FORMATS)
+def test_vectors_with_fewer_values_than_members(name: str, numel: int) -> None:
+    cargo = Cargo(Codec(name), numel)
+    payloads = [cargo.codec.encode(torch.full((numel,), float(m))) for m in range(5)]
+    mean = cargo.mean_of(payloads, [1.0] * 5, 5)
+    assert mean.dtype == torch.uint8 and mean.numel() == cargo.payload_bytes
+    assert torch.equal(cargo.codec.decode(mean, numel), torch.full((numel,), 2.0))
+
+
+# ---------------------------------------------------------------------- how often, how many bytes
+
+
+def test_up_to_three_go_in_one_shot_and_more_in_two() -> None:
+    assert [shots(count) for count in range(1, 7)] == [0, 1, 1, 2, 2, 2]
+    assert shots_module.ONE_SHOT_MEMBERS == 3
+
+
+@given(st.integers(0, 10**9), members)
+def test_sent_bytes_are_the_formula(payload: int, count: int) -> None:
+    exact = Fraction(count - 1) if count <= 3 else Fraction(2 * (count - 1), count)
+    assert 0 <= sent_bytes(payload, count) - exact * payload < 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(numel=lengths, count=st.integers(4, 9))
+@settings(max_examples=20)
+def test_sent_bytes_are_the_mean_over_members_of_what_they_really_send(name: str, numel: int, count: int) -> None:
+    cargo = Cargo(Codec(name), numel)
+    with patch.object(cargo_module, "PART_BYTES", 100):
+        parts_in_all = cargo.part_count(count)
+    parts_bytes = [cargo.part_bytes(part, parts_in_all) for part in range(parts_in_all)]
+    sizes = [sum(parts_bytes[member::count]) for member in range(count)]
+    sent = [sum(sizes) - own + (count - 1) * own for own in sizes]  # the others' parts to them, the own mean to all
+    assert 0 <= sent_bytes(cargo.payload_bytes, count) - Fraction(sum(sent), count) < 1
+    received = [(count - 1) * own + sum(sizes) - own for own in sizes]
+    assert sum(received) == sum(sent)
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.0])
+def test_a_round_has_a_whole_number_of_members(count: int) -> None:
+    with pytest.raises(ConfigError, match="members must be a whole number of at least 1"):
+        shots(count)
+
+
+def test_a_payload_has_no_less_than_no_bytes() -> None:
+    with pytest.raises(ConfigError, match="payload_bytes must be a whole number of at least 0, got -1"):
+        sent_bytes(-1, 4)

@@ -1,0 +1,17 @@
+"""The bytes that the kernel counts on a line are those of docs/wire.md."""
+
+import pytest
+
+import wire
+from atoll.link.wire import CODECS
+from sites import available
+
+pytestmark = pytest.mark.skipif(available() is not None, reason=f"no network namespaces here: {available()}")
+
+
+@pytest.mark.parametrize("members", [2, 4])
+def test_a_round_puts_as_many_bytes_on_the_line_as_the_formula_says(members: int) -> None:
+    found = {row["codec"]: row["bytes_ratio"] for row in wire.measure(members, "10gbit", list(CODECS), 1_000_003, 1)}
+    assert found.keys() == CODECS.keys()
+    off = {codec: ratio for codec, ratio in found.items() if not 0.97 < ratio < 1.03}
+    assert not off, f"interface bytes over the formula: {off}"

@@ -1,0 +1,114 @@
+"""A message as bytes: what is sent arrives, and whatever else arrives is refused in words."""
+
+import math
+import struct
+import zlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from atoll.core.cargo import Cargo
+from atoll.core.codec import Codec
+from atoll.link import wire
+from atoll.link.base import Contribution, Member, RoundId
+from atoll.link.wire import CODECS, HEADER_BYTES, BadMessage, Envelope, Kind, seal, unseal
+
+CARGO = Cargo(Codec("int8"), 300)
+DUE = Envelope.whole(RoundId(12, 3), 2, CARGO)
+SENT = Contribution(Member(2, 0.75, 7, 2**63 + 5), CARGO.codec.encode(torch.linspace(-1, 1, 300)))
+
+
+def same(a: Contribution | None, b: Contribution | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.member == b.member and torch.equal(a.payload, b.payload)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("last", [False, True])
+def test_what_is_sealed_is_unsealed_for_every_codec_and_kind(name: str, last: bool) -> None:
+    cargo, at = Cargo(Codec(name), 300), RoundId(2**40, 2**15, last)
+    for due in (
+        Envelope.whole(at, 65_535, cargo),
+        Envelope.of_part(Kind.PART, at, 1, cargo, 3, 4),
+        Envelope.of_part(Kind.MEAN, at, 1, cargo, 0, 4),
+    ):
+        payload = torch.randint(0, 256, (due.length,), dtype=torch.uint8)
+        sent = Contribution(Member(due.sender, 1e18, 2**62, 2**64 - 1), payload)
+        assert same(unseal(seal(due, sent), due), sent)
+        assert unseal(seal(due, None), due) is None
+        assert seal(due, None).numel() == seal(due, sent).numel() == HEADER_BYTES + due.length
+
+
+def test_the_header_has_the_bytes_that_are_documented() -> None:
+    """The first of docs/wire.md: other programs may rely on them, and a change needs another version."""
+    message = seal(DUE, SENT)
+    header = message[:HEADER_BYTES].numpy().tobytes()
+    assert header[:4] == b"ATOL"
+    assert struct.unpack_from("<H", header, 4) == (wire.VERSION,)
+    assert struct.unpack_from("<Q", header, 8) == (12,)
+    assert header[-4:] == zlib.crc32(header[:-4]).to_bytes(4, "little")
+    assert len(header) == 64
+    assert torch.equal(message[HEADER_BYTES:], SENT.payload)
+
+
+def test_codecs_on_the_wire_have_different_numbers_and_all_formats_have_one() -> None:
+    assert len(set(CODECS.values())) == len(CODECS)
+    for name in CODECS:
+        Codec(name)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (replace(DUE, sender=1), "sent worker 1 where 2 was due"),
+        (replace(DUE, round_id=RoundId(13, 3)), "sent round step 13, fragment 3 where step 12, fragment 3 was due"),
+        (replace(DUE, round_id=RoundId(12, 4)), "sent round step 12, fragment 4 where"),
+        (replace(DUE, round_id=RoundId(12, 3, last=True)), "the last exchange where step 12, fragment 3 was due"),
+        (replace(DUE, kind=Kind.PART), "sent kind of message 1 where 0 was due"),
+        (replace(DUE, codec="int4"), "sent codec int4 where int8 was due"),
+        (replace(DUE, part=2), "sent part 2 where 0 was due"),
+    ],
+)
+def test_a_message_that_is_not_due_is_refused_with_the_difference(other: Envelope, told: str) -> None:
+    with pytest.raises(BadMessage, match=told):
+        unseal(seal(other, SENT), DUE)
+
+
+def test_another_length_than_is_due_is_refused() -> None:
+    longer = Envelope.whole(DUE.round_id, 2, Cargo(Codec("int8"), 301))
+    sent = Contribution(SENT.member, torch.zeros(longer.length, dtype=torch.uint8))
+    with pytest.raises(BadMessage, match=f"payload bytes {longer.length} where {DUE.length} was due"):
+        unseal(seal(longer, sent), DUE)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf, 1e19])
+def test_a_weight_that_cannot_be_is_refused(weight: float) -> None:
+    with pytest.raises(BadMessage, match="sent a weight of"):
+        unseal(seal(DUE, replace(SENT, member=replace(SENT.member, weight=weight))), DUE)
+
+
+def test_every_flipped_bit_is_noticed() -> None:
+    message = seal(DUE, SENT)
+    for byte in range(message.numel()):
+        for bit in (1, 128):
+            broken = message.clone()
+            broken[byte] ^= bit
+            with pytest.raises(BadMessage):
+                unseal(broken, DUE)
+
+
+def test_every_truncation_is_noticed() -> None:
+    message = seal(DUE, SENT)
+    for size in range(message.numel()):
+        with pytest.raises(BadMessage):
+            unseal(message[:size], DUE)
+
+
+def test_another_version_is_named_even_if_the_rest_of_its_header_is_different() -> None:
+    message = seal(DUE, SENT)
+    message[4:6] = torch.tensor([9, 0])
+    message[20:60] = 0
+    with pytest.raises(BadMessage, match=f"speaks version 9 of the wire format, this is {wire.VERSION}"):
+        unseal(message, DUE)
