@@ -274,15 +274,18 @@ def test_a_closed_link_and_a_second_loop_on_one_link_are_refused() -> None:
 
 def test_an_interrupt_stops_all_workers() -> None:
     script = """
-import signal, time, atoll
-signal.setitimer(signal.ITIMER_REAL, 1.0)
+import signal, time
+from atoll.core.cargo import Cargo
+from atoll.core.codec import Codec
+from atoll.link.base import RoundId
+from atoll.link.local import local, run_local
 signal.signal(signal.SIGALRM, signal.default_int_handler)
+signal.setitimer(signal.ITIMER_REAL, 1.0)
 def work(link):
-    cargo = atoll.core.cargo.Cargo(atoll.core.codec.Codec(), 6)
     for _ in range(2000):
         time.sleep(0.05)
-        link.open(atoll.link.base.RoundId(1, 0), None, cargo)
-atoll.run_local(work, atoll.local(2))
+        link.open(RoundId(1, 0), None, Cargo(Codec(), 6))
+run_local(work, local(2))
 """
     start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)

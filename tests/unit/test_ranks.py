@@ -1,5 +1,6 @@
 """Workers of several ranks: the same training as with one, whatever the ranks hold, and they stand or fall together."""
 
+import fcntl
 import json
 import os
 import random
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +72,25 @@ def _no_waiting_for_the_disk() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def one_at_a_time(file: Path) -> Iterator[None]:
+    """Processes of pytest-xdist share what takes long: the second waits for the first and finds it done."""
+    with file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ranks")
-    words = random.Random(0).choices(["reef", "lagoon", "islet", "tide", "surf", "sand"], k=6000)
-    (folder / "text").mkdir()
-    for number in range(12):
-        (folder / "text" / f"{number}.txt").write_text(" ".join(words[number * 500 : (number + 1) * 500]))
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "ranks"
+    folder.mkdir(exist_ok=True)
+    with one_at_a_time(folder / "lock"):
+        if not (folder / "text").exists():
+            (folder / "text").mkdir()
+            words = random.Random(0).choices(["reef", "lagoon", "islet", "tide", "surf", "sand"], k=6000)
+            for number in range(12):
+                (folder / "text" / f"{number}.txt").write_text(" ".join(words[number * 500 : (number + 1) * 500]))
     return folder
 
 
@@ -89,12 +103,21 @@ def settings(place: Path, name: str, changes: dict[str, Any]) -> RunConfig:
 @pytest.fixture(scope="module")
 def alone(place: Path) -> dict[str, Path]:
     """The runs with one rank a worker, all workers in this process."""
-    return {run: train(settings(place, f"{run}-alone", changes)) for run, changes in RUNS.items()}
+    with one_at_a_time(place / "lock"):
+        return {run: train(settings(place, f"{run}-alone", changes), resume=True) for run, changes in RUNS.items()}
 
 
 @pytest.fixture(scope="module")
 def became(place: Path, alone: dict[str, Path]) -> list[dict[str, str]]:
     """The same by 2 workers of 2 ranks, and what became of every case in each of the four processes."""
+    with one_at_a_time(place / "lock"):
+        if not (place / "3.json").exists():
+            launch(place)
+    return [json.loads((place / f"{rank}.json").read_text()) for rank in range(4)]
+
+
+def launch(place: Path) -> None:
+    """All cases in one torchrun: to start four processes takes longer than most of them."""
     cases = []
     for case, port in zip(CASES, free_ports(len(CASES)), strict=True):
         changes = {**RUNS[case.run], "train.parallel": case.kind}
@@ -110,7 +133,6 @@ def became(place: Path, alone: dict[str, Path]) -> list[dict[str, str]]:
     command = [*torchrun, str(free_ports(1)[0]), str(driver), str(place / "cases.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
-    return [json.loads((place / f"{rank}.json").read_text()) for rank in range(4)]
 
 
 def model_of(folder: Path) -> dict[str, Tensor]:
@@ -258,10 +280,10 @@ def test_launched_killed_and_resumed_is_the_same_run(place: Path, tmp_path: Path
     changes = {"train.parallel": kind, "train.steps": 100, "out": str(tmp_path)}
     for name in ("whole", "cut"):
         (tmp_path / f"{name}.toml").write_text(settings(place, name, changes).to_toml())
-    launch = [sys.executable, "-m", "atoll", "launch", "--ranks", "2"]
-    subprocess.run([*launch, str(tmp_path / "whole.toml")], check=True, capture_output=True, timeout=250)
+    command = [sys.executable, "-m", "atoll", "launch", "--ranks", "2"]
+    subprocess.run([*command, str(tmp_path / "whole.toml")], check=True, capture_output=True, timeout=250)
     with subprocess.Popen(
-        [*launch, str(tmp_path / "cut.toml")], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [*command, str(tmp_path / "cut.toml")], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
         last = tmp_path / "cut" / "worker-1" / "rank-1" / "checkpoints"
         until = time.monotonic() + 120
@@ -271,7 +293,7 @@ def test_launched_killed_and_resumed_is_the_same_run(place: Path, tmp_path: Path
         os.kill(rank_process(str(tmp_path / "cut.toml"), worker=1, rank=1), signal.SIGKILL)
         _, said = process.communicate(timeout=120)
     assert process.returncode == 1 and "worker 1 failed first" in said and "lost another rank" in said
-    subprocess.run([*launch, str(tmp_path / "cut.toml"), "--resume"], check=True, capture_output=True, timeout=250)
+    subprocess.run([*command, str(tmp_path / "cut.toml"), "--resume"], check=True, capture_output=True, timeout=250)
     for worker in ("worker-0", "worker-1"):
         assert bits(model_of(tmp_path / "cut" / worker)) == bits(model_of(tmp_path / "whole" / worker))
 

@@ -13,9 +13,9 @@ from atoll.core.codec import BLOCK, Codec
 from atoll.core.flat import pieces
 from atoll.core.outer import weighted_mean
 
-PART_BYTES = 1 << 17
+PART_BYTES = 1 << 16
 """Of the payload of a part, at least, where a member reduces several."""
-MOST_PARTS_EACH = 8
+MOST_PARTS_EACH = 16
 
 
 def parts(numel: int, count: int) -> list[slice]:

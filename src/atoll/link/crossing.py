@@ -1,8 +1,14 @@
-"""One round on its way between a worker and the others: in one shot or two, in a thread that waits."""
+"""One round on its way between a worker and the others: in one shot or two, in a thread that waits.
+
+Transfers that share a line fight for it, unfairly, and the last to end decides when the round does. So not all of it
+is sent at once. In one shot members take turns: in turn t, member m sends to m + t and receives from m - t, and the
+next turn begins when that is nearly there. In two shots, parts go in stripes, one part of every member each; while one
+is reduced and its means go out, the next is on its way.
+"""
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -13,6 +19,13 @@ from atoll.errors import LinkError
 from atoll.link.base import Contribution, Member, Passage, Round, RoundId
 from atoll.link.mail import Incoming, LostError, Mail, Outgoing
 from atoll.link.wire import Envelope, Kind, seal
+
+OVERLAP_BYTES = 1 << 20
+"""What may be missing of one turn when the next begins, so that no line falls silent for a latency."""
+
+
+STRIPES_AHEAD = 2
+"""How many stripes, one part of each member, are sent at most before one of them is reduced; the same reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +56,8 @@ class Crossing:
         self._ticket = ticket
         self._mail = mail
         self._worker, self._workers = worker, workers
-        self._peers = [peer for peer in range(workers) if peer != worker]
+        self._turns = [((worker + turn) % workers, (worker - turn) % workers) for turn in range(1, workers)]
+        self._peers = [receiver for receiver, _ in self._turns]
         self._tell = ended
         self._opened_s = time.perf_counter()
         self._incoming: list[Incoming] = []
@@ -108,49 +122,56 @@ class Crossing:
     def _one_shot(self) -> Round:
         """Everybody's payload to everybody."""
         at, mine, cargo = self.round_id, self._ticket.mine, self._ticket.cargo
-        due = [self._expect(Envelope.whole(at, peer, cargo)) for peer in self._peers]
+        due = {peer: self._expect(Envelope.whole(at, peer, cargo)) for peer in self._peers}
         if self._peers:
-            self._send(seal(Envelope.whole(at, self._worker, cargo), mine), self._peers)
-        there = self._arrived(mine, due)
+            message = seal(Envelope.whole(at, self._worker, cargo), mine)
+            for receiver, sender in self._turns:
+                self._send(message, receiver)
+                self._nearly(due[sender])
+        there = self._arrived(mine, due.values())
         return Round(at, tuple(c.member for c in there), tuple(c.payload for c in there))
 
     def _two_shots(self) -> Round:
         """Everybody's parts to whoever reduces them; the mean of each part to everybody."""
         at, cargo, me, members = self.round_id, self._ticket.cargo, self._worker, self._workers
         count = cargo.part_count(members)
+        own = range(me, count, members)
         parts = {
             part: [self._expect(Envelope.of_part(Kind.PART, at, peer, cargo, part, count)) for peer in self._peers]
-            for part in range(me, count, members)
+            for part in own
         }
-        means = [
-            self._expect(Envelope.of_part(Kind.MEAN, at, part % members, cargo, part, count), shot=1)
+        means = {
+            part: self._expect(Envelope.of_part(Kind.MEAN, at, part % members, cargo, part, count), shot=1)
             for part in range(count)
-            if part % members != me
-        ]
+            if part not in own
+        }
         cuts = self._cuts(count)
-        for part in range(count):
-            if part % members != me:
-                message = seal(Envelope.of_part(Kind.PART, at, me, cargo, part, count), cuts[part])
-                self._send(message, [part % members])
         reduced: dict[int, Contribution | None] = {}
         who: tuple[Member, ...] = ()
-        for part, due in parts.items():
-            there = self._arrived(cuts[part], due)
-            who = tuple(c.member for c in there)
-            reduced[part] = self._reduced(part, count, there)
-            self._send(
-                seal(Envelope.of_part(Kind.MEAN, at, me, cargo, part, count), reduced[part]), self._peers, shot=1
-            )
-        reduced |= {incoming.envelope.part: self._take(incoming) for incoming in means}
-        if not who:
-            return Round(at, (), ())
+        for stripe in range(0, count + (STRIPES_AHEAD - 1) * members, members):
+            for receiver in self._peers if stripe < count else ():
+                part = stripe + receiver
+                self._send(seal(Envelope.of_part(Kind.PART, at, me, cargo, part, count), cuts[part]), receiver)
+            part = stripe - (STRIPES_AHEAD - 1) * members + me
+            if part >= 0:
+                there = self._arrived(cuts[part], parts[part])
+                who = tuple(c.member for c in there)
+                reduced[part] = self._reduced(part, count, there)
+                message = seal(Envelope.of_part(Kind.MEAN, at, me, cargo, part, count), reduced[part])
+                for receiver in self._peers:
+                    self._send(message, receiver, shot=1)
+        reduced |= {part: self._take(incoming) for part, incoming in means.items()}
+        return Round(at, who, (), self._joined(reduced)) if who else Round(at, (), ())
+
+    def _joined(self, reduced: Mapping[int, Contribution | None]) -> Tensor:
+        """The encoded mean of the whole vector from those of its parts."""
         payloads = []
-        for part in range(count):
+        for part in range(len(reduced)):
             mean = reduced[part]
             if mean is None:
-                raise LostError(part % members, "sent no mean, though there are members to take it of")
+                raise LostError(part % self._workers, "sent no mean, though there are members to take it of")
             payloads.append(mean.payload)
-        return Round(at, who, (), cargo.joined(payloads))
+        return self._ticket.cargo.joined(payloads)
 
     def _reduced(self, part: int, count: int, there: list[Contribution]) -> Contribution | None:
         """The mean of one part, if anybody has put something in."""
@@ -168,7 +189,7 @@ class Crossing:
         payload = mine.payload.cpu()
         return {part: Contribution(mine.member, cargo.cut(payload, part, count)) for part in range(count)}
 
-    def _arrived(self, mine: Contribution | None, due: list[Incoming]) -> list[Contribution]:
+    def _arrived(self, mine: Contribution | None, due: Iterable[Incoming]) -> list[Contribution]:
         """What everybody put in, in worker order."""
         all_of_it = [mine, *(self._take(incoming) for incoming in due)]
         return sorted((c for c in all_of_it if c is not None), key=lambda c: c.member.worker)
@@ -182,7 +203,12 @@ class Crossing:
         self._missing = self._late(incoming.envelope.sender, "did not send its part")
         return incoming.wait()
 
-    def _send(self, message: Tensor, receivers: Sequence[int], shot: int = 0) -> None:
-        for receiver in receivers:
-            self._outgoing.append(self._mail.send(message, receiver, self._ticket.tag + shot))
-            self._sent += message.numel()
+    def _nearly(self, incoming: Incoming) -> None:
+        """Wait for a message until only a little of it is missing."""
+        self._missing = self._late(incoming.envelope.sender, "did not send its part")
+        while incoming.left_bytes > OVERLAP_BYTES:
+            incoming.advance()
+
+    def _send(self, message: Tensor, receiver: int, shot: int = 0) -> None:
+        self._outgoing.append(self._mail.send(message, receiver, self._ticket.tag + shot))
+        self._sent += message.numel()

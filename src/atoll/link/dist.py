@@ -127,10 +127,14 @@ class DistLink:
         return self._meeting
 
     def gather(self, key: str, value: Any) -> dict[Seat, Any]:
-        """What every process of the run says under a key, JSON; waits for all of them."""
+        """What every process of the run says under a key, JSON of the same type as one's own; waits for all of them."""
         meeting = self.meeting()
         meeting.tell(key, value)
-        return dict(meeting.hear(key, self.seat.all()))
+        said = dict(meeting.hear(key, self.seat.all()))
+        for seat, theirs in said.items():
+            if type(theirs) is not type(value):
+                raise LinkError(f"{self._address}: {seat} left something under {key!r} that cannot be read")
+        return {seat: said[seat] for seat in self.seat.all()}
 
     def join(self, terms: Mapping[str, str], weight: float) -> None:
         """Say what all must agree on; LinkError names the first difference to another worker."""
@@ -263,18 +267,20 @@ class DistLink:
                 return
             self._closed = True  # from here on, a connection that closes is no failure
             meeting, mail, failed = self._meeting, self._mail, self._blamed
-        if meeting is not None and not failed:
-            if reason is not None:
-                meeting.tell_at_last("failure", Report(self.worker, f"left: {reason}", self._now())._asdict())
-            elif mail is not None:
-                self._meet_at_the_end(meeting)
-        self._meeting = self._mail = None  # and with them the port
-        for crossing in list(self._flying):
-            crossing.give_up(LinkError(f"{crossing.round_id}: the link of {self.seat} was closed"))
-        if mail is not None:
-            mail.end()
-        if meeting is not None:
-            meeting.leave()
+        try:
+            if meeting is not None and not failed:
+                if reason is not None:
+                    meeting.tell_at_last("failure", Report(self.worker, f"left: {reason}", self._now())._asdict())
+                elif mail is not None:
+                    self._meet_at_the_end(meeting)
+        finally:  # also if Ctrl-C ends the waiting
+            self._meeting = self._mail = None  # and with them the port
+            for crossing in list(self._flying):
+                crossing.give_up(LinkError(f"{crossing.round_id}: the link of {self.seat} was closed"))
+            if mail is not None:
+                mail.end()
+            if meeting is not None:
+                meeting.leave()
 
     def _meet_at_the_end(self, meeting: Meeting) -> None:
         meeting.tell_at_last("end", True)

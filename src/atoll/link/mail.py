@@ -5,6 +5,7 @@ one that is posted late waits behind it, and the two directions take turns.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,19 +42,30 @@ class LostError(Exception):
         return cls(worker, "closed its connection", closed=True)
 
 
-@dataclass(frozen=True, slots=True)
 class Incoming:
-    """A message that is due."""
+    """A message that is due, chunk by chunk."""
 
-    envelope: Envelope
-    buffer: Tensor
-    works: tuple[Any, ...]
+    def __init__(self, envelope: Envelope, buffer: Tensor, works: Iterable[Any]) -> None:
+        self.envelope = envelope
+        self._buffer = buffer
+        self._works = deque(works)  # gloo waits for ever when it is asked twice about the same one
+        self._chunks = len(self._works)
+
+    @property
+    def left_bytes(self) -> int:
+        """What has not been waited for; the last chunk may be smaller than the others."""
+        return max(0, self.envelope.message_bytes - (self._chunks - len(self._works)) * CHUNK_BYTES)
+
+    def advance(self) -> None:
+        """Wait for the next chunk."""
+        _settle(self.envelope.sender, [self._works.popleft()])
 
     def wait(self) -> Contribution | None:
         """What it brings, or None if its sender had nothing."""
-        _settle(self.envelope.sender, self.works)
+        while self._works:
+            self.advance()
         try:
-            return unseal(self.buffer[: self.envelope.message_bytes], self.envelope)
+            return unseal(self._buffer[: self.envelope.message_bytes], self.envelope)
         except BadMessage as bad:
             raise LostError(self.envelope.sender, str(bad)) from bad
 
@@ -97,7 +109,7 @@ class Mail:
         """Post the receives of a message."""
         chunks = -(-envelope.message_bytes // CHUNK_BYTES)
         buffer = torch.empty(chunks * CHUNK_BYTES, dtype=torch.uint8)
-        works = tuple(self._expect(chunk, envelope.sender, tag) for chunk in buffer.split(CHUNK_BYTES))
+        works = [self._expect(chunk, envelope.sender, tag) for chunk in buffer.split(CHUNK_BYTES)]
         return Incoming(envelope, buffer, works)
 
     def send(self, message: Tensor, receiver: int, tag: int) -> Outgoing:

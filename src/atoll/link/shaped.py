@@ -272,8 +272,9 @@ class _Pending:
     def _received(self, completed: Round, members: int) -> int:
         """Bytes that the others put on their lines for this worker, headers aside."""
         size = self.cargo.payload_bytes
-        if completed.reduced is not None:
-            return sent_bytes(size, members)
+        if completed.reduced is not None:  # who was absent hears the mean alone
+            absent = self.link.worker not in self.link.weights(self.round_id.step)
+            return size if absent else sent_bytes(size, members)
         return size * sum(member.worker != self.link.worker for member in completed.members)
 
 

@@ -138,7 +138,7 @@ def step_to_resume(team: Team, link: DistLink | None, steps: Sequence[int]) -> i
 def common_step(link: DistLink, steps: Sequence[int]) -> int | None:
     """The newest checkpoint that every process of the run has, given those of this one; None before the first."""
     everyone = link.gather("checkpoints", list(steps))
-    shared = set.intersection(*({int(step) for step in theirs} for theirs in everyone.values()))
+    shared = set.intersection(*({step for step in theirs if type(step) is int} for theirs in everyone.values()))
     if shared:
         return max(shared)
     if any(everyone.values()):

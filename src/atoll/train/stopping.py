@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from atoll.errors import LinkError
 from atoll.link.dist import DistLink
 from atoll.train.team import Team
 
@@ -85,8 +86,13 @@ class Stop:
         self._has_told = True
         link, after = self._link, self._steps() + 1  # one that has just begun is not counted yet
         assert link is not None
+
+        def tell() -> None:
+            with suppress(LinkError):  # it may have left already
+                link.meeting().tell_at_last("stop", after)
+
         # In a thread: this is a signal handler, and the store may be far away.
-        threading.Thread(target=lambda: link.meeting().tell_at_last("stop", after), daemon=True).start()
+        threading.Thread(target=tell, daemon=True).start()
 
     def due(self) -> bool:
         """Whether to stop now, between two steps."""

@@ -296,9 +296,9 @@ def _sharded(model: Model, mesh: DeviceMesh) -> nn.Module:
 @contextmanager
 def team_of(config: RunConfig, seat: Seat | None) -> Iterator[Team]:
     """The ranks of this process's worker, connected: torch's default process group is theirs meanwhile."""
-    on_gpu = _on_gpu(config) and seat is not None and "LOCAL_RANK" in os.environ
-    if on_gpu:
-        _take_gpu(config, seat)
+    on_gpu = _on_gpu(config) and "LOCAL_RANK" in os.environ
+    if on_gpu and seat is not None:
+        _take_gpu(config, seat.ranks)
     if seat is None or seat.ranks == 1:
         yield Team()
         return
@@ -343,10 +343,9 @@ def _on_gpu(config: RunConfig) -> bool:
     return config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
 
 
-def _take_gpu(config: RunConfig, seat: Seat | None) -> None:
+def _take_gpu(config: RunConfig, ranks: int) -> None:
     """Let "cuda" mean this process's own GPU among those that torchrun's processes on this machine share."""
     found, local = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
-    ranks = 1 if seat is None else seat.ranks
     if ranks > 1 and (config.device not in ("auto", "cuda") or local >= found):
         problem = f"and this machine has {found} GPUs for {os.environ.get('LOCAL_WORLD_SIZE')} ranks"
         raise ConfigError(
