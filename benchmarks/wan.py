@@ -318,7 +318,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", type=int, default=[20, 100], help="Mbit/s")
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--period", type=int, default=24, help="a multiple of torchft's 3 fragments")
-    parser.add_argument("--periods", type=int, default=2, help="on the clock, after one of warm-up")
+    parser.add_argument("--periods", type=int, default=1, help="on the clock, after one of warm-up")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of wan.json and wan.png")
     parser.add_argument("--fresh", action="store_true", help="forget results that are there")
     parser.add_argument("--table", action="store_true", help="run nothing, print what is there")

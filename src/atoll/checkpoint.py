@@ -111,6 +111,20 @@ def steps(root: Path | str) -> tuple[int, ...]:
     return tuple(sorted({_step_of(folder) for folder in found if _looks_whole(folder)}))
 
 
+def drop_after(root: Path | str, step: int) -> None:
+    """Delete the checkpoints under `root` of steps after `step`."""
+    root = Path(root)
+    if not root.exists():
+        return
+    try:
+        with _only_saver(root):
+            for folder in _step_folders(root):
+                if _step_of(folder) > step:
+                    _discard(folder)
+    except OSError as fault:
+        raise CheckpointError(f"checkpoints after step {step} cannot be deleted under {root}: {fault}") from fault
+
+
 def rng_state() -> dict[str, Any]:
     """Where the global randomness of torch (CPU, and CUDA once it is in use), Python and NumPy stands."""
     name, key, *rest = np.random.get_state()

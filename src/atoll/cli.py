@@ -247,6 +247,10 @@ def train(
         if not (run / RUN).is_file():
             raise ConfigError(f"{run}: is not the folder of a run: it has no {RUN}")
         folder = run.resolve()  # the file may say "runs", seen from elsewhere
+        if worker is not None:
+            if folder.name != (called := worker_folder(worker)):
+                raise ConfigError(f"{run}: is not the folder of worker {worker}, which is called {called}")
+            folder = folder.parent
         file, settings = run / RUN, settings | {"out": str(folder.parent), "name": folder.name}
     config = load(file, changes or ()).changed(**{key: value for key, value in settings.items() if value is not None})
 
@@ -259,7 +263,9 @@ def train(
         done = train_run(config, worker=worker, resume=resume)
     except KeyboardInterrupt:  # while preparing, or the second one: training itself saves on the first
         if (place / RUN).exists():
-            raise KeyboardInterrupt(f"interrupted; continue with: atoll train {quote(str(place))} --resume") from None
+            which = "" if worker is None else f" --worker {worker}"
+            again = f"atoll train {quote(str(place))}{which} --resume"
+            raise KeyboardInterrupt(f"interrupted; continue with: {again}") from None
         raise KeyboardInterrupt("stopped before training began; the same command begins again") from None
     if not done.name.startswith("rank-"):  # the first rank of a worker speaks for all
         typer.echo(f"the run is in {done}; to look at it: atoll report {done}, atoll sample {done}")

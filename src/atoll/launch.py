@@ -65,7 +65,7 @@ def launch(options: Options) -> Path:
         outcome = supervise(jobs)
     if outcome.failed:
         raise _failure(outcome.failed)
-    if outcome.interrupted:
+    if outcome.interrupted and any(one.status for one in outcome.ended):  # not if they were done anyway
         _warn_of_unsaved(outcome.ended, options.ranks)
         raise KeyboardInterrupt(f"stopped; continue with: {shlex.join(again(options, config))}")
     return place

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atoll.core import cargo as cargo_module
 from atoll.core import shots as shots_module
-from atoll.core.cargo import MOST_PARTS_EACH, PART_BYTES, Cargo, parts
+from atoll.core.cargo import MOST_PARTS_EACH, PART_BYTES, Cargo, part_of
 from atoll.core.codec import BLOCK, Codec
 from atoll.core.flat import PIECE
 from atoll.core.outer import weighted_mean
@@ -29,6 +29,10 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 lengths = st.integers(0, 9 * BLOCK + 5) | st.sampled_from([0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK])
 members = st.integers(1, 9)
+
+
+def parts(numel: int, count: int) -> list[slice]:
+    return [part_of(numel, part, count) for part in range(count)]
 
 
 def gaussian(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

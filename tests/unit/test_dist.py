@@ -609,7 +609,7 @@ def test_what_listens_there_is_something_else(something_else: int, tmp_path: Pat
 def read_garbage(me: Me, key: str, text: str) -> None:
     link = me.link()
     if me.worker == 1:
-        link.meeting()._store.set(f"{key}/worker 1", text)
+        link.meeting()._store.set(f"{key}/1.0", text)
         me.hear()
     link.join({"period": "5"}, 1.0)
 

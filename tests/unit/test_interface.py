@@ -9,6 +9,7 @@ from sites import available
 pytestmark = pytest.mark.skipif(available() is not None, reason=f"no network namespaces here: {available()}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("members", [2, 4])
 def test_a_round_puts_as_many_bytes_on_the_line_as_the_formula_says(members: int) -> None:
     found = {row["codec"]: row["bytes_ratio"] for row in wire.measure(members, "10gbit", list(CODECS), 1_000_003, 1)}

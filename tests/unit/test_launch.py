@@ -583,6 +583,7 @@ def real_run(folder: Path, steps: int) -> list[str]:
     return [sys.executable, "-m", "atoll", "launch", str(file), "--out", str(folder / "runs")]
 
 
+@pytest.mark.slow
 def test_two_real_workers_train_to_the_end(tmp_path: Path) -> None:
     done = subprocess.run([*real_run(tmp_path, 10), "--workers", "2"], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -593,6 +594,7 @@ def test_two_real_workers_train_to_the_end(tmp_path: Path) -> None:
         assert f"worker {worker} | " in done.stdout and "10" in (folder / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_two_real_workers_are_stopped_and_resumed(tmp_path: Path) -> None:
     line = real_run(tmp_path, 400)
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)

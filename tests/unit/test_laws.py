@@ -9,6 +9,7 @@ from torch import Tensor
 
 from atoll import Crew, DataParallel, DiLoCo, Eager, Nesterov, OuterLoop, Streaming, Sync
 from atoll.core import shots
+from atoll.core.cargo import MOST_PARTS_EACH
 from atoll.core.codec import BLOCK, Codec
 from atoll.core.outer import SGD, Blend, EagerMerge, Momentum
 from atoll.link.base import RoundId
@@ -146,10 +147,10 @@ def test_no_payload_and_no_part_of_a_mean_share_their_noise(monkeypatch: pytest.
 
     monkeypatch.setattr(Codec, "encode", watched)
     monkeypatch.setattr("atoll.core.cargo.PART_BYTES", 1)  # as many parts as there can be
-    problem = Problem(sizes=(BLOCK, 2 * BLOCK, 99), workers=4, dtype=torch.float32)
+    problem = Problem(sizes=(BLOCK, 2 * BLOCK, 199), workers=4, dtype=torch.float32)
     loops = problem.loops(Streaming(period=3, fragments=by_part(3), codec=Codec("int4", stochastic=True)))
     train(loops, 30, 0.1)
-    assert len(set(seeds)) == len(seeds) == 28 * 4 + 27 * 4 * 8  # the last round is still under way
+    assert len(set(seeds)) == len(seeds) == 28 * 4 + 27 * 4 * MOST_PARTS_EACH  # the last round is still under way
 
 
 @pytest.mark.parametrize("merge", [Blend(0.0), EagerMerge()])

@@ -79,7 +79,7 @@ def test_who_has_left_is_not_waited_for() -> None:
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "nonsense"])
 def test_what_is_no_json_is_refused_with_its_name(text: str) -> None:
     with meetings(2) as there:
-        there[1]._store.set("greeting/worker 1", text)
+        there[1]._store.set("greeting/1.0", text)
         with pytest.raises(LinkError, match="worker 1 left something under 'greeting' that is no JSON"):
             list(there[0].hear("greeting", [Seat(1, 2)]))
         assert there[0].heard("greeting", Seat(1, 2)) is None

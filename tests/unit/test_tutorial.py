@@ -36,6 +36,7 @@ def start(site: Site, folder: Path, line: str) -> "subprocess.Popen[str]":
     )
 
 
+@pytest.mark.slow
 def test_two_machines_from_nothing_to_a_finished_run(tmp_path: Path) -> None:
     first, second, sample, report, again = COMMANDS
     with Sites(count=2, rate="100mbit") as sites:

@@ -18,11 +18,11 @@ PART_BYTES = 1 << 16
 MOST_PARTS_EACH = 16
 
 
-def parts(numel: int, count: int) -> list[slice]:
-    """A vector [numel] in `count` parts: whole blocks, as equal as can be; some may be empty."""
+def part_of(numel: int, part: int, count: int) -> slice:
+    """One of `count` parts of a vector [numel]: whole blocks, as equal as can be; some may be empty."""
     blocks = -(-numel // BLOCK)
-    ends = [min(numel, BLOCK * (blocks * (part + 1) // count)) for part in range(count)]
-    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    start, end = (min(numel, BLOCK * (blocks * edge // count)) for edge in (part, part + 1))
+    return slice(start, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +51,16 @@ class Cargo:
 
     def part_bytes(self, part: int, count: int) -> int:
         """Of a payload's part, and of the mean of such parts."""
-        cut = parts(self.numel, count)[part]
+        cut = part_of(self.numel, part, count)
         return self.codec.payload_bytes(cut.stop - cut.start)
 
     def cut(self, payload: Tensor, part: int, count: int) -> Tensor:
         """The payload of one part of the vector."""
-        return self.codec.cut(payload, self.numel, parts(self.numel, count)[part])
+        return self.codec.cut(payload, self.numel, part_of(self.numel, part, count))
 
     def reduced(self, payloads: Sequence[Tensor], weights: Sequence[float], part: int, count: int) -> Tensor:
         """The encoded mean of the members' payloads of one part, summed in the order given."""
-        cut = parts(self.numel, count)[part]
+        cut = part_of(self.numel, part, count)
         size = cut.stop - cut.start
         mean = torch.empty(size, dtype=self.dtype, device=payloads[0].device)
         for piece in pieces(size):
@@ -70,7 +70,8 @@ class Cargo:
 
     def joined(self, reduced: Sequence[Tensor]) -> Tensor:
         """The payload of the whole vector from those of all its parts, in order."""
-        return self.codec.joined(reduced, [cut.stop - cut.start for cut in parts(self.numel, len(reduced))])
+        cuts = [part_of(self.numel, part, len(reduced)) for part in range(len(reduced))]
+        return self.codec.joined(reduced, [cut.stop - cut.start for cut in cuts])
 
     def mean_of(self, payloads: Sequence[Tensor], weights: Sequence[float], members: int) -> Tensor:
         """The encoded mean of whole payloads, as `members` would reduce it between them."""

@@ -110,8 +110,8 @@ class Crossing:
         self._over.set()
 
     def _run_out(self) -> None:
-        if self._missing is not None:
-            self._tell(self, self._missing)
+        if (missing := self._missing) is not None:
+            self._tell(self, missing)
 
     def _late(self, worker: int, what: str) -> LostError:
         how = "it was stopped or cut off, or the link is too slow for this round"

@@ -14,8 +14,9 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from itertools import count
 from typing import Any, Self
 
 from torch import distributed
@@ -30,6 +31,7 @@ from atoll.link.meeting import Meeting, Seat, in_time, open_store, parse_address
 from atoll.link.wire import VERSION
 from atoll.version import __version__
 
+_calls = count()  # of torchrun_address: all processes count alike, and each link has an address of its own
 _HEARSAY_S = 1.0  # for the reports of the others, which notice at once what one of them has noticed
 
 
@@ -77,7 +79,7 @@ def torchrun_address(join_s: float) -> str:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return f"{host}:{port}"
     # The port belongs to torchrun's own store: through it, worker 0 tells which other one it has found free.
-    key = f"atoll/address/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    key = f"atoll/address/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_calls)}"
     store = open_store(host, port, join_s, is_master=False)
     if first:
         store.set(key, f"{host}:{_free_port(host)}")
@@ -126,15 +128,18 @@ class DistLink:
             _met.add(self)
         return self._meeting
 
-    def gather(self, key: str, value: Any) -> dict[Seat, Any]:
-        """What every process of the run says under a key, JSON of the same type as one's own; waits for all of them."""
+    def hear(self, key: str, value: Any) -> Iterator[tuple[Seat, Any]]:
+        """What every process of the run says under a key, as they come, JSON of the type of `value`, which this says."""
         meeting = self.meeting()
         meeting.tell(key, value)
-        said = dict(meeting.hear(key, self.seat.all()))
-        for seat, theirs in said.items():
-            if type(theirs) is not type(value):
+        for seat, said in meeting.hear(key, self.seat.all()):
+            if type(said) is not type(value):
                 raise LinkError(f"{self._address}: {seat} left something under {key!r} that cannot be read")
-        return {seat: said[seat] for seat in self.seat.all()}
+            yield seat, said
+
+    def gather(self, key: str, value: Any) -> dict[Seat, Any]:
+        """What every process of the run says under a key, in worker order; waits for all of them."""
+        return dict(sorted(self.hear(key, value), key=lambda said: (said[0].worker, said[0].rank)))
 
     def join(self, terms: Mapping[str, str], weight: float) -> None:
         """Say what all must agree on; LinkError names the first difference to another worker."""
@@ -154,8 +159,12 @@ class DistLink:
         self._weights = dict(sorted(self._weights.items()))
         others = [worker for worker in range(self.workers) if worker != self.worker]
         lost = weakref.WeakMethod(self._lost)  # a link that is dropped must not live on in its own threads
-        self._mail = Mail(self._group(meeting), others, lambda fault: (tell := lost()) and tell(fault))
+        self._mail = Mail(self._group(meeting), others)
         weakref.finalize(self, self._mail.end).atexit = False  # there, _close_all does it
+        try:
+            self._mail.watch(lambda fault: (tell := lost()) and tell(fault))
+        except LostError as fault:
+            raise LinkError(f"before the first round: worker {fault.worker} {fault}") from fault
 
     def _group(self, meeting: Meeting) -> Any:
         gloo: Any = distributed.ProcessGroupGloo
@@ -224,11 +233,10 @@ class DistLink:
 
     def _fail(self, fault: Exception, now: str) -> None:
         with self._lock:
-            consequence = self._blamed or self._closed
-            self._blamed = True
             meeting, mail = self._meeting, self._mail
-        if consequence or meeting is None or mail is None:
-            return
+            if self._blamed or self._closed or meeting is None or mail is None:  # a consequence
+                return
+            self._blamed = True
         if isinstance(fault, LostError):
             report = Report(fault.worker, str(fault), now, fault.closed)
         else:

@@ -91,16 +91,16 @@ def _settle(worker: int, works: Iterable[Any]) -> None:
 
 
 class Mail:
-    """Messages to and from the others through one process group; `tag` tells those of different rounds apart.
+    """Messages to and from the others through one process group; `tag` tells those of different rounds apart."""
 
-    `lost` is told when a connection closes, also between rounds.
-    """
-
-    def __init__(self, group: Any, peers: Sequence[int], lost: Callable[[LostError], None]) -> None:
+    def __init__(self, group: Any, peers: Sequence[int]) -> None:
         self._group = group
         self._peers = peers
         self._threads: list[threading.Thread] = []
-        for peer in peers:
+
+    def watch(self, lost: Callable[[LostError], None]) -> None:
+        """Let `lost` be told when a connection closes, also between rounds."""
+        for peer in self._peers:
             # Nothing is ever sent there, so it ends with the connection; gloo tells nobody who waits for nothing.
             watch = self._expect(torch.empty(1, dtype=torch.uint8), peer, TAGS)
             self.start(_watch, peer, watch, lost)

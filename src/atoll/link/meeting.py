@@ -49,6 +49,11 @@ class Seat:
         return f"worker {self.worker}" if self.ranks == 1 else f"worker {self.worker} rank {self.rank}"
 
     @property
+    def key(self) -> str:
+        """What it is called in the store, the same whatever the others think of its ranks."""
+        return f"{self.worker}.{self.rank}"
+
+    @property
     def hosts(self) -> bool:
         """Whether this process keeps the store."""
         return self.worker == 0 and self.rank == 0
@@ -83,7 +88,7 @@ class Meeting:
         self._answers = True
         host, port = parse_address(address)
         self._store = self._host(host, port) if seat.hosts else self._visit(host, port)
-        if self._ask(lambda: self._store.add(f"seat/{seat}", 1), join_s) > 1:
+        if self._ask(lambda: self._store.add(f"seat/{seat.key}", 1), join_s) > 1:
             raise LinkError(
                 f"{seat} is at {address} already: another run uses this address, or this worker was started twice"
             )
@@ -144,8 +149,9 @@ class Meeting:
 
     def _is_ending(self, store: Any) -> bool:
         """Whether this is what is left of a run before, so that one can follow another at the same address."""
-        gone = [f"left/{seat}" for seat in (self.seat, replace(self.seat, worker=0, rank=0))]
-        return bool(store.check([f"seat/{self.seat}"])) and any(store.check([name]) for name in gone)
+        host = replace(self.seat, worker=0, rank=0)
+        gone = [f"left/{self.seat.key}", f"left/{host.key}", f"failure/{host.key}"]
+        return bool(store.check([f"seat/{self.seat.key}"])) and any(store.check([name]) for name in gone)
 
     # ------------------------------------------------------------------ talking
 
@@ -190,7 +196,7 @@ class Meeting:
         """What some have left, of those that have."""
 
         def look() -> dict[Seat, bytes]:
-            names = {seat: f"{key}/{seat}" for seat in seats}
+            names = {seat: f"{key}/{seat.key}" for seat in seats}
             return {seat: self._store.get(name) for seat, name in names.items() if self._store.check([name])}
 
         found: dict[Seat, Any] = {}
@@ -202,7 +208,7 @@ class Meeting:
         return found
 
     def _set(self, key: str, value: Any) -> None:
-        name = f"{key}/{self.seat}"
+        name = f"{key}/{self.seat.key}"
         self._store.set(name, json.dumps(value))
         self._store.check([name])  # nothing comes back from set(): it goes well into a cable that is cut
 
@@ -234,7 +240,7 @@ class Meeting:
         until = time.monotonic() + _LINGER_S
         others = [seat for seat in self.seat.all() if seat != self.seat]  # also those that are yet to be refused
         while others and time.monotonic() < until:
-            others = [seat for seat in others if not self._store.check([f"left/{seat}"])]
+            others = [seat for seat in others if not self._store.check([f"left/{seat.key}"])]
             time.sleep(_POLL_S)
 
 

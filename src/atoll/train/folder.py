@@ -1,6 +1,7 @@
 """The folder of one run, and all that keeps a resumed run the same run: its settings, its text, its checkpoints."""
 
 import json
+import math
 import platform
 import shlex
 import shutil
@@ -49,6 +50,7 @@ class RunFolder:
 
     def __init__(self, config: RunConfig, seat: Seat | None = None) -> None:
         self.path = Path(config.out).expanduser() / config.name
+        self._drifts = seat is not None and seat.workers > 1
         if seat is not None:
             self.path /= worker_folder(seat.worker)
             if seat.rank:
@@ -172,7 +174,15 @@ class RunFolder:
         """Write a checkpoint; `metrics` is the length of the metrics file, all on disk."""
         config = trainer.config
         state = Saved(trainer.state_dict(), metrics, config.to_toml(), data.folder.name)
-        checkpoint.save(self.path / CHECKPOINTS, trainer.steps, state._asdict(), keep=config.train.keep)
+        checkpoint.save(self.path / CHECKPOINTS, trainer.steps, state._asdict(), keep=self._kept(config))
+
+    def _kept(self, config: RunConfig) -> int:
+        """How many checkpoints to keep: so many that the slowest worker's newest is among the fastest one's."""
+        if not self._drifts or config.sync.method == "data-parallel":
+            return config.train.keep
+        assert config.train.save_every is not None  # resolved
+        ahead = 2 * config.sync.period  # steps that a worker can be ahead: a round waits for all at the latest then
+        return max(config.train.keep, 1 + math.ceil(ahead / config.train.save_every))
 
     def export(self, trainer: Trainer, data: TokenData, name: str) -> None:
         """Write the outer parameters as a model of its own, in place of one that is there; one rank does, all ask."""
@@ -180,6 +190,10 @@ class RunFolder:
             tensors = trainer.team.tensors(model)
             if trainer.team.leads:
                 export(model, data.tokenizer, self.path / name, tensors)
+
+    def forget_after(self, step: int) -> None:
+        """Delete checkpoints of later steps: resumed from an earlier one, the run makes those steps again."""
+        checkpoint.drop_after(self.path / CHECKPOINTS, step)
 
     def load(self, trainer: Trainer, saved: Saved) -> None:
         """Bring a trainer to where a checkpoint was written."""

@@ -11,7 +11,7 @@ import torch
 from atoll.config import RunConfig
 from atoll.errors import ConfigError
 from atoll.events import Jsonl, Resumed, Saved, Sink, read
-from atoll.layout import BEST, CHECKPOINTS, METRICS, MODEL, RUN
+from atoll.layout import BEST, CHECKPOINTS, METRICS, MODEL, RUN, worker_folder
 from atoll.link.base import Link
 from atoll.link.meeting import Seat
 from atoll.metrics import Metrics, TensorBoard, Trackio, WandB
@@ -20,7 +20,14 @@ from atoll.train.batches import Batches, HeldOut, held_out
 from atoll.train.folder import RunFolder
 from atoll.train.model import Decoder
 from atoll.train.recipe import device_of, resolve
-from atoll.train.site import agree_on_data, agree_on_settings, links_of, seat_of, step_to_resume
+from atoll.train.site import (
+    agree_on_data,
+    agree_on_settings,
+    links_of,
+    meet_at_the_end,
+    seat_of,
+    step_to_resume,
+)
 from atoll.train.stopping import Stop, Stopped, interruptible
 from atoll.train.team import Model, Team, team_of
 from atoll.train.tokens import TokenData
@@ -41,7 +48,7 @@ def train(config: RunConfig, *, worker: int | None = None, resume: bool = False)
 
 
 def _train(config: RunConfig, seat: Seat | None, team: Team, resume: bool) -> Path:
-    folder = RunFolder(config, seat)
+    folder, given = RunFolder(config, seat), config
     if folder.begun:
         if not resume:
             raise ConfigError(
@@ -65,7 +72,7 @@ def _train(config: RunConfig, seat: Seat | None, team: Team, resume: bool) -> Pa
         links, mate = links_of(config, seat, team)
         stack.enter_context(_leaving(links))
         stack.enter_context(team.guarded())
-        team.settle(lambda: agree_on_settings(mate, config))
+        team.settle(lambda: agree_on_settings(mate, given))  # not as begun: where nothing has, much is left out
         data = prepare(config)
         model, config = start(config, data)
         team.seed(config.seed)
@@ -74,15 +81,19 @@ def _train(config: RunConfig, seat: Seat | None, team: Team, resume: bool) -> Pa
         saved = folder.last_checkpoint(config, data, step_to_resume(team, mate, folder.checkpoints()))
         if saved:
             folder.load(trainer, saved)
+            folder.forget_after(trainer.steps)
         trainer.join()
         interrupted.wait_for_steps()  # not before: workers that never come may be waited for until here
-        others = stack.enter_context(closing(Metrics(list(_sinks(config, folder.path, trainer.steps)))))
+        others = stack.enter_context(closing(Metrics(list(_sinks(config, folder.path, trainer.steps, seat)))))
+        stack.enter_context(_leaving(links))  # before loggers close, which may take minutes
         # Nothing of the folder has been touched so far: what is refused above leaves it as it was.
         _tell_what_may_surprise(config, data, trainer)
         folder.begin(config, trainer.parameters, data)
         log = _open_log(trainer, folder, others, saved.metrics if saved else None, stack) if team.leads else None
         stop = Stop(interrupted, mate, lambda: trainer.steps, team)
         _run(trainer, data, folder, log, stop)
+        team.settle(lambda: meet_at_the_end(mate))  # one that has finished would not come back for another that has not
+        trainer.end("finished")
     return folder.path
 
 
@@ -141,7 +152,6 @@ def _run(trainer: Trainer, data: TokenData, folder: RunFolder, log: Jsonl | None
         folder.export(trainer, data, BEST)
     trainer.check_finite()
     folder.export(trainer, data, MODEL)
-    trainer.end("finished")
 
 
 # ---- set up
@@ -206,15 +216,16 @@ def _held_out(config: RunConfig, data: TokenData, ranks: int) -> HeldOut:
     return held_out(data.held_out, sequence=settings.sequence, tokens=settings.eval_tokens, batch=batch)
 
 
-def _sinks(config: RunConfig, folder: Path, step: int) -> Iterator[Sink]:
+def _sinks(config: RunConfig, folder: Path, step: int, seat: Seat | None) -> Iterator[Sink]:
     """Where events go besides the file and the screen; `step` is where a resumed run goes on, or 0."""
     settings, table = config.log, config.model_dump(mode="json")
+    name = config.name if seat is None else f"{config.name}-{worker_folder(seat.worker)}"
     if settings.tensorboard:
         yield TensorBoard(folder / "tensorboard", step or None)
     if settings.wandb:
-        yield WandB(settings.wandb, config.name, table, folder)
+        yield WandB(settings.wandb, name, table, folder)
     if settings.trackio:
-        yield Trackio(settings.trackio, config.name, table, resume=step > 0)
+        yield Trackio(settings.trackio, name, table, resume=step > 0)
 
 
 @contextmanager

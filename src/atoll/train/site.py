@@ -20,7 +20,7 @@ from atoll.train.tokens import TokenData
 OWN_CHOICE = (
     *("out", "name", "device", "threads", "precision", "compile", "log.", "link.", "model.hf"),
     *("data.source", "data.field", "data.cache", "data.limit"),
-    *("train.keep", "train.accumulate", "train.parallel", "train.eval_every", "train.eval_tokens", "train.log_every"),
+    *("train.keep", "train.accumulate", "train.eval_every", "train.eval_tokens", "train.log_every"),
 )
 """Settings that a site may have otherwise than the others: where and how it computes and writes, and its own text."""
 
@@ -36,6 +36,8 @@ def seat_of(config: RunConfig, worker: int | None, environment: Mapping[str, str
     under_torchrun = "TORCHELASTIC_RUN_ID" in environment
     if under_torchrun:
         rank, ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    if worker is not None or under_torchrun:
+        _refuse_faults(config)
     if worker is not None:
         if config.link.address is None:
             raise ConfigError("link.address: is left out, and a worker on its own has to know where worker 0 is")
@@ -55,6 +57,15 @@ def seat_of(config: RunConfig, worker: int | None, environment: Mapping[str, str
     if config.link.address is not None:
         raise ConfigError(f"link.address: is {config.link.address}, so say which worker this is: --worker 0 or another")
     return None
+
+
+def _refuse_faults(config: RunConfig) -> None:
+    """Between processes members are fixed; `conflicts.py` knows only of those that are given an address."""
+    faults = config.faults
+    given = {"drop": faults.drop > 0, "compute": faults.compute != "constant"}
+    for name, is_given in (given | {"absences": bool(faults.absences), "speeds": bool(faults.speeds)}).items():
+        if is_given:
+            raise ConfigError(f"faults.{name}: is for workers of one process; between processes, members are fixed")
 
 
 def links_of(config: RunConfig, seat: Seat | None, team: Team) -> tuple[list[Link], DistLink | None]:
@@ -150,8 +161,15 @@ def common_step(link: DistLink, steps: Sequence[int]) -> int | None:
     return None
 
 
+def meet_at_the_end(link: DistLink | None) -> None:
+    """Wait until all have written down their model."""
+    if link is not None:
+        link.gather("finished", True)
+
+
 def _compare(link: DistLink, key: str, mine: Mapping[str, str]) -> None:
-    for seat, theirs in link.gather(key, dict(mine)).items():
+    mine = {"ranks that exchange": str(link.seat.ranks), **mine}
+    for seat, theirs in link.hear(key, mine):  # as they come: where ranks differ, some never do
         if differs := difference(mine, theirs):
             raise LinkError(f"{link.seat} and {seat} differ in {differs}")
 

@@ -12,7 +12,7 @@ from atoll.errors import LinkError
 from atoll.link.dist import DistLink
 from atoll.train.team import Team
 
-_TOGETHER_S = 5.0  # for the other processes to say that they were told, too
+_TOGETHER_S = 15.0  # for the other processes to say that they were told, too; Python hears between two kernels
 
 
 class Stopped(SystemExit):
