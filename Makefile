@@ -34,7 +34,8 @@ bench: $(READY)
 	$(BIN)/python benchmarks/data.py
 	$(BIN)/python benchmarks/trainer.py
 
-# Slow lines between network namespaces (needs root and iproute2): some 40 minutes, alone on the machine.
+# Slow lines between network namespaces (needs root and iproute2; torchft's rows: pip install -e .[bench]): over an hour,
+# and for nothing if the machine does anything else meanwhile.
 wan: $(READY)
 	$(BIN)/python benchmarks/wire.py
 	$(BIN)/python benchmarks/wan.py

@@ -19,8 +19,9 @@ both directions (benchmarks/sites.py). Batches, start and number of steps are th
 The period is the same for all that have one, and outer optimizers are those of the papers (torchft: 0.7 and 0.9). A
 delay covers an exchange if the line could carry its bytes in so many steps of the length measured alone, plus one.
 
-Figures: "speed" is steps a second as a share of those alone, with as many processes on the same cores; a run with more
-workers than cores says nothing about how fast a real site would be, but its share is fair. "MB sent" is the kernel's
+Figures: "speed" is steps a second as a share of those without any exchange, which the same processes make at the same
+time just before and just after, for the machine may change its own; a run with more workers than cores says nothing
+about how fast a real site would be, but its share is fair. "MB sent" is the kernel's
 count for a worker's interface, acknowledgements included, each period; a segment's headers count once however many
 packets it becomes, so the wire carries up to 5 % more. "held up" is how much longer the part of a step took that
 exchanges something, each period: backward for ddp, the inner step with torchft's hooks, all of outer.step() for atoll,
@@ -53,7 +54,6 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-import atoll
 from atoll.core.fragments import split
 from atoll.core.shots import sent_bytes
 from atoll.report.canvas import Palette, dress, to_png
@@ -153,7 +153,8 @@ class Bench:
         steps, periods = task.steps, task.steps / self.period
         step_s = mean(r["wall_s"] for r in results) / steps
         where = "backward_s" if task.method == "ddp" else "inner_s" if "torchft" in task.method else "outer_s"
-        held_up = mean(r[where] for r in results) / steps - (alone[where] if alone else 0.0)
+        held_up = mean(r[where] for r in results) / steps - mean(r[f"bare_{where}"] for r in results)
+        bare_s = mean(r["bare_step_s"] for r in results)
         machine, own = results[0]["machine_s"], sum(r["cpu_s"] for r in results)
         return {
             "method": task.method,
@@ -162,14 +163,14 @@ class Bench:
             "delay": task.delay,
             "timed_steps": steps,
             "step_s": step_s,
-            "alone_step_s": alone["step_s"] if alone else step_s,
-            "share": alone["step_s"] / step_s if alone else 1.0,
+            "bare_step_s": bare_s,
+            "share": bare_s / step_s,
             **{part: mean(r[part] for r in results) / steps for part in ("backward_s", "inner_s", "outer_s")},
             "sent_bytes_per_period": mean(r["sent_bytes"] for r in results) / periods,
             "received_bytes_per_period": mean(r["received_bytes"] for r in results) / periods,
             "held_up_s_per_period": held_up * self.period if alone else 0.0,
             "wait_s_per_period": mean(r["wait_s"] for r in results) / periods if ours(task.method) else None,
-            "loss": mean(r["loss"] for r in results) if task.warm_up + steps >= self.steps else None,
+            "loss": mean(r["loss"] for r in results) if (task.warm_up, steps) == (self.warm_up, self.steps) else None,
             "loss_spread": max(r["loss"] for r in results) - min(r["loss"] for r in results),
             "local_loss": mean(r["local_loss"] for r in results),
             "other_load": max(0.0, (machine - own) / (results[0]["wall_s"] * (os.cpu_count() or 1))),
@@ -215,8 +216,6 @@ def missing(method: str) -> str | None:
     """Why a method cannot be run here."""
     if method.startswith("torchft") and importlib.util.find_spec("torchft") is None:
         return "torchft is not installed: pip install torchft==0.2.0"
-    if ours(method) and not hasattr(atoll, "connect"):
-        return "this atoll has no connect()"
     return None
 
 

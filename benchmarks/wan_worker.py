@@ -34,6 +34,8 @@ HELD_OUT_SEQUENCES = 64
 TORCHFT_FRAGMENTS = 3
 PORT, LIGHTHOUSE_PORT = 29500, 29510
 PATIENCE = timedelta(minutes=10)
+BARE_STEPS = 6
+"""Before and after, without any exchange."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,10 +353,35 @@ def held_out_loss(method: Alone, text: Text) -> float:
         return float(method.model.loss(text.held_out()).cross_entropy)
 
 
+class Bare:
+    """The same training without any exchange, in the same processes just before and after: machines change speed."""
+
+    def __init__(self, task: Task, text: Text) -> None:
+        self._task, self._text = task, text
+        self._alone = Alone(task)
+        self._steps = 0
+        self._wall_s = 0.0
+
+    def run(self, place: str) -> None:
+        """Some steps, all workers at the same time."""
+        meet(self._task, place)
+        began = time.perf_counter()
+        for _ in range(BARE_STEPS):
+            self._alone.step(self._text.batch(self._task.worker, self._steps))
+            self._steps += 1
+        self._wall_s += time.perf_counter() - began
+
+    def means(self) -> dict[str, float]:
+        """Seconds of a step, and of its parts."""
+        sums = {"step": self._wall_s, "backward": self._alone.backward_s, "inner": self._alone.inner_s}
+        return {f"bare_{part}_s": total / self._steps for part, total in sums.items()} | {"bare_outer_s": 0.0}
+
+
 def train(task: Task) -> dict[str, Any]:
     text = Text()
     method = METHODS[task.method](task)
-    meet(task, "ready")
+    bare = Bare(task, text)
+    bare.run("ready")
     step = 0
     while step < task.warm_up:
         method.step(text.batch(task.worker, step))
@@ -372,8 +399,9 @@ def train(task: Task) -> dict[str, Any]:
     if method.coupled:
         method.finish()
         loss = held_out_loss(method, text)
-    result = {"steps": task.steps, **asdict(seen), "local_loss": local_loss, "loss": loss}
-    meet(task, "end")
+    bare.run("end")
+    result = {"steps": task.steps, **asdict(seen), **bare.means(), "local_loss": local_loss, "loss": loss}
+    meet(task, "over")
     method.close()
     return result
 

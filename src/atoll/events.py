@@ -93,7 +93,7 @@ class Step:
     hidden_s: list[Number] = field(default_factory=list)
     """For how long rounds travelled while the worker trained, summed over rounds."""
     wire_sent: list[int] = field(default_factory=list)
-    """Bytes put on the wire, headers included; 0 inside one process."""
+    """Bytes put on the wire, headers included; inside one process 0, or what an emulated line carries."""
     wire_received: list[int] = field(default_factory=list)
 
 

@@ -33,7 +33,7 @@ class Counters:
     hidden_s: float = 0.0
     """Seconds for which rounds travelled while this worker trained, summed over rounds."""
     wire_sent: int = 0
-    """Bytes put on the wire, headers included; 0 inside one process."""
+    """Bytes put on the wire, headers included; inside one process 0, or what an emulated line carries."""
     wire_received: int = 0
     """Bytes that came from the wire."""
 

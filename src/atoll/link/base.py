@@ -51,7 +51,7 @@ class Passage:
     done_s: float
     """When the last of it was there."""
     sent: int = 0
-    """Bytes put on the wire, headers included; 0 inside one process."""
+    """Bytes put on the wire, headers included; inside one process 0, or what an emulated line carries."""
     received: int = 0
     waited_s: float = 0.0
     """For how long the worker did nothing but wait for it."""

@@ -129,7 +129,7 @@ class DistLink:
         return self._meeting
 
     def hear(self, key: str, value: Any) -> Iterator[tuple[Seat, Any]]:
-        """What every process of the run says under a key, as they come, JSON of the type of `value`, which this says."""
+        """What every process of the run says under a key, as they come: JSON of the type of `value`, which is ours."""
         meeting = self.meeting()
         meeting.tell(key, value)
         for seat, said in meeting.hear(key, self.seat.all()):

@@ -50,7 +50,8 @@ class RunFolder:
 
     def __init__(self, config: RunConfig, seat: Seat | None = None) -> None:
         self.path = Path(config.out).expanduser() / config.name
-        self._drifts = seat is not None and seat.workers > 1
+        self.of_many = seat is not None and seat.workers > 1
+        """Whether other processes have other workers of the run."""
         if seat is not None:
             self.path /= worker_folder(seat.worker)
             if seat.rank:
@@ -178,7 +179,7 @@ class RunFolder:
 
     def _kept(self, config: RunConfig) -> int:
         """How many checkpoints to keep: so many that the slowest worker's newest is among the fastest one's."""
-        if not self._drifts or config.sync.method == "data-parallel":
+        if not self.of_many or config.sync.method == "data-parallel":
             return config.train.keep
         assert config.train.save_every is not None  # resolved
         ahead = 2 * config.sync.period  # steps that a worker can be ahead: a round waits for all at the latest then

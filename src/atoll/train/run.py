@@ -23,8 +23,10 @@ from atoll.train.recipe import device_of, resolve
 from atoll.train.site import (
     agree_on_data,
     agree_on_settings,
+    all_finished,
     links_of,
-    meet_at_the_end,
+    meet,
+    patient,
     seat_of,
     step_to_resume,
 )
@@ -60,18 +62,19 @@ def _train(config: RunConfig, seat: Seat | None, team: Team, resume: bool) -> Pa
             f"{folder.path} holds checkpoints but no {RUN}, so it cannot be told what run they are of: "
             "put that file back, or choose another name"
         )
-    if team.first(lambda: folder.finished):
-        if team.leads:
-            print(f"{folder.path} is finished already: its model is in {folder.path / MODEL}")
-        return folder.path
+    finished = team.first(lambda: folder.finished)
+    if finished and not folder.of_many:
+        return _done_before(folder, team)
     with folder.locked(), ExitStack() as stack:
         device_of(config)  # before the work of reading text
         if config.threads:
             torch.set_num_threads(config.threads)
         interrupted = stack.enter_context(interruptible())
-        links, mate = links_of(config, seat, team)
+        links, mate = links_of(patient(config, finished), seat, team)
         stack.enter_context(_leaving(links))
         stack.enter_context(team.guarded())
+        if team.settle(lambda: all_finished(mate, finished)):
+            return _done_before(folder, team)
         team.settle(lambda: agree_on_settings(mate, given))  # not as begun: where nothing has, much is left out
         data = prepare(config)
         model, config = start(config, data)
@@ -90,10 +93,21 @@ def _train(config: RunConfig, seat: Seat | None, team: Team, resume: bool) -> Pa
         _tell_what_may_surprise(config, data, trainer)
         folder.begin(config, trainer.parameters, data)
         log = _open_log(trainer, folder, others, saved.metrics if saved else None, stack) if team.leads else None
+        if saved is None and folder.of_many:  # nobody trains on before all have a state that they can come back to
+            folder.save(trainer, log.position() if log else 0, data)
+            team.settle(lambda: meet(mate, "begun"))
         stop = Stop(interrupted, mate, lambda: trainer.steps, team)
         _run(trainer, data, folder, log, stop)
-        team.settle(lambda: meet_at_the_end(mate))  # one that has finished would not come back for another that has not
+        team.settle(
+            lambda: meet(mate, "finished")
+        )  # one that has finished would not come back for another that has not
         trainer.end("finished")
+    return folder.path
+
+
+def _done_before(folder: RunFolder, team: Team) -> Path:
+    if team.leads:
+        print(f"{folder.path} is finished already: its model is in {folder.path / MODEL}")
     return folder.path
 
 

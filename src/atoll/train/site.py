@@ -152,7 +152,7 @@ def common_step(link: DistLink, steps: Sequence[int]) -> int | None:
     shared = set.intersection(*({step for step in theirs if type(step) is int} for theirs in everyone.values()))
     if shared:
         return max(shared)
-    if any(everyone.values()):
+    if any(any(theirs) for theirs in everyone.values()):  # beyond step 0, which is easily made again
         have = "; ".join(f"{seat} has {_listed(theirs)}" for seat, theirs in everyone.items())
         raise LinkError(
             f"no checkpoint is there on every worker, so none can be resumed from: {have}. "
@@ -161,10 +161,30 @@ def common_step(link: DistLink, steps: Sequence[int]) -> int | None:
     return None
 
 
-def meet_at_the_end(link: DistLink | None) -> None:
-    """Wait until all have written down their model."""
+def patient(config: RunConfig, finished: bool) -> RunConfig:
+    """A worker that has finished waits for the others, who may not have, but not for long: mostly there is nobody."""
+    return config.changed(**{"link.join_s": min(config.link.join_s, 20.0)}) if finished else config
+
+
+def all_finished(link: DistLink | None, finished: bool) -> bool:
+    """Whether the run has ended on every worker. If it has not, those that have finished must finish once more.
+
+    For a worker that was killed while the others came to their end still needs their last rounds.
+    """
+    if link is None:
+        return finished
+    try:
+        return all(link.gather("state", finished).values())
+    except LinkError:
+        if finished:
+            return True  # nobody else is there
+        raise
+
+
+def meet(link: DistLink | None, place: str) -> None:
+    """Wait until all have come to this place of the run."""
     if link is not None:
-        link.gather("finished", True)
+        link.gather(place, True)
 
 
 def _compare(link: DistLink, key: str, mine: Mapping[str, str]) -> None:
