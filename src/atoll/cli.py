@@ -244,13 +244,7 @@ def train(
             raise ConfigError(f"{run}: is a folder; to continue the run in it, add --resume")
         if out or name:
             raise ConfigError(f"{run}: is the folder of a run, which --out and --name cannot change")
-        if not (run / RUN).is_file():
-            raise ConfigError(f"{run}: is not the folder of a run: it has no {RUN}")
-        folder = run.resolve()  # the file may say "runs", seen from elsewhere
-        if worker is not None:
-            if folder.name != (called := worker_folder(worker)):
-                raise ConfigError(f"{run}: is not the folder of worker {worker}, which is called {called}")
-            folder = folder.parent
+        folder = _folder_of_run(run, worker)
         file, settings = run / RUN, settings | {"out": str(folder.parent), "name": folder.name}
     config = load(file, changes or ()).changed(**{key: value for key, value in settings.items() if value is not None})
 
@@ -269,6 +263,18 @@ def train(
         raise KeyboardInterrupt("stopped before training began; the same command begins again") from None
     if not done.name.startswith("rank-"):  # the first rank of a worker speaks for all
         typer.echo(f"the run is in {done}; to look at it: atoll report {done}, atoll sample {done}")
+
+
+def _folder_of_run(given: Path, worker: int | None) -> Path:
+    """The folder of all of a run from one that holds its run file: that, or that of one worker in it."""
+    if not (given / RUN).is_file():
+        raise ConfigError(f"{given}: is not the folder of a run: it has no {RUN}")
+    folder = given.resolve()  # the file may say "runs", seen from elsewhere
+    if worker is None:
+        return folder
+    if folder.name != (called := worker_folder(worker)):
+        raise ConfigError(f"{given}: is not the folder of worker {worker}, which is called {called}")
+    return folder.parent
 
 
 @app.command()

@@ -156,6 +156,12 @@ def fault_conflicts(faults: FaultSection, sync: SyncSection) -> Iterator[Conflic
             break
 
 
+def given_faults(faults: FaultSection) -> list[str]:
+    """The faults that a run file asks for."""
+    asked = {"drop": faults.drop > 0, "compute": faults.compute != "constant", "absences": faults.absences}
+    return [name for name, given in (asked | {"speeds": faults.speeds}).items() if given]
+
+
 def _misplaced_faults(faults: FaultSection, sync: SyncSection) -> Iterator[Conflict]:
     away = {"compute": faults.compute != "constant", "absences": bool(faults.absences), "speeds": bool(faults.speeds)}
     refused = {
@@ -177,11 +183,9 @@ def link_conflicts(link: LinkSection, sync: SyncSection, faults: FaultSection) -
         if sync.method == "none":
             why = 'cannot be set with sync.method = "none": a worker by itself meets nobody'
             yield Conflict(("link.address", "sync.method"), why)
-        given = {"drop": faults.drop > 0, "compute": faults.compute != "constant", "absences": bool(faults.absences)}
-        for name, is_given in (given | {"speeds": bool(faults.speeds)}).items():
-            if is_given:
-                why = "is for workers of one process: between machines, members are fixed; leave out link.address"
-                yield Conflict((f"faults.{name}", "link.address"), why)
+        for name in given_faults(faults):
+            why = "is for workers of one process: between machines, members are fixed; leave out link.address"
+            yield Conflict((f"faults.{name}", "link.address"), why)
     if link.emulate is not None and sync.method == "none":
         why = 'cannot be set with sync.method = "none": nothing is exchanged'
         yield Conflict(("link.emulate", "sync.method"), why)

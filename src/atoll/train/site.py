@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from atoll.config import RunConfig, settings_of
+from atoll.conflicts import given_faults
 from atoll.disk import sha256_of
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Link, difference
@@ -61,11 +62,8 @@ def seat_of(config: RunConfig, worker: int | None, environment: Mapping[str, str
 
 def _refuse_faults(config: RunConfig) -> None:
     """Between processes members are fixed; `conflicts.py` knows only of those that are given an address."""
-    faults = config.faults
-    given = {"drop": faults.drop > 0, "compute": faults.compute != "constant"}
-    for name, is_given in (given | {"absences": bool(faults.absences), "speeds": bool(faults.speeds)}).items():
-        if is_given:
-            raise ConfigError(f"faults.{name}: is for workers of one process; between processes, members are fixed")
+    for name in given_faults(config.faults):
+        raise ConfigError(f"faults.{name}: is for workers of one process; between processes, members are fixed")
 
 
 def links_of(config: RunConfig, seat: Seat | None, team: Team) -> tuple[list[Link], DistLink | None]:
