@@ -3,93 +3,18 @@
 Exit codes: 0 done, 1 something failed, 2 the run file or the command line is wrong, 130 interrupted.
 """
 
-import errno
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import sys
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
-from typer.core import TyperGroup
 
-from atoll.errors import AtollError, ConfigError
-from atoll.layout import RUN, worker_folder
-
-# ---------------------------------------------------------------------- errors
-
-
-class Commands(TyperGroup):
-    """Commands whose errors are one line for people; --debug, anywhere on the line, shows the traceback instead."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: D102 - typer's
-        ctx.obj = "--debug" in args
-        return super().parse_args(ctx, [arg for arg in args if arg != "--debug"])
-
-    def invoke(self, ctx: Any) -> Any:  # noqa: D102 - typer's
-        with _explained(debug=ctx.obj):
-            return super().invoke(ctx)
-
-
-@contextmanager
-def _explained(*, debug: bool) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        if debug:
-            raise
-        typer.echo(str(stop) or "interrupted", err=True)
-        raise SystemExit(130) from None
-    except Exception as error:
-        message = None if debug else _message(error)
-        if message is None:
-            raise
-        _complain(message)
-        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
-
-
-@contextmanager
-def _saying(words: str) -> Iterator[None]:
-    """What Ctrl-C is answered with inside; where training catches it, it has words of its own."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(words) from None
-
-
-def _message(error: Exception) -> str | None:
-    """What went wrong, for people; None for what only a traceback can tell."""
-    if isinstance(error, AtollError):
-        return str(error)
-    # Torch's own types are told by name: importing it only to fail would take seconds.
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error):
-        return (
-            "out of memory: lower train.batch or raise train.accumulate, set model.checkpoint_activations=true, "
-            "or choose a smaller model.preset or fewer sync.workers"
-        )
-    if isinstance(error, OSError) and error.errno not in (None, errno.EPIPE):
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror}{_ADVICE.get(error.errno or 0, '')}"
-    return None
-
-
-_FULL = "; free some space or choose another folder (out, --out); what was saved before is unharmed"
-_CLOSED = "; choose a folder you may write to (out, --out)"
-_ADVICE = {
-    errno.ENOSPC: _FULL,
-    errno.EDQUOT: _FULL,
-    errno.EACCES: _CLOSED,
-    errno.EPERM: _CLOSED,
-    errno.EROFS: _CLOSED,
-}
-
-
-def _complain(message: str) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
-
+from atoll.commands.plan import plan
+from atoll.errors import ConfigError
+from atoll.explain import Commands, saying
+from atoll.layout import RUN, worker_folder, worker_folders, worker_of
 
 # ---------------------------------------------------------------------- commands
 
@@ -169,7 +94,7 @@ def demo(
     end: a table (loss, bytes, time at 100 Mbit/s), a report, pictures, and a
     sample of what a model writes.
     """
-    with _saying("stopped; the same command begins again"):
+    with saying("stopped; the same command begins again"):
         from atoll.compare import demo as run_demo
 
         status = run_demo(out, steps, jobs)
@@ -244,8 +169,8 @@ def train(
             raise ConfigError(f"{run}: is a folder; to continue the run in it, add --resume")
         if out or name:
             raise ConfigError(f"{run}: is the folder of a run, which --out and --name cannot change")
-        folder = _folder_of_run(run, worker)
-        file, settings = run / RUN, settings | {"out": str(folder.parent), "name": folder.name}
+        file, folder = _begun(run, worker)
+        settings |= {"out": str(folder.parent), "name": folder.name}
     config = load(file, changes or ()).changed(**{key: value for key, value in settings.items() if value is not None})
 
     place = Path(config.out).expanduser() / config.name
@@ -262,19 +187,25 @@ def train(
             raise KeyboardInterrupt(f"interrupted; continue with: {again}") from None
         raise KeyboardInterrupt("stopped before training began; the same command begins again") from None
     if not done.name.startswith("rank-"):  # the first rank of a worker speaks for all
-        typer.echo(f"the run is in {done}; to look at it: atoll report {done}, atoll sample {done}")
+        whole = done if worker_of(done) is None else done.parent  # a report shows all workers that are there
+        typer.echo(f"the run is in {done}; to look at it: atoll report {whole}, atoll sample {done}")
 
 
-def _folder_of_run(given: Path, worker: int | None) -> Path:
-    """The folder of all of a run from one that holds its run file: that, or that of one worker in it."""
-    if not (given / RUN).is_file():
-        raise ConfigError(f"{given}: is not the folder of a run: it has no {RUN}")
+def _begun(given: Path, worker: int | None) -> tuple[Path, Path]:
+    """The run file and the folder of all of a run, from that folder or, of a worker by itself, from the worker's."""
     folder = given.resolve()  # the file may say "runs", seen from elsewhere
-    if worker is None:
-        return folder
-    if folder.name != (called := worker_folder(worker)):
+    called = "" if worker is None else worker_folder(worker)
+    if called and (folder / called / RUN).is_file():
+        return given / called / RUN, folder
+    if not (given / RUN).is_file():
+        there = ", ".join(place.name for place in worker_folders(given))
+        if there and worker is None:
+            raise ConfigError(f"{given}: holds workers with processes of their own ({there}): add --worker and whose")
+        also = f" and no {called}" if called else ""
+        raise ConfigError(f"{given}: is not the folder of a run: it has no {RUN}{also}{there and f', only {there}'}")
+    if called and folder.name != called:
         raise ConfigError(f"{given}: is not the folder of worker {worker}, which is called {called}")
-    return folder.parent
+    return given / RUN, folder.parent if called else folder
 
 
 @app.command()
@@ -342,7 +273,7 @@ def compare(
       atoll compare examples/drops.toml
       atoll compare diloco.toml streaming.toml --set train.steps=500 --jobs 2
     """
-    with _saying(f"stopped; the same command {'begins again' if fresh else 'goes on from there'}"):
+    with saying(f"stopped; the same command {'begins again' if fresh else 'goes on from there'}"):
         from atoll.compare import compare as compare_runs
 
         status = compare_runs(files, changes or [], jobs=jobs, out=out, fresh=fresh, link=link)
@@ -379,7 +310,7 @@ def report(
       atoll report runs/diloco runs/streaming --link 1Gbit/s,50ms --out both.html
       atoll report runs/run --trace trace.json
     """
-    from atoll.plan.cost import parse_link
+    from atoll.plan.link import parse_link
     from atoll.report import write, write_trace
 
     page = out or (runs[0] if len(runs) == 1 else Path()) / "report.html"
@@ -414,6 +345,12 @@ def sample(
     typer.echo("\n\n---\n\n".join(texts))
 
 
+app.command()(plan)
+
+
 def main() -> None:
     """The `atoll` command."""
+    if "--debug" not in sys.argv:
+        # Torch's C++ writes pages on stderr about what is told in a line here; it looks when it is imported.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     app(prog_name="atoll")

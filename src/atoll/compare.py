@@ -24,7 +24,7 @@ from atoll.config import RunConfig
 from atoll.errors import AtollError, DataError
 from atoll.events import Tail
 from atoll.layout import METRICS
-from atoll.plan.cost import parse_link
+from atoll.plan.link import parse_link
 from atoll.report import load_all, rich_table, summary, write
 from atoll.report.table import Row
 from atoll.study import Claim, Study, read

@@ -1,105 +1,80 @@
-"""What must hold for every run on every link, and a second, slower way to the same number."""
+"""Closed forms against brute force."""
 
-from dataclasses import replace
-from fractions import Fraction
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.core.codec import Codec
 from atoll.core.schedule import Schedule
-from atoll.core.shots import sent_bytes
-from atoll.plan.cost import Job, Link, time_of, transfer_s
-
-links = st.builds(Link, st.floats(1e2, 1e7), st.sampled_from([0.0, 0.01, 3.0]))
+from atoll.plan import cost
+from atoll.plan.job import Job, time_of
+from atoll.plan.link import Link
+from atoll.plan.method import Method, Model
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> Job:
-    period, workers = draw(st.integers(1, 12)), draw(st.integers(1, 6))
-    delay = st.integers(0, period)
-    return Job(
-        steps=draw(st.integers(0, 70)),
-        step_s=draw(st.floats(0.01, 2.0)),
+def methods(draw: st.DrawFn) -> tuple[Model, Method]:
+    layers, period = draw(st.integers(1, 14)), draw(st.integers(1, 12))
+    model = Model(parameters=draw(st.integers(1, 5000)), layers=layers, step_s=1.0)
+    method = Method(
+        name="any",
         period=period,
-        payload_bytes=tuple(draw(st.lists(st.integers(0, 5000), max_size=4))),
-        delay=draw(delay | st.tuples(*[delay] * workers)),
-        workers=workers,
+        each=draw(st.none() | st.integers(1, layers)),
+        delay=draw(st.integers(0, period)),
+        codec=Codec(draw(st.sampled_from(["fp32", "bf16", "int8", "e3m0"]))),
+        eager=draw(st.booleans()),
         gradients=draw(st.booleans()),
     )
+    return model, method
 
 
-def no_more(a: float, b: float) -> bool:
-    return a <= b * (1 + 1e-9)
+@given(methods())
+def test_fragments_make_up_the_model(chosen: tuple[Model, Method]) -> None:
+    model, method = chosen
+    assert sum(method.values(model)) == model.parameters
+    assert sorted(layer for group in method.layers(model) for layer in group) == list(range(1, model.layers + 1))
 
 
-def step_by_step(job: Job, link: Link) -> Fraction:
-    """The same run one step and one worker at a time, in exact numbers: the last one's end."""
-    fragments = range(len(job.payload_bytes))
-    delays = job.delay if isinstance(job.delay, tuple) else (job.delay,) * job.workers
-    period = 1 if job.gradients else job.period
-    schedules = [Schedule(period, max(len(fragments), 1), 0 if job.gradients else d) for d in delays]
-    now, free = [Fraction(0)] * job.workers, [Fraction(0)] * job.workers
-    arrival: dict[tuple[int, int], Fraction] = {}
-    latency = Fraction(transfer_s(0, job.workers, link))
-
-    def send(step: int, fragment: int) -> None:
-        carry = Fraction(8 * sent_bytes(job.payload_bytes[fragment], job.workers)) / Fraction(link.bits_per_s)
-        for worker in range(job.workers):
-            free[worker] = max(now[worker], free[worker]) + carry
-        arrival[step, fragment] = max(free) + latency
-
-    for step in range(1, job.steps + 1):
-        now = [t + Fraction(job.step_s) for t in now]
-        for fragment in fragments:
-            if schedules[0].is_send(fragment, step):
-                send(step, fragment)
-        for worker, schedule in enumerate(schedules):
-            due = [arrival[step - schedule.delay, f] for f in fragments if f in schedule.due(step).apply]
-            now[worker] = max([now[worker], *due])
-    end = max([*now, *arrival.values()])
-    now = [end] * job.workers
-    for fragment in fragments:
-        if job.steps and not schedules[0].is_send(fragment, job.steps):
-            send(job.steps, fragment)
-    return max([end, *arrival.values()])
+@given(methods(), st.integers(1, 6), st.integers(0, 60))
+def test_bytes_of_a_run_are_those_of_its_rounds(chosen: tuple[Model, Method], workers: int, steps: int) -> None:
+    model, method = chosen
+    job = method.job(model, workers, steps)
+    assert cost.bytes_of_run(model, method, workers, steps) == time_of(job, Link(1e6)).bytes_per_worker
 
 
-@given(jobs(), links)
-def test_agrees_with_the_slow_way(job: Job, link: Link) -> None:
-    assert time_of(job, link).total_s == pytest.approx(float(step_by_step(job, link)), rel=1e-9)
+@given(methods(), st.integers(1, 6))
+def test_bytes_per_step_are_those_of_a_period(chosen: tuple[Model, Method], workers: int) -> None:
+    model, method = chosen
+    a_period = 1 if method.gradients else method.period
+    sent = [
+        time_of(Job(
+            steps=periods * a_period, step_s=1.0, period=method.period, payload_bytes=method.payload_bytes(model),
+            delay=0, workers=workers, gradients=method.gradients, finish=False,
+        ), Link(1e6)).bytes_per_worker
+        for periods in (4, 5)
+    ]  # fmt: skip
+    assert round(cost.bytes_per_step(model, method, workers) * a_period, 6) == sent[1] - sent[0]
 
 
-@given(jobs(), links)
-def test_never_faster_than_compute_or_than_the_line(job: Job, link: Link) -> None:
-    time = time_of(job, link)
-    assert time.compute_s == job.steps * job.step_s
-    assert time.total_s >= time.compute_s
-    assert no_more(8 * time.bytes_per_worker / link.bits_per_s, time.total_s)
-    assert time.total_s == time.compute_s + time.exposed_s
-    assert 0 <= time.utilisation <= 1
+@given(methods())
+def test_most_in_flight_by_brute_force(chosen: tuple[Model, Method]) -> None:
+    model, method = chosen
+    payloads = method.payload_bytes(model)
+    schedule = Schedule(method.period, len(payloads), method.delay)
+    first = 3 * method.period
+    most = max(
+        sum(
+            size
+            for sent in range(step - method.delay, step + 1)
+            for fragment, size in enumerate(payloads)
+            if schedule.is_send(fragment, sent)
+        )
+        for step in range(first, first + method.period)
+    )
+    assert cost._most_in_flight(method, payloads) == most
 
 
-@given(jobs(), links, st.floats(1.0, 1e3), st.floats(0.0, 1.0))
-def test_a_better_link_is_never_slower(job: Job, link: Link, faster: float, nearer: float) -> None:
-    better = Link(link.bits_per_s * faster, link.latency_s * nearer)
-    assert no_more(time_of(job, better).total_s, time_of(job, link).total_s)
-    assert time_of(job, better).bytes_per_worker == time_of(job, link).bytes_per_worker
-
-
-@given(jobs(), links, st.integers(0, 12))
-def test_a_longer_delay_is_never_slower(job: Job, link: Link, longer: int) -> None:
-    delays = job.delay if isinstance(job.delay, tuple) else (job.delay,) * job.workers
-    patient = replace(job, delay=tuple(min(delay + longer, job.period) for delay in delays))
-    assert no_more(time_of(patient, link).total_s, time_of(job, link).total_s)
-    assert time_of(patient, link).bytes_per_worker == time_of(job, link).bytes_per_worker
-
-
-@given(jobs(), links)
-def test_a_run_that_sends_gradients_hides_nothing(job: Job, link: Link) -> None:
-    if not job.payload_bytes:
-        return
-    job = replace(job, gradients=True)
-    alone = sum(transfer_s(size, job.workers, link) for size in job.payload_bytes)
-    latencies = (len(job.payload_bytes) - 1) * transfer_s(0, job.workers, link)  # they travel at the same time
-    assert time_of(job, link).exposed_s == pytest.approx(job.steps * (alone - latencies), rel=1e-9, abs=1e-9)
+@given(methods(), st.integers(1, 6))
+def test_memory_never_falls_with_delay_and_offloading_never_adds(chosen: tuple[Model, Method], workers: int) -> None:
+    model, method = chosen
+    whole, offloaded = (cost.extra_bytes(model, method, workers, offload=offload) for offload in (False, True))
+    assert 0 <= offloaded <= whole

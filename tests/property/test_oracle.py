@@ -69,7 +69,7 @@ def test_diloco(problem: Problem, period: int, lr: float, momentum: float) -> No
     st.sampled_from([0.0, 0.3, 0.5, 1.0]),
     st.booleans(),
 )
-@settings(max_examples=160)
+@settings(max_examples=100)
 def test_streaming(
     data: st.DataObject,
     problem: Problem,
@@ -123,7 +123,7 @@ def test_eager_as_the_paper_writes_it(problem: Problem, period: int, lr: float, 
 
 
 @given(problems(), st.integers(1, 9), LR, MOMENTUM)
-@settings(max_examples=80)
+@settings(max_examples=50)
 def test_streaming_eager_with_faults(problem: Problem, period: int, lr: float, momentum: float) -> None:
     sync = Eager(period=period, fragments=by_part(len(problem.sizes)), codec="fp64", outer=Nesterov(lr, momentum))
     loops = problem.loops(sync)
@@ -144,7 +144,7 @@ def test_data_parallel(problem: Problem, drop: float) -> None:
 
 
 @given(st.data(), problems(), st.integers(1, 9), st.sampled_from(["int8", "e3m0", "e2m1"]), st.booleans())
-@settings(max_examples=80)
+@settings(max_examples=50)
 def test_streaming_with_a_lossy_wire(
     data: st.DataObject, problem: Problem, period: int, name: str, feedback: bool
 ) -> None:

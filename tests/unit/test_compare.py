@@ -11,7 +11,7 @@ import pytest
 
 from atoll.compare import compare, verdict
 from atoll.events import End, Resumed, read
-from atoll.plan.cost import parse_link
+from atoll.plan.link import parse_link
 from atoll.report import load, summary
 from atoll.study import Claim
 

@@ -1,160 +1,131 @@
-"""Links in words, the bytes of a round, and run times that can be checked by hand."""
+"""Bytes, bandwidth, memory and waiting that can be checked by hand, and against the papers' examples."""
 
 import math
 from dataclasses import replace
 
 import pytest
 
-from atoll import Crew
-from atoll.core.shots import sent_bytes
+from atoll.core.codec import Codec
 from atoll.errors import ConfigError
-from atoll.plan.cost import Job, Link, parse_link, run_time, stops, time_of, transfer_s
-from atoll.sync import DataParallel, Gradients, Sync
-from harness import PRESETS, Problem, train, train_data_parallel
+from atoll.plan import cost
+from atoll.plan.link import Link
+from atoll.plan.method import METHODS, Method, Model, methods, with_period
+
+TEN = Model(parameters=1000, layers=10, step_s=1.0)
+FP32 = Codec("fp32")
+WHOLE = Method(name="whole", period=10, codec=FP32)
+HALVES = Method(name="halves", period=10, each=5, codec=FP32)
+
+
+def test_bytes_of_a_period() -> None:
+    assert cost.round_bytes(TEN, WHOLE, 2) == (4000,)
+    assert cost.round_bytes(TEN, HALVES, 2) == (2000, 2000)
+    assert cost.round_bytes(TEN, HALVES, 4) == (3000, 3000)
+    assert cost.bytes_per_step(TEN, HALVES, 2) == 400
+    assert cost.bytes_per_step(TEN, METHODS["data-parallel"], 2) == 2000
+    assert cost.average_bits_per_s(TEN, HALVES, 2) == 3200
+    assert cost.peak_bits_per_s(TEN, HALVES, 2) == 16000
+    assert cost.peak_bits_per_s(TEN, replace(HALVES, delay=4), 2) == 4000
+
+
+def test_a_run_sends_what_it_has_not_sent_yet_at_its_end() -> None:
+    assert cost.bytes_of_run(TEN, WHOLE, 2, 20) == 2 * 4000
+    assert cost.bytes_of_run(TEN, WHOLE, 2, 21) == 3 * 4000
+    assert cost.bytes_of_run(TEN, HALVES, 2, 15) == 2 * 2000 + 2000
+    assert cost.bytes_of_run(TEN, WHOLE, 2, 0) == 0
+
+
+def test_waiting() -> None:
+    line = Link(8000, latency_s=0.5)  # 4 s for everything
+    assert cost.exposed_s(TEN, WHOLE, 2, line) == 4.5
+    assert cost.exposed_s(TEN, replace(WHOLE, delay=3), 2, line) == 1.5
+    assert cost.exposed_s(TEN, replace(WHOLE, delay=5), 2, line) == 0
+    assert cost.exposed_s(TEN, HALVES, 2, line) == 5.0
+    assert cost.exposed_s(TEN, HALVES, 1, line) == 0
+
+
+def test_rounds_that_leave_together_wait_together() -> None:
+    """Ten fragments in five steps: five pairs, each of them on its way once."""
+    crowded = Method(name="crowded", period=5, each=1, codec=FP32)
+    assert cost.exposed_s(TEN, crowded, 2, Link(8000, latency_s=0.5)) == 4 + 5 * 0.5
+
+
+def test_what_hides_behind_another_s_waiting_is_not_counted_twice() -> None:
+    """Ten rounds, one a step, four of which are under way together: every fifth can wait on its own account."""
+    crowded = Method(name="crowded", period=10, each=1, delay=4, codec=FP32)
+    assert not cost.rounds_apart(TEN, crowded)
+    assert cost.exposed_s(TEN, crowded, 2, Link(math.inf, latency_s=6.0)) == 2 * (6.0 - 4.0)
+
+
+def test_a_line_that_is_never_free() -> None:
+    slow = Link(2000)  # 16 s for everything
+    assert cost.exposed_s(TEN, replace(WHOLE, delay=10), 2, slow) == 16 - 10
+
+
+def test_memory_by_hand() -> None:
+    vectors = 2 * 4 * 1000
+    assert cost.bare_bytes(TEN) == 12_000
+    assert cost.extra_bytes(TEN, WHOLE, 2) == vectors + 2 * 4000
+    assert cost.extra_bytes(TEN, WHOLE, 4) == vectors + 2 * 4000
+    assert cost.extra_bytes(TEN, replace(WHOLE, eager=True), 2) == vectors + 4 * 1000 + 2 * 4000
+    assert cost.extra_bytes(TEN, HALVES, 3) == vectors + 3 * 2000
+    assert cost.extra_bytes(TEN, replace(HALVES, delay=5), 3) == vectors + 3 * 4000
+    assert cost.extra_bytes(TEN, HALVES, 3, offload=True) == vectors // 2 + 3 * 2000
+    # The next round of a fragment leaves before its last one, a whole period old, is applied.
+    assert cost.extra_bytes(TEN, replace(WHOLE, delay=10), 2) == vectors + 2 * 2 * 4000
+
+
+def test_memory_of_the_streaming_paper_s_example() -> None:
+    """100B parameters, 3 of 108 layers: 2 vectors of fp32 for them are 22 GB (it prints 20) on 1,117 GiB."""
+    model = Model(parameters=10**11, layers=108, step_s=4.9)
+    assert cost.bare_bytes(model) / 2**30 == pytest.approx(1117, rel=1e-3)
+    streaming = METHODS["streaming"]
+    payloads = 2 * max(streaming.payload_bytes(model))
+    offloaded = cost.extra_bytes(model, streaming, 2, offload=True)
+    assert (offloaded - payloads) / 1e9 == pytest.approx(22.2, rel=0.01)
+    assert (offloaded - payloads) / cost.bare_bytes(model) == pytest.approx(0.02, abs=0.002)
+    in_place = cost.extra_bytes(model, METHODS["diloco"], 2) - 2 * max(METHODS["diloco"].payload_bytes(model))
+    assert in_place / cost.bare_bytes(model) == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(
-    ("text", "bits_per_s", "latency_s"),
+    ("settings", "message"),
     [
-        ("100Mbit/s", 1e8, 0.0),
-        ("1 Gbit/s,50ms", 1e9, 0.05),
-        ("20 MB/s", 1.6e8, 0.0),
-        ("0.5 gbit/s , 0.2 s", 5e8, 0.2),
-        ("64 kbit/s", 64e3, 0.0),
-        ("1e6 bit/s, 300 us", 1e6, 300e-6),
-        ("1.5 Gbps", 1.5e9, 0.0),
-        ("3 TBps", 24e12, 0.0),
-        ("100Mbit", 1e8, 0.0),  # no rate, but nothing else can be meant
-    ],
-)
-def test_links_in_words(text: str, bits_per_s: float, latency_s: float) -> None:
-    link = parse_link(text)
-    assert link.bits_per_s == pytest.approx(bits_per_s)
-    assert link.latency_s == pytest.approx(latency_s)
-    assert parse_link(str(link)) == link
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("10 Gb", r"link '10 Gb': 'Gb' is ambiguous; say Gbit/s \(bits\) or GB/s \(bytes\)"),
-        ("10 kb/s", "'kb/s' is ambiguous; say kbit/s"),
-        ("5 MB", "'MB' is ambiguous; say Mbit/s"),
-        ("10 parsec", "unknown unit 'parsec' of the rate; write it like '100 Mbit/s'"),
-        ("10", "unknown unit '' of the rate"),
-        ("0 Mbit/s", "link '0 Mbit/s': a link needs a rate above 0 bit/s, got 0"),
-        ("-5 Mbit/s", "a link needs a rate above 0 bit/s"),
-        ("1e999 Mbit/s", "too large"),
-        ("fast", "'fast' is not a rate"),
-        ("", "'' is not a rate"),
-        ("1 Gbit/s, 50", "'50' is not a latency; write it like '50 ms'"),
-        ("1 Gbit/s, 50 MB", "'50 MB' is not a latency"),
-        ("1 Gbit/s, -50 ms", "a link's latency must be 0 s or more"),
-        ("1 Gbit/s, 50 ms, 3", "is not a latency"),
-    ],
-)
-def test_refused_links(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_link(text)
-
-
-def test_bytes_of_a_round() -> None:
-    assert [sent_bytes(1000, workers) for workers in (1, 2, 3, 4, 8)] == [0, 1000, 2000, 1500, 1750]
-    assert sent_bytes(999, 4) == 1499  # 1498.5: a link carries whole bytes
-
-
-def test_seconds_of_a_round() -> None:
-    link = Link(8e3, latency_s=0.25)
-    assert transfer_s(1000, 1, link) == 0
-    assert transfer_s(1000, 2, link) == 1 + 0.25
-    assert transfer_s(1000, 4, link) == 1.5 + 2 * 0.25  # two shots travel twice
-
-
-def test_diloco_waits_for_the_whole_round() -> None:
-    """20 steps of 1 s, a round of 4 s after each 10: nothing of it is hidden."""
-    time = run_time(20, 1.0, 10, [500], 0, 2, Link(1e3))
-    assert time == (28.0, 20.0, 8.0, 1000, 20 / 28)
-
-
-def test_data_parallel_waits_on_every_step() -> None:
-    assert run_time(20, 1.0, 10, [500], 0, 2, Link(1e3), gradients=True) == (100.0, 20.0, 80.0, 10_000, 0.2)
-
-
-def test_a_delay_hides_what_fits_into_it() -> None:
-    """A round of 4 s with 3 steps of 1 s to hide in shows 1 s; the last one, at the very end, shows all."""
-    assert run_time(20, 1.0, 10, [500], 3, 2, Link(1e3)).exposed_s == 1 + 4
-    assert run_time(20, 1.0, 10, [500], 4, 2, Link(1e3)).exposed_s == 0 + 4
-
-
-def test_rounds_queue_on_the_link() -> None:
-    """Fragments of 3 s leave 2 steps apart: the second begins when the link is free, 1 s late."""
-    job = Job(steps=4, step_s=1.0, period=4, payload_bytes=(375, 375), delay=0, workers=2, finish=False)
-    blocking = list(stops(job, Link(1e3)))
-    assert [(stop.step, stop.left_s) for stop in blocking] == [(4, (7.0,))]
-    streaming = Job(steps=8, step_s=1.0, period=4, payload_bytes=(375, 375), delay=4, workers=2, finish=False)
-    carried = [c for stop in stops(streaming, Link(1e3)) for c in stop.carried[0]]
-    assert carried == [(0, 4.0, 7.0), (1, 7.0, 10.0), (0, 10.0, 13.0)]
-
-
-def test_what_was_not_sent_is_exchanged_at_the_end() -> None:
-    job = Job(steps=15, step_s=1.0, period=10, payload_bytes=(500,), delay=0, workers=2)
-    assert time_of(job, Link(1e3)).bytes_per_worker == 1000
-    unfinished = Job(steps=15, step_s=1.0, period=10, payload_bytes=(500,), delay=0, workers=2, finish=False)
-    assert time_of(unfinished, Link(1e3)).bytes_per_worker == 500
-
-
-def test_latency_delays_a_round_but_does_not_occupy_the_link() -> None:
-    """Two fragments sent together, 1 s each: the second arrives after 2 s and one latency, not two."""
-    job = Job(steps=1, step_s=1.0, period=1, payload_bytes=(125, 125), delay=0, workers=2)
-    assert time_of(job, Link(1e3, latency_s=5.0)).total_s == 1 + 2 + 5
-
-
-def test_a_patient_worker_is_not_held_up_by_its_own_delay() -> None:
-    """Worker 0 blocks on its rounds, worker 1 has 4 steps for each: it goes on, and they meet at the end."""
-    job = Job(steps=8, step_s=1.0, period=4, payload_bytes=(500,), delay=(0, 4), workers=2)
-    assert job.lanes() == ((0,), (1,))
-    moments = [(stop.step, stop.reached_s, stop.left_s) for stop in stops(job, Link(1e3))]
-    assert moments[0] == (4, (4.0, 4.0), (8.0, 4.0))
-    # Worker 1 sends its second round at 8 s and worker 0 at 12 s: it is complete at 16 s.
-    assert moments[1] == (8, (12.0, 8.0), (16.0, 8.0))
-    assert moments[-1][2] == (16.0, 16.0)
-
-
-def test_one_worker_or_no_rounds_cost_nothing() -> None:
-    assert run_time(10, 0.5, 5, [500], 0, 1, Link(1e3, latency_s=1.0)) == (5.0, 5.0, 0.0, 0, 1.0)
-    assert run_time(10, 0.5, 5, [], 0, 4, Link(1e3)) == (5.0, 5.0, 0.0, 0, 1.0)
-    assert run_time(0, 0.5, 5, [500], 0, 4, Link(1e3)) == (0.0, 0.0, 0.0, 0, 1.0)
-
-
-@pytest.mark.parametrize("steps", [12, 13, 20])
-@pytest.mark.parametrize("sync", [*PRESETS.values(), DataParallel()], ids=[*PRESETS, "data-parallel"])
-def test_bytes_are_those_that_the_loop_sends(sync: Sync | Gradients, steps: int) -> None:
-    """At two workers a round puts one payload on the link, which is what the loop counts."""
-    if isinstance(sync, Sync) and len(sync.delays) > 2:
-        sync = replace(sync, delay=sync.delays[1:])
-    loops = Problem(workers=2, steps=steps).loops(sync)
-    (train if isinstance(sync, Sync) else train_data_parallel)(loops, steps, 0.07)
-    Crew(loops).finish()
-    payloads = [sync.codec.payload_bytes(fragment.numel) for fragment in loops[0].fragments]
-    period, delay = (sync.period, sync.delay) if isinstance(sync, Sync) else (1, 0)
-    time = run_time(steps, 1.0, period, payloads, delay, 2, Link(1e6), gradients=isinstance(sync, Gradients))
-    assert time.bytes_per_worker == loops[0].counters.bytes_sent > 0
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"steps": -1}, "steps must be a whole number of at least 0, got -1"),
-        ({"step_s": math.nan}, "step_s must be a number of seconds"),
-        ({"workers": 0}, "workers must be a whole number of at least 1, got 0"),
-        ({"payload_bytes": (5, -1)}, "payload_bytes must be a whole number of at least 0, got -1"),
+        ({"period": 0}, "period must be a whole number of at least 1, got 0"),
         ({"delay": 11}, r"delay must be between 0 and period \(10\), got 11"),
-        ({"delay": (1, 2, 3)}, "delay has 3 entries for 2 workers"),
+        ({"delay": -1}, "delay must be a whole number of at least 0, got -1"),
     ],
 )
-def test_refused_jobs(changes: dict[str, object], message: str) -> None:
-    settings: dict[str, object] = {
-        "steps": 10, "step_s": 1.0, "period": 10, "payload_bytes": (1,), "delay": 0, "workers": 2
-    }  # fmt: skip
+def test_refused_methods(settings: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Job(**settings | changes)  # type: ignore[arg-type]
+        replace(WHOLE, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"parameters": 0}, "parameters must be a whole number of at least 1, got 0"),
+        ({"layers": 0}, "layers must be a whole number of at least 1, got 0"),
+        ({"step_s": 0.0}, "the time of a step must be a finite number of seconds above 0, got 0.0"),
+        ({"step_s": math.inf}, "the time of a step must be a finite number"),
+    ],
+)
+def test_refused_models(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(TEN, **settings)  # type: ignore[arg-type]
+
+
+def test_more_layers_each_than_layers() -> None:
+    with pytest.raises(ConfigError, match=r"a fragment of 11 layers is more than the model has \(10\)"):
+        replace(HALVES, each=11).layers(TEN)
+
+
+def test_methods_by_name() -> None:
+    assert [method.name for method in methods()] == list(METHODS)
+    assert [(m.name, m.period, m.delay) for m in methods(["eager", "streaming"], 30)] == [
+        ("eager", 30, 30),
+        ("streaming", 30, 1),
+    ]
+    assert with_period(METHODS["data-parallel"], 30) == METHODS["data-parallel"]
+    with pytest.raises(ConfigError, match=r"method must be one of data-parallel, diloco, .*; got 'dilocoo'"):
+        methods(["dilocoo"])

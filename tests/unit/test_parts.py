@@ -20,7 +20,7 @@ from rich.console import Console
 from atoll import report
 from atoll.errors import DataError
 from atoll.events import End, Eval, Event, Fault, Round, Start, Step
-from atoll.plan.cost import Link
+from atoll.plan.link import Link
 from atoll.report.canvas import DARK, LIGHT
 from atoll.report.figures import pictures
 from atoll.report.measured import Span, lanes, rows

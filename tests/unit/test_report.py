@@ -21,7 +21,8 @@ from atoll import report
 from atoll.core.schedule import Schedule
 from atoll.errors import AtollError, ConfigError, DataError
 from atoll.events import End, Eval, Event, Fault, Jsonl, Resumed, Round, Start, Step
-from atoll.plan.cost import Link, time_of
+from atoll.plan.job import time_of
+from atoll.plan.link import Link
 from atoll.report.canvas import DARK, LIGHT
 from atoll.report.clock import clock
 from atoll.report.figures import Picture, pictures

@@ -23,7 +23,8 @@ from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Contribution, Link, Member, Passage, Pending, Round, RoundId
 from atoll.link.local import Absence, Faults, run_local
 from atoll.link.shaped import Outage, Shape, ShapedLink, shaped
-from atoll.plan import cost
+from atoll.plan.job import transfer_s
+from atoll.plan.link import Link as PlannedLink
 from atoll.sync import Gradients
 from harness import PRESETS, Problem, Toy, bits, by_part, inner_step, train, train_data_parallel
 
@@ -136,8 +137,8 @@ def test_diloco_waits_for_the_line(workers: int) -> None:
     problem, seen = Problem(workers=workers), list[Passage]()
     sync = DiLoCo(period=2)
     payload_bytes = sync.codec.payload_bytes(sum(problem.sizes))
-    line = cost.Link(5_000, 0.02)
-    round_s = cost.transfer_s(payload_bytes, workers, line)
+    line = PlannedLink(5_000, 0.02)
+    round_s = transfer_s(payload_bytes, workers, line)
     loops = loops_on(problem, sync, Shape(bits_per_s=line.bits_per_s, latency_s=line.latency_s))
     passages(loops, seen)
     began = time.perf_counter()

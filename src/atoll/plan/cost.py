@@ -1,304 +1,151 @@
-"""What rounds cost on a link: bytes, seconds, and the waiting that training cannot hide.
+"""What a method costs, in closed form: bytes, bandwidth, memory, and the waiting that nothing hides.
 
-The model: every worker computes inner steps of equal length and has one link of its own, which carries its rounds one
-after the other. A round leaves after its step, and is there once every worker's part has passed its link. Who must
-apply it earlier waits. `core.schedule` says what is due when, so the loop and this cannot disagree.
+Bytes are those of payloads, as `docs/wire.md` has them; headers add 64 bytes a message. All are exact, but for the
+waiting where rounds overlap: `plan.simulate` follows those one by one.
 """
 
-import math
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count
-from typing import NamedTuple
+from collections.abc import Iterator
+from itertools import pairwise
 
-from atoll.checks import check_whole
-from atoll.core.schedule import Due, Schedule
-from atoll.core.shots import sent_bytes, shots
-from atoll.errors import ConfigError
+import numpy as np
 
-_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-_NUMBER = r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
-_HOW = "write it like '100 Mbit/s', '20 MB/s' or '1 Gbit/s, 50 ms'"
+from atoll.core.schedule import Schedule
+from atoll.core.shots import ONE_SHOT_MEMBERS, sent_bytes, shots
+from atoll.plan.lines import Array
+from atoll.plan.link import Link
+from atoll.plan.method import Method, Model
+
+FP32_BYTES = 4
 
 
-# ---------------------------------------------------------------------- links
+# ---------------------------------------------------------------------- bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What one worker has to the others."""
-
-    bits_per_s: float
-    """Bits per second, in each direction; math.inf is allowed."""
-    latency_s: float = 0.0
-    """Seconds from the last bit's departure to its arrival."""
-
-    def __post_init__(self) -> None:
-        if not self.bits_per_s > 0:
-            raise ConfigError(f"a link needs a rate above 0 bit/s, got {self.bits_per_s:g}: nothing would ever arrive")
-        if not 0 <= self.latency_s < math.inf:
-            raise ConfigError(f"a link's latency must be 0 s or more, and finite, got {self.latency_s:g}")
-
-    def __str__(self) -> str:
-        prefix = next((p for p in "TGMk" if _PREFIXES[p.lower()] <= self.bits_per_s < math.inf), "")
-        rate = f"{self.bits_per_s / _PREFIXES[prefix.lower()]:.4g} {prefix}bit/s"
-        return f"{rate}, {self.latency_s * 1e3:.4g} ms" if self.latency_s else rate
+def round_bytes(model: Model, method: Method, workers: int) -> tuple[int, ...]:
+    """What one worker sends in a round of every fragment."""
+    return tuple(sent_bytes(size, workers) for size in method.payload_bytes(model))
 
 
-def parse_link(text: str) -> Link:
-    """Read '100Mbit/s', '20 MB/s' or '1 Gbit/s, 50ms' (rate, then latency if any)."""
-    rate, comma, latency = text.partition(",")
-    bits_per_s = _parse_rate(text, rate.strip())
-    latency_s = _parse_latency(text, latency.strip()) if comma else 0.0
-    try:
-        return Link(bits_per_s, latency_s)
-    except ConfigError as error:
-        raise ConfigError(f"link {text!r}: {error}") from None
+def bytes_per_step(model: Model, method: Method, workers: int) -> float:
+    """What one worker sends, on average over a period."""
+    return sum(round_bytes(model, method, workers)) / _period(method)
 
 
-def _parse_rate(text: str, rate: str) -> float:
-    match = re.fullmatch(_NUMBER + r"\s*([A-Za-z/]*)", rate)
-    if match is None:
-        raise ConfigError(f"link {text!r}: {rate!r} is not a rate; {_HOW}")
-    number, unit = float(match[1]), match[2]
-    bits = re.fullmatch(r"(?i:([kmgt]?)bit(?:s?(?:/s)?|ps))|(?i:([kmgt]?))bps", unit)
-    octets = re.fullmatch(r"(?i:([kmgt]?))B(?:/s|ps)", unit)
-    if bits:
-        scale = _PREFIXES[(bits[1] or bits[2] or "").lower()]
-    elif octets:
-        scale = 8 * _PREFIXES[octets[1].lower()]
-    elif re.fullmatch(r"(?i:[kmgt]?b(/s|ps)?)", unit):
-        prefix = unit[:-1].partition("b")[0].partition("B")[0].upper().replace("K", "k")
-        raise ConfigError(f"link {text!r}: {unit!r} is ambiguous; say {prefix}bit/s (bits) or {prefix}B/s (bytes)")
-    else:
-        raise ConfigError(f"link {text!r}: unknown unit {unit!r} of the rate; {_HOW}")
-    if not math.isfinite(number):
-        raise ConfigError(f"link {text!r}: {match[1]} is too large for a rate")
-    return number * scale
+def bytes_of_run(model: Model, method: Method, workers: int, steps: int) -> int:
+    """What one worker sends in a run of so many steps; at its end, all that was not sent yet is."""
+    sizes = round_bytes(model, method, workers)
+    if method.gradients:
+        return steps * sum(sizes)
+    schedule = Schedule(method.period, len(sizes), method.delay)
+    rounds = [max(0, (steps - schedule.offset(f)) // method.period) for f in range(len(sizes))]
+    unsent = [steps > 0 and not schedule.is_send(f, steps) for f in range(len(sizes))]
+    return sum(size * (n + last) for size, n, last in zip(sizes, rounds, unsent, strict=True))
 
 
-def _parse_latency(text: str, latency: str) -> float:
-    match = re.fullmatch(_NUMBER + r"\s*([a-z]+)", latency)
-    if match is None or match[2] not in _SECONDS:
-        raise ConfigError(f"link {text!r}: {latency!r} is not a latency; write it like '50 ms' or '0.05 s'")
-    return float(match[1]) * _SECONDS[match[2]]
+def average_bits_per_s(model: Model, method: Method, workers: int) -> float:
+    """The rate at which a line keeps up with a worker that never waits; below, it must."""
+    return 8 * bytes_per_step(model, method, workers) / model.step_s
 
 
-# ---------------------------------------------------------------------- one round
+def peak_bits_per_s(model: Model, method: Method, workers: int) -> float:
+    """The rate at which the largest exchange is over in the time it has: its delay, or one step if it has none."""
+    return 8 * max(round_bytes(model, method, workers)) / (max(method.delay, 1) * model.step_s)
 
 
-def transfer_s(payload_bytes: int, workers: int, link: Link) -> float:
-    """Seconds from the departure of a round's first bit to the arrival of its last, on a link that is free."""
-    return _carry_s(payload_bytes, workers, link) + _latency_s(workers, link)
+# ---------------------------------------------------------------------- time
 
 
-def _carry_s(payload_bytes: int, workers: int, link: Link) -> float:
-    """Seconds for which a round occupies a link."""
-    return 8 * sent_bytes(payload_bytes, workers) / link.bits_per_s
+def exposed_s(model: Model, method: Method, workers: int, link: Link) -> float:
+    """Seconds of waiting in every period (data-parallel: every step), as atoll sends: after the step.
+
+    Exact if `rounds_apart`; otherwise rounds queue and hide behind each other, and this is the least that is waited.
+    """
+    rates = np.array([link.bits_per_s])
+    return float(exposed_at(model, method, workers, rates, latency_s=link.latency_s)[0])
 
 
-def _latency_s(workers: int, link: Link) -> float:
-    """Every shot travels the distance once; nobody to send to, no distance."""
-    return shots(workers) * link.latency_s
+def exposed_at(model: Model, method: Method, workers: int, rates: Array, *, latency_s: float = 0.0) -> Array:
+    """[rates]: `exposed_s` at many rates at once."""
+    sent = sent_together(model, method, workers)
+    hidden_s = 0.0 if method.gradients else method.delay * model.step_s
+    latency_s *= shots(workers)
+    waits = [np.maximum(0.0, 8 * size / rates + latency_s - hidden_s) for size in sent.values()]
+    carried_s = 8 * sum(sent.values()) / rates
+    chains: list[Array] = [sum(chain, np.zeros_like(rates)) for chain in _apart(method, list(sent), waits)]
+    least: Array = np.max([carried_s - _period(method) * model.step_s, *chains, np.zeros_like(rates)], axis=0)
+    return least
 
 
-def _check_round(payload_bytes: int, workers: int) -> None:
-    check_whole("workers", workers)
-    check_whole("payload_bytes", payload_bytes, least=0)
+def rounds_apart(model: Model, method: Method) -> bool:
+    """Whether every round has been applied before the next one leaves, so that none ever waits for another."""
+    steps = list(sent_together(model, method, 1))
+    gap = min((later - step for step, later in pairwise([*steps, steps[0] + _period(method)])), default=0)
+    return method.gradients or method.delay == 0 or method.delay < gap
 
 
-# ---------------------------------------------------------------------- a run
+def _period(method: Method) -> int:
+    return 1 if method.gradients else method.period
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A run as far as its time is concerned."""
-
-    steps: int
-    """Inner steps of every worker."""
-    step_s: float
-    """Seconds of compute of one inner step."""
-    period: int
-    """Inner steps between two sends of the same fragment."""
-    payload_bytes: tuple[int, ...]
-    """Bytes of one worker's payload, per fragment; empty: nothing is ever sent."""
-    delay: int | tuple[int, ...]
-    """Inner steps from a round's send to its apply; a tuple has one per worker."""
-    workers: int
-    """How many take part."""
-    gradients: bool = False
-    """Data-parallel: one round of everything on every step, and nothing hides it; period and delay do not matter."""
-    finish: bool = True
-    """Whether the run ends with the exchange of what was not sent yet, as `OuterLoop.finish` does."""
-
-    def __post_init__(self) -> None:
-        check_whole("steps", self.steps, least=0)
-        if not 0 <= self.step_s < math.inf:
-            raise ConfigError(f"step_s must be a number of seconds, 0 or more, got {self.step_s!r}")
-        for size in (*self.payload_bytes, 0):
-            _check_round(size, self.workers)
-        if isinstance(self.delay, tuple) and len(self.delay) != self.workers:
-            raise ConfigError(f"delay has {len(self.delay)} entries for {self.workers} workers: give one, or one each")
-        self.schedules()
-
-    def lanes(self) -> tuple[tuple[int, ...], ...]:
-        """Workers that behave alike, together; ordered by their delay."""
-        if self.gradients or isinstance(self.delay, int):
-            return (tuple(range(self.workers)),)
-        delays = self.delay
-        return tuple(tuple(w for w in range(self.workers) if delays[w] == d) for d in sorted(set(delays)))
-
-    def schedules(self) -> tuple[Schedule, ...]:
-        """What is due when, per lane; none if nothing is ever sent."""
-        fragments = len(self.payload_bytes)
-        if not fragments:
-            return ()
-        if self.gradients:
-            return (Schedule(1, fragments, 0),)
-        delays = [self.delay] if isinstance(self.delay, int) else sorted(set(self.delay))
-        return tuple(Schedule(self.period, fragments, delay) for delay in delays)
+def sent_together(model: Model, method: Method, workers: int) -> dict[int, int]:
+    """By step of the period, ascending: bytes that a worker sends after it. They are applied together, too."""
+    sizes = round_bytes(model, method, workers)
+    schedule = Schedule(_period(method), len(sizes), 0)
+    together: dict[int, int] = {}
+    for fragment, size in enumerate(sizes):
+        together[schedule.offset(fragment)] = together.get(schedule.offset(fragment), 0) + size
+    return together
 
 
-class Carried(NamedTuple):
-    """A round on one worker's link."""
-
-    fragment: int
-    begin_s: float
-    end_s: float
-    """When the link is free again; the round itself arrives a latency later."""
-
-
-class Stop(NamedTuple):
-    """The end of an inner step after which something is sent or applied. Times are since the start of the run."""
-
-    step: int
-    reached_s: tuple[float, ...]
-    """Per lane: when the step was computed."""
-    left_s: tuple[float, ...]
-    """Per lane: when the next step could begin; what lies between is waiting."""
-    carried: tuple[tuple[Carried, ...], ...]
-    """Per lane: the rounds sent now, on the link of each of its workers."""
+def _apart(method: Method, steps: list[int], waits: list[Array]) -> Iterator[list[Array]]:
+    """Ways to pick sends of which each is applied before the next one leaves: their waits add up."""
+    period, delay, count = _period(method), 0 if method.gradients else method.delay, len(steps)
+    later = [*steps, *(step + period for step in steps)]
+    stride = next((k for k in range(1, count + 1) if all(later[i + k] - later[i] > delay for i in range(count))), None)
+    if stride is not None:
+        for first in range(stride if count % stride == 0 else count):
+            yield [waits[(first + n * stride) % count] for n in range(count // stride)]
 
 
-class RunTime(NamedTuple):
-    """How long a run takes on a link, and why."""
-
-    total_s: float
-    compute_s: float
-    exposed_s: float
-    """Waiting of the slowest worker: total_s - compute_s."""
-    bytes_per_worker: int
-    """What one worker put on its link."""
-    utilisation: float
-    """compute_s / total_s, 0 to 1."""
+# ---------------------------------------------------------------------- memory
 
 
-def run_time(
-    steps: int,
-    step_s: float,
-    period: int,
-    payload_bytes: Sequence[int],
-    delay: int | Sequence[int],
-    workers: int,
-    link: Link,
-    gradients: bool = False,
-) -> RunTime:
-    """How long a run of this many inner steps takes; units and meanings are those of `Job`."""
-    delays = delay if isinstance(delay, int) else tuple(delay)
-    job = Job(
-        steps=steps,
-        step_s=step_s,
-        period=period,
-        payload_bytes=tuple(payload_bytes),
-        delay=delays,
-        workers=workers,
-        gradients=gradients,
-    )
-    return time_of(job, link)
+def bare_bytes(model: Model) -> int:
+    """Parameters and both of Adam's moments, in fp32: what training needs anyway, activations and gradients aside."""
+    return 3 * FP32_BYTES * model.parameters
 
 
-def time_of(job: Job, link: Link) -> RunTime:
-    """How long a job takes; its last rounds have arrived then if it finishes."""
-    compute_s, sent = job.steps * job.step_s, 0
-    waited_s = [0.0] * len(job.lanes())
-    for stop in stops(job, link):
-        waited_s = [w + left - at for w, left, at in zip(waited_s, stop.left_s, stop.reached_s, strict=True)]
-        sent += sum(sent_bytes(job.payload_bytes[c.fragment], job.workers) for c in stop.carried[0])
-    total_s = compute_s + max(waited_s)
-    return RunTime(total_s, compute_s, max(waited_s), sent, compute_s / total_s if total_s else 1.0)
+def extra_bytes(model: Model, method: Method, workers: int, *, offload: bool = False) -> int:
+    """What the outer loop adds on a worker's device.
+
+    Anchor and velocity in fp32, Eager's own momentum, feedback's residual, and the payloads of rounds on their way.
+    With `offload`, they are in the machine's memory but for one fragment's.
+    """
+    if method.gradients:
+        return sum(_payloads(size, workers) for size in method.payload_bytes(model))
+    vectors = 2 + method.eager + method.codec.feedback
+    values, payloads = method.values(model), method.payload_bytes(model)
+    if offload:
+        return vectors * FP32_BYTES * max(values) + _payloads(max(payloads), workers)
+    return vectors * FP32_BYTES * sum(values) + _payloads(_most_in_flight(method, payloads), workers)
 
 
-def stops(job: Job, link: Link) -> Iterator[Stop]:
-    """Every moment of a run at which something is sent or applied, in order; the finish is one more at the end."""
-    queue = _Queue(job, link)
-    schedules = job.schedules()
-    for step, dues in _due_steps(schedules, job.steps):
-        sent = dues[0].send  # the same in every lane: only applies differ
-        needed = [
-            [(step - s.delay, fragment) for fragment in due.apply] for s, due in zip(schedules, dues, strict=True)
-        ]
-        yield queue.stop(step, sent, needed)
-    if job.finish and schedules and job.steps:
-        yield queue.drain(job.steps)
-        unsent = [f for f in range(len(job.payload_bytes)) if not schedules[0].is_send(f, job.steps)]
-        if unsent:
-            yield queue.stop(job.steps, unsent, [[(job.steps, f) for f in unsent]] * len(schedules))
+def _payloads(size: int, workers: int) -> int:
+    """All that are there of a round: everybody's in one shot; in two, one's own and the mean."""
+    return size * (workers if workers <= ONE_SHOT_MEMBERS else 2)
 
 
-class _Queue:
-    """The clocks and links of all lanes, and the rounds on their way."""
-
-    def __init__(self, job: Job, link: Link) -> None:
-        self.job = job
-        self.carry_s = [_carry_s(size, job.workers, link) for size in job.payload_bytes]
-        self.latency_s = _latency_s(job.workers, link)
-        lanes = len(job.lanes())
-        # Waiting is added up apart from compute: sums of many small steps would drift.
-        self.waited_s = [0.0] * lanes
-        self.free_s = [0.0] * lanes
-        self.arrival_s: dict[tuple[int, int], float] = {}
-
-    def stop(self, step: int, sent: Sequence[int], needed: Sequence[Sequence[tuple[int, int]]]) -> Stop:
-        reached = tuple(step * self.job.step_s + waited for waited in self.waited_s)
-        carried: list[list[Carried]] = [[] for _ in reached]
-        for fragment in sent:
-            for lane, now in enumerate(reached):
-                begin = max(now, self.free_s[lane])
-                self.free_s[lane] = begin + self.carry_s[fragment]
-                carried[lane].append(Carried(fragment, begin, self.free_s[lane]))
-            self.arrival_s[step, fragment] = max(self.free_s) + self.latency_s
-        left = tuple(
-            max([now, *(self.arrival_s[round_id] for round_id in needed[lane])]) for lane, now in enumerate(reached)
-        )
-        self._forget(step)
-        for lane, now in enumerate(reached):
-            self.waited_s[lane] += left[lane] - now
-        return Stop(step, reached, left, tuple(map(tuple, carried)))
-
-    def drain(self, step: int) -> Stop:
-        """Wait for everything that is still on its way."""
-        return self.stop(step, (), [list(self.arrival_s)] * len(self.free_s))
-
-    def _forget(self, step: int) -> None:
-        """Nobody applies a round later than a period after its send."""
-        oldest = step - self.job.period
-        self.arrival_s = {round_id: at for round_id, at in self.arrival_s.items() if round_id[0] > oldest}
-
-
-def _due_steps(schedules: Sequence[Schedule], steps: int) -> Iterator[tuple[int, tuple[Due, ...]]]:
-    """Steps after which something is due, ascending, with what is due in each lane."""
-    if not schedules:
-        return
-    period = schedules[0].period
-    # From step 3 * period on every fragment has been sent and applied, and what is due repeats with the period.
-    asked = ((step, tuple(s.due(step) for s in schedules)) for step in range(1, min(steps, 4 * period - 1) + 1))
-    first = [(step, dues) for step, dues in asked if any(due.send or due.apply for due in dues)]
-    yield from first
-    again = [(step, dues) for step, dues in first if step >= 3 * period]
-    for lap in count(1) if steps >= 4 * period else ():
-        for step, dues in again:
-            if step + lap * period > steps:
-                return
-            yield step + lap * period, dues
+def _most_in_flight(method: Method, payloads: tuple[int, ...]) -> int:
+    """Bytes of one worker's payloads that are on their way together, at worst: what is sent in a delay and a step."""
+    schedule = Schedule(method.period, len(payloads), method.delay)
+    laps = [
+        (schedule.offset(f) + lap * method.period, size) for lap in range(3) for f, size in enumerate(payloads)
+    ]  # by step, ascending; two periods back are enough for a delay of one
+    most = flying = oldest = 0
+    for step, size in laps:
+        flying += size
+        while laps[oldest][0] < step - method.delay:
+            flying -= laps[oldest][1]
+            oldest += 1
+        most = max(most, flying)
+    return most

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from atoll.disk import write_whole
 from atoll.errors import ConfigError
-from atoll.plan.cost import Link
+from atoll.plan.link import Link
 from atoll.report.load import RunRecord, load, load_all
 from atoll.report.table import Row, rich_table, summary
 from atoll.report.trace import write_trace

@@ -7,7 +7,8 @@ from functools import lru_cache
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from atoll.plan.cost import Job, Link, stops
+from atoll.plan.job import Job, stops
+from atoll.plan.link import Link
 from atoll.report.canvas import Palette
 
 

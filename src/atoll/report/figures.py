@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from atoll.core.schedule import Schedule
-from atoll.plan.cost import Job, Link
+from atoll.plan.job import Job
+from atoll.plan.link import Link
 from atoll.report.canvas import Draw, Palette, dress, heading, legend, line_style, marker, new_figure, shorten
 from atoll.report.clock import clock, time_axis
 from atoll.report.load import RunRecord, jobs

@@ -11,7 +11,7 @@ from typing import Any
 from atoll.errors import ConfigError, DataError
 from atoll.events import End, Eval, Fault, Resumed, Round, Start, Step, read, utilisation
 from atoll.layout import ABOUT, METRICS, RUN, worker_folder
-from atoll.plan.cost import Job
+from atoll.plan.job import Job
 from atoll.report.parts import Part, merge, part_of
 
 _MOST_WORKERS = 4096  # as in a run file; more is a damaged file, and would take forever

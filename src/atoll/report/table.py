@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from atoll.plan.cost import Job, Link, RunTime, time_of
+from atoll.plan.job import Job, RunTime, time_of
+from atoll.plan.link import Link
 from atoll.report.load import RunRecord, jobs
 from atoll.units import bytes_text, loss_text, number_text, percent_text, ratio_text, seconds_text, share_text
 

@@ -8,7 +8,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
-from atoll.plan.cost import Job, Link, stops
+from atoll.plan.job import Job, stops
+from atoll.plan.link import Link
 from atoll.report.canvas import Palette, dress, heading, legend_place, new_figure, shorten
 from atoll.report.clock import clock, linear_time_axis, window
 from atoll.report.load import RunRecord, jobs

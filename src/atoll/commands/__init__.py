@@ -1,0 +1,1 @@
+"""Commands that are too long for `cli.py`."""

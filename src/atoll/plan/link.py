@@ -1,0 +1,72 @@
+"""What a worker has to the others, as numbers, and how people write it: '1 Gbit/s, 50 ms'."""
+
+import math
+import re
+from dataclasses import dataclass
+
+from atoll.errors import ConfigError
+
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_NUMBER = r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
+_HOW = "write it like '100 Mbit/s', '20 MB/s' or '1 Gbit/s, 50 ms'"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one worker has to the others."""
+
+    bits_per_s: float
+    """Bits per second, in each direction; math.inf is allowed."""
+    latency_s: float = 0.0
+    """Seconds from the last bit's departure to its arrival."""
+
+    def __post_init__(self) -> None:
+        if not self.bits_per_s > 0:
+            raise ConfigError(f"a link needs a rate above 0 bit/s, got {self.bits_per_s:g}: nothing would ever arrive")
+        if not 0 <= self.latency_s < math.inf:
+            raise ConfigError(f"a link's latency must be 0 s or more, and finite, got {self.latency_s:g}")
+
+    def __str__(self) -> str:
+        prefix = next((p for p in "TGMk" if _PREFIXES[p.lower()] <= self.bits_per_s < math.inf), "")
+        rate = f"{self.bits_per_s / _PREFIXES[prefix.lower()]:.4g} {prefix}bit/s"
+        return f"{rate}, {self.latency_s * 1e3:.4g} ms" if self.latency_s else rate
+
+
+def parse_link(text: str) -> Link:
+    """Read '100Mbit/s', '20 MB/s' or '1 Gbit/s, 50ms' (rate, then latency if any)."""
+    rate, comma, latency = text.partition(",")
+    bits_per_s = _parse_rate(text, rate.strip())
+    latency_s = _parse_latency(text, latency.strip()) if comma else 0.0
+    try:
+        return Link(bits_per_s, latency_s)
+    except ConfigError as error:
+        raise ConfigError(f"link {text!r}: {error}") from None
+
+
+def _parse_rate(text: str, rate: str) -> float:
+    match = re.fullmatch(_NUMBER + r"\s*([A-Za-z/]*)", rate)
+    if match is None:
+        raise ConfigError(f"link {text!r}: {rate!r} is not a rate; {_HOW}")
+    number, unit = float(match[1]), match[2]
+    bits = re.fullmatch(r"(?i:([kmgt]?)bit(?:s?(?:/s)?|ps))|(?i:([kmgt]?))bps", unit)
+    octets = re.fullmatch(r"(?i:([kmgt]?))B(?:/s|ps)", unit)
+    if bits:
+        scale = _PREFIXES[(bits[1] or bits[2] or "").lower()]
+    elif octets:
+        scale = 8 * _PREFIXES[octets[1].lower()]
+    elif re.fullmatch(r"(?i:[kmgt]?b(/s|ps)?)", unit):
+        prefix = unit[:-1].partition("b")[0].partition("B")[0].upper().replace("K", "k")
+        raise ConfigError(f"link {text!r}: {unit!r} is ambiguous; say {prefix}bit/s (bits) or {prefix}B/s (bytes)")
+    else:
+        raise ConfigError(f"link {text!r}: unknown unit {unit!r} of the rate; {_HOW}")
+    if not math.isfinite(number):
+        raise ConfigError(f"link {text!r}: {match[1]} is too large for a rate")
+    return number * scale
+
+
+def _parse_latency(text: str, latency: str) -> float:
+    match = re.fullmatch(_NUMBER + r"\s*([a-z]+)", latency)
+    if match is None or match[2] not in _SECONDS:
+        raise ConfigError(f"link {text!r}: {latency!r} is not a latency; write it like '50 ms' or '0.05 s'")
+    return float(match[1]) * _SECONDS[match[2]]

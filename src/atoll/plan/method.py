@@ -1,0 +1,131 @@
+"""What can be chosen, as the planner sees it: a model by its size, and the ways to train it on several workers."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from atoll.checks import check_whole
+from atoll.core.codec import Codec
+from atoll.errors import ConfigError
+from atoll.plan.job import Job
+from atoll.plan.simulate import Layers, strided
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What is trained: layers of equal size, all of which take part in every step."""
+
+    parameters: int
+    """All that are trained and exchanged."""
+    layers: int
+    step_s: float
+    """Seconds of computing of one inner step of one worker."""
+
+    def __post_init__(self) -> None:
+        check_whole("parameters", self.parameters, why="it counts what is trained")
+        check_whole("layers", self.layers, why="it counts what is computed one after the other")
+        if not 0 < self.step_s < math.inf:
+            raise ConfigError(f"the time of a step must be a finite number of seconds above 0, got {self.step_s!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """One way to train on several workers."""
+
+    name: str
+    period: int
+    """Inner steps between two exchanges of the same parameters; of no meaning under `gradients`."""
+    each: int | None = None
+    """Layers of a fragment; None: everything at once."""
+    delay: int = 0
+    """Inner steps for which an exchange may go on while training does."""
+    codec: Codec = Codec("bf16")
+    """How values travel."""
+    eager: bool = False
+    """Whether a worker's own newest change is applied at once (Eager Updates)."""
+    gradients: bool = False
+    """Data-parallel: gradients on every step."""
+
+    def __post_init__(self) -> None:
+        check_whole("period", self.period, why="it counts inner steps")
+        check_whole("delay", self.delay, least=0, why="it counts inner steps")
+        if self.delay > self.period:
+            raise ConfigError(f"delay must be between 0 and period ({self.period}), got {self.delay}")
+
+    def layers(self, model: Model) -> Layers:
+        """The layers of every fragment."""
+        if self.each is None:
+            return (tuple(range(1, model.layers + 1)),)
+        return strided(model.layers, self.each)
+
+    def values(self, model: Model) -> tuple[int, ...]:
+        """Parameters of every fragment; together all of the model's."""
+        layers = self.layers(model)
+        edges = [0]
+        for group in layers:
+            edges.append(edges[-1] + len(group))
+        cuts = [model.parameters * edge // model.layers for edge in edges]
+        return tuple(end - start for start, end in pairwise(cuts))
+
+    def payload_bytes(self, model: Model) -> tuple[int, ...]:
+        """One worker's payload of every fragment, exactly as it will travel."""
+        return tuple(self.codec.payload_bytes(values) for values in self.values(model))
+
+    def job(self, model: Model, workers: int, steps: int) -> Job:
+        """A run of so many steps."""
+        return Job(
+            steps=steps,
+            step_s=model.step_s,
+            period=self.period,
+            payload_bytes=self.payload_bytes(model),
+            delay=0 if self.gradients else self.delay,
+            workers=workers,
+            gradients=self.gradients,
+        )
+
+
+FRAGMENT_LAYERS = 3
+"""Of the Streaming paper."""
+PERIOD = 100
+"""Of its comparison."""
+
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method(name="data-parallel", period=1, gradients=True),
+        Method(name="diloco", period=PERIOD),
+        Method(name="streaming-blocking", period=PERIOD, each=FRAGMENT_LAYERS),
+        Method(name="streaming-bf16", period=PERIOD, each=FRAGMENT_LAYERS, delay=1),
+        Method(name="streaming", period=PERIOD, each=FRAGMENT_LAYERS, delay=1, codec=Codec("e3m0")),
+        Method(name="eager", period=PERIOD, delay=PERIOD, codec=Codec("e3m0"), eager=True),
+    )
+}
+"""The papers' comparison, and Eager Updates; names without a second part are atoll's presets, but for 16 bits where the
+papers have them. Every period is that of the comparison."""
+
+LABELS = {
+    "data-parallel": "data-parallel, 16 bits",
+    "diloco": "DiLoCo, 16 bits",
+    "streaming-blocking": "Streaming, 16 bits, waiting",
+    "streaming-bf16": "Streaming, 16 bits, hidden",
+    "streaming": "Streaming, 4 bits, hidden",
+    "eager": "Eager, 4 bits, hidden",
+}
+
+
+def methods(names: Iterable[str] = (), period: int | None = None) -> list[Method]:
+    """Those of these names, or all, with another period if one is given."""
+    chosen = list(names) or list(METHODS)
+    for name in chosen:
+        if name not in METHODS:
+            raise ConfigError(f"method must be one of {', '.join(METHODS)}; got {name!r}")
+    return [with_period(METHODS[name], period) for name in chosen]
+
+
+def with_period(method: Method, period: int | None) -> Method:
+    """The same with another period; an exchange that had all of it to hide in still has."""
+    if period is None or method.gradients:
+        return method
+    check_whole("period", period, why="it counts inner steps")
+    return replace(method, period=period, delay=period if method.eager else min(method.delay, period))

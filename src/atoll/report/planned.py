@@ -1,0 +1,169 @@
+"""A plan as a picture: utilisation against bandwidth, and how each method spends its time on the given link."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from atoll.plan.lines import Array, Place
+from atoll.plan.link import Link
+from atoll.plan.method import Method, Model
+from atoll.plan.outlook import bandwidth_needed, steady_utilisation
+from atoll.plan.simulate import Span, simulate
+from atoll.report.canvas import LIGHT, Palette, dress, heading, shorten, to_png
+from atoll.report.clock import linear_time_axis
+from atoll.units import count_words, seconds_text, share_text
+
+_POINTS = 160
+_PERIODS = 3
+_EDGES = (0.02, 0.999)  # utilisations between which the curves are worth seeing
+_MOST_STEPS = 20_000  # of data-parallel in a timeline
+_MOST_BARS = 4000  # of one method; more would be thinner than a pixel
+_COLOURS = {"data-parallel": 6, "diloco": 1, "streaming-blocking": 2, "streaming-bf16": 3, "streaming": 4, "eager": 0}
+_OTHER = 7  # the colour of a run's own method
+
+
+def write(model: Model, methods: Mapping[str, Method], workers: int, link: Link, path: Path) -> None:
+    """Draw methods, by what they are called, into a PNG."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(to_png(partial(draw, model, methods, workers, link)))
+
+
+def draw(model: Model, methods: Mapping[str, Method], workers: int, link: Link, palette: Palette = LIGHT) -> Figure:
+    """Curves above, timelines below; each method has its colour."""
+    lanes = 0.62 * len(methods)
+    figure = Figure(figsize=(8.4, 4.6 + lanes), layout="constrained")
+    upper, lower = figure.subplots(2, 1, height_ratios=[3.4, 0.7 + lanes])
+    _draw_curves(upper, palette, model, methods, workers, link)
+    _draw_timelines(lower, palette, model, methods, workers, link)
+    handles = [
+        *(Line2D([], [], color=_colour(palette, m), linewidth=2, label=name) for name, m in methods.items()),
+        Line2D([], [], color=palette.muted, linewidth=1.3, linestyle=(0, (4, 2)), label="as atoll sends"),
+    ]
+    figure.legend(
+        handles=handles, loc="outside upper left", ncols=3, frameon=False, labelcolor=palette.ink, columnspacing=1.6
+    )
+    return figure
+
+
+def _colour(palette: Palette, method: Method) -> str:
+    """The same in every plan, whichever methods are in it."""
+    return palette.of(_COLOURS.get(method.name, _OTHER))
+
+
+# ---------------------------------------------------------------------- curves
+
+
+def _draw_curves(
+    axes: Axes, palette: Palette, model: Model, methods: Mapping[str, Method], workers: int, link: Link
+) -> None:
+    rates = _rates(model, methods, workers, link)
+    unit, name = (1e9, "Gbit/s") if rates[-1] > 1e10 else (1e6, "Mbit/s")
+    dress(axes, palette, x=f"bandwidth of every worker, {name}", y="time spent computing")
+    for method in methods.values():
+        colour = _colour(palette, method)
+        best, ours = (
+            steady_utilisation(model, method, workers, rates, latency_s=link.latency_s, layered=layered)
+            for layered in (True, False)
+        )
+        axes.plot(rates / unit, ours, color=colour, linewidth=1.3, linestyle=(0, (4, 2)), alpha=0.85)
+        axes.plot(rates / unit, best, color=colour, linewidth=2)
+    axes.set_xscale("log")
+    axes.set_xlim(rates[0] / unit, rates[-1] / unit)
+    axes.set_ylim(-0.01, 1.03)
+    axes.yaxis.set_major_locator(FixedLocator([0, 0.25, 0.5, 0.75, 0.95]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.0f} %"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    here = link.bits_per_s / unit
+    if rates[0] <= link.bits_per_s <= rates[-1]:
+        axes.axvline(here, color=palette.ink, linewidth=1, zorder=1)
+        axes.annotate(
+            str(link), (here, 1), xycoords=("data", "axes fraction"), xytext=(0, 2), textcoords="offset points",
+            ha="center", va="bottom", color=palette.ink, fontsize=8.5,
+        )  # fmt: skip
+    titles = f"{count_words(model.parameters)} parameters, {seconds_text(model.step_s)} a step, {workers} workers"
+    axes.set_title(titles, loc="left", color=palette.ink, fontsize=10, pad=18)
+
+
+def _rates(model: Model, methods: Mapping[str, Method], workers: int, link: Link) -> Array:
+    """From where hardly any method computes to where they hardly wait; the link is always among them."""
+    low, high = 1e15, 1e3
+    for method in methods.values():
+        first, last = (bandwidth_needed(model, method, workers, level, latency_s=link.latency_s) for level in _EDGES)
+        low = min(low, first)
+        high = max(high, last if np.isfinite(last) else 1e5 * first)
+    if np.isfinite(link.bits_per_s):
+        low, high = min(low, link.bits_per_s), max(high, link.bits_per_s)
+    # Beyond six decades, the interesting part would be a stripe.
+    high = min(high, max(1e6 * low, 2 * link.bits_per_s if np.isfinite(link.bits_per_s) else 0.0))
+    rates: Array = np.geomspace(low / 1.2, max(high, 10 * low) * 1.2, _POINTS)
+    return rates
+
+
+# ---------------------------------------------------------------------- timelines
+
+
+def _draw_timelines(
+    axes: Axes, palette: Palette, model: Model, methods: Mapping[str, Method], workers: int, link: Link
+) -> None:
+    """A few periods of each under way, as atoll sends: the first ones, in which nothing has come back, are left out."""
+    dress(axes, palette, x="", y="", grid="x")
+    longest = max(method.period for method in methods.values())
+    timelines = [_timeline(model, method, workers, link, longest) for method in methods.values()]
+    paired = list(zip(timelines, methods.values(), strict=True))
+    ends = [t.periods_s for t, method in paired if not method.gradients] or [t.periods_s for t in timelines]
+    window_s = max(min(max(ends), _PERIODS * min(ends)), model.step_s)  # or the quickest would hardly be seen
+    for n, ((name, method), timeline) in enumerate(zip(methods.items(), timelines, strict=True)):
+        _draw_lane(axes, palette, _colour(palette, method), n, timeline.spans, window_s)
+        share = timeline.share
+        heading(axes, palette, n - 0.3, shorten(name, 60), f"{share_text(share)} computing")
+    axes.set_ylim(len(methods) - 0.45, -0.8)
+    axes.yaxis.set_major_locator(NullLocator())
+    linear_time_axis(axes, palette, "time, as atoll sends", window_s)
+    axes.legend(
+        handles=[
+            Patch(facecolor=palette.muted, label="computing"),
+            Patch(facecolor=palette.idle, edgecolor=palette.grid, label="waiting"),
+            Line2D([], [], color=palette.muted, alpha=0.6, linewidth=3, label="line busy"),
+        ],
+        loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, frameon=False, labelcolor=palette.ink, borderpad=0.1,
+    )  # fmt: skip
+
+
+class _Timeline(NamedTuple):
+    spans: list[Span]
+    """What went on since the beginning of a period."""
+    share: float
+    """Of computing."""
+    periods_s: float
+    """Seconds of so many periods as are to be seen."""
+
+
+def _timeline(model: Model, method: Method, workers: int, link: Link, longest: int) -> _Timeline:
+    """Of several times more periods than are to be seen: others may be slower."""
+    period, since = (1, 4) if method.gradients else (method.period, 3 * method.period)
+    seen = since + _PERIODS * (longest if method.gradients else period)
+    steps = since + min(_PERIODS**2 * (longest if method.gradients else period), _MOST_STEPS)
+    place = Place(up_bits_per_s=link.bits_per_s, down_bits_per_s=link.bits_per_s, latency_s=link.latency_s)
+    run = simulate(method.job(model, workers, max(steps, seen)), [place], record=True)
+    zero = float(run.ends_s[since, 0, 0])
+    moved = [s._replace(begin_s=s.begin_s - zero, end_s=s.end_s - zero) for s in run.spans if s.end_s > zero]
+    spans = [s._replace(begin_s=max(s.begin_s, 0.0)) for s in moved]
+    return _Timeline(spans, float(run.utilisation(since=since)[0]), float(run.ends_s[seen, 0, 0]) - zero)
+
+
+def _draw_lane(axes: Axes, palette: Palette, colour: str, n: int, spans: Sequence[Span], window_s: float) -> None:
+    rows = {"computing": (colour, 1.0, -0.24, 0.36), "waiting": (palette.idle, 1.0, -0.24, 0.36)}
+    rows["carrying"] = (colour, 0.6, 0.17, 0.11)
+    for kind, (face, alpha, low, height) in rows.items():
+        bars = [(s.begin_s, min(s.end_s, window_s) - s.begin_s) for s in spans if s.kind == kind]
+        shown = [(begin, length) for begin, length in bars if begin < window_s and length > 0][:_MOST_BARS]
+        axes.broken_barh(shown, (n + low, height), facecolor=face, alpha=alpha, linewidth=0)

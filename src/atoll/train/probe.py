@@ -1,0 +1,72 @@
+"""How long an inner step takes on this machine, measured: a few real ones on random tokens."""
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from atoll.config import RunConfig
+from atoll.errors import ConfigError
+from atoll.train.inner import InnerOptimizer, learning_rate
+from atoll.train.model import Decoder
+from atoll.train.recipe import resolve
+
+STEPS = 7
+WARM_UP = 2
+"""Steps that are not counted: memory is found and kernels are chosen or compiled."""
+
+
+class StepTime(NamedTuple):
+    """What was measured."""
+
+    step_s: float
+    """Seconds of forward, backward and inner optimizer, the median."""
+    tokens: int
+    """Of a step."""
+    device: str
+    """Where, for people."""
+
+
+def probe_step(config: RunConfig, vocabulary: int, *, tell: Callable[[str], None] = print) -> StepTime:
+    """Make a few steps of a run's worker and time them; neither its data nor other workers are needed."""
+    if config.model.hf is not None:
+        raise ConfigError(f"a step of {config.model.hf} cannot be measured without its weights: give --step-time")
+    shape = config.shape(vocabulary)
+    config = resolve(config, parameters=shape.parameters, context=shape.context)
+    device = torch.device(config.device)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    with device:
+        model = Decoder(shape)
+    model.train()
+    if config.compile is True:
+        model.compile()
+    inner, sequence = InnerOptimizer(model, config.train), config.train.sequence
+    assert sequence is not None
+    tokens = torch.randint(shape.vocabulary, (config.train.batch, sequence + 1), device=device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    tell(f"measuring {STEPS} steps of {tokens.shape[0]} x {sequence} tokens on {name}")
+    taken = [_step(model, inner, tokens, config, rate=learning_rate(n, config.train)) for n in range(1, STEPS + 1)]
+    return StepTime(median(taken[WARM_UP:]), config.train.batch * sequence, name)
+
+
+def _step(model: Decoder, inner: InnerOptimizer, tokens: torch.Tensor, config: RunConfig, rate: float) -> float:
+    """One step as the trainer makes it; returns its seconds."""
+    began = time.perf_counter()
+    inner.zero_grad()
+    for part in tokens.chunk(config.train.accumulate):
+        with _autocast(config, tokens.device):
+            loss = model.loss(part)
+        (loss.total / config.train.accumulate).backward()
+    inner.clip()
+    inner.step(rate)
+    if tokens.is_cuda:
+        torch.cuda.synchronize(tokens.device)
+    return time.perf_counter() - began
+
+
+def _autocast(config: RunConfig, device: torch.device) -> Any:
+    return torch.autocast(device.type, torch.bfloat16) if config.precision == "bf16" else nullcontext()

@@ -1,0 +1,130 @@
+"""Measurements before a run: a step on this machine, a line to another one."""
+
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import sites
+from atoll.config import parse
+from atoll.errors import ConfigError, LinkError
+from atoll.link import probe
+from atoll.train.probe import probe_step
+
+TINY = {"model": {"preset": "tiny", "layers": 2}, "train": {"batch": 2, "sequence": 16}, "device": "cpu"}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+# ---------------------------------------------------------------------- a step
+
+
+def test_a_step_is_measured_without_data_or_other_workers() -> None:
+    said: list[str] = []
+    found = probe_step(parse(TINY), 256, tell=said.append)
+    assert 0 < found.step_s < 10
+    assert found.tokens == 2 * 16
+    assert "2 x 16 tokens" in said[0] and "CPU" in found.device
+
+
+def test_a_larger_batch_takes_longer() -> None:
+    small = probe_step(parse(TINY), 256, tell=lambda line: None)
+    large = probe_step(parse(TINY | {"train": {"batch": 256, "sequence": 16}}), 256, tell=lambda line: None)
+    assert large.step_s > 3 * small.step_s
+
+
+# ---------------------------------------------------------------------- a line
+
+
+def start_server(port: int) -> tuple[threading.Thread, list[str]]:
+    said: list[str] = []
+    ready = threading.Event()
+
+    def tell(line: str) -> None:
+        said.append(line)
+        ready.set()
+
+    thread = threading.Thread(target=probe.serve, args=("127.0.0.1", port, tell), daemon=True)
+    thread.start()
+    assert ready.wait(10)
+    return thread, said
+
+
+def test_a_fast_line_is_measured_and_the_server_ends() -> None:
+    port = free_port()
+    thread, said = start_server(port)
+    speed = probe.measure("127.0.0.1", port, seconds=0.3)
+    thread.join(10)
+    assert not thread.is_alive() and "has measured" in said[-1]
+    assert speed.up_bits_per_s > 1e8 and speed.down_bits_per_s > 1e8
+    assert 0 < speed.latency_s < 0.05
+
+
+def test_a_stranger_is_sent_away_and_the_server_goes_on() -> None:
+    port = free_port()
+    thread, said = start_server(port)
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as line:
+        line.sendall(b"hello\n")
+        assert line.recv(100) == b""
+    probe.measure("127.0.0.1", port, seconds=0.1)
+    thread.join(10)
+    assert not thread.is_alive() and any("did not ask" in line for line in said)
+
+
+def test_something_else_that_answers_is_no_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            line, _ = listening.accept()
+            with line:
+                line.sendall(b"220 mail.example ESMTP\r\n")
+                line.recv(100)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        with pytest.raises(LinkError, match="something else answers there"):
+            probe.measure("127.0.0.1", listening.getsockname()[1], seconds=0.1)
+        thread.join(10)
+
+
+def test_nobody_there_is_said_with_what_to_do() -> None:
+    with pytest.raises(LinkError, match="--serve` running"):
+        probe.measure("127.0.0.1", free_port(), seconds=0.1)
+
+
+def test_a_port_that_is_taken_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, pytest.raises(LinkError, match="cannot listen"):
+        probe.serve("127.0.0.1", listening.getsockname()[1])
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", "host:0", "host:70000", "host:x", ":29600"])
+def test_a_wrong_address_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="probe-link must be"):
+        probe.parse_end(text, serving=False)
+
+
+def test_a_server_may_leave_out_its_host() -> None:
+    assert probe.parse_end(":29600", serving=True) == ("", 29600)
+    assert probe.parse_end("[::1]:29600", serving=False) == ("::1", 29600)
+
+
+@pytest.mark.skipif(sites.available() is not None, reason="no network namespaces here")
+def test_a_limited_line_is_measured_right(tmp_path: Path) -> None:
+    serve = "from atoll.link.probe import serve; serve('', 29600)"
+    with sites.Sites(count=2, rate="20mbit") as (here, there):
+        server = here.popen([sys.executable, "-c", serve], stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None and "waiting" in server.stdout.readline()
+        ask = f"from atoll.link.probe import measure; print(*measure('{here.address}', 29600, 2.0))"
+        with there.popen([sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True) as client:
+            out, _ = client.communicate(timeout=120)
+        assert server.wait(20) == 0
+        server.stdout.close()
+    up, down, latency_s = map(float, out.split())
+    assert up == pytest.approx(20e6, rel=0.1) and down == pytest.approx(20e6, rel=0.1)
+    assert latency_s < 0.02
