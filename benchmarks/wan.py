@@ -17,18 +17,21 @@ both directions (benchmarks/sites.py). Batches, start and number of steps are th
     eager          atoll.Eager, 4 bits (e3m0): everything at once, the exchange hides behind a whole period
 
 The period is the same for all that have one, and outer optimizers are those of the papers (torchft: 0.7 and 0.9). A
-delay covers an exchange if the line could carry its bytes in so many steps of the length measured alone, plus one.
+delay covers an exchange if the line could carry its bytes in so many steps of the length measured alone, plus two: one
+because it begins between steps, one because workers are never quite in step.
 
-Figures: "speed" is steps a second as a share of those without any exchange, which the same processes make at the same
-time just before and just after, for the machine may change its own; a run with more workers than cores says nothing
-about how fast a real site would be, but its share is fair. "MB sent" is the kernel's
-count for a worker's interface, acknowledgements included, each period; a segment's headers count once however many
-packets it becomes, so the wire carries up to 5 % more. "held up" is how much longer the part of a step took that
-exchanges something, each period: backward for ddp, the inner step with torchft's hooks, all of outer.step() for atoll,
-coding included. "waiting" is the part of it in which atoll was blocked on the link. The loss is held-out cross-entropy,
-the mean over workers, of the outer parameters after all steps (atoll: after finish(); alone: each worker's own model).
-torchft has no finish(): what was trained since a fragment's last exchange is not in its outer parameters, so its loss
-is a little behind; "local_loss" in the JSON is that of the workers' own models.
+Figures: "speed" is steps a second as a share of those without any exchange, which the same processes make between the
+timed steps wherever nothing is on its way, for a machine may change its own speed; both are those of the slowest
+worker, whom all others would wait for over any line. A run with more workers than cores says nothing about how fast a
+real site would be, but its share is fair. "MB sent" is the kernel's count for a worker's interface, acknowledgements
+included, each period; a segment's headers count once however many packets it becomes, so the wire carries up to 5 %
+more. "held up" is how much longer the part of a step took that exchanges something, each period: backward for ddp, the
+inner step with torchft's hooks, all of outer.step() for atoll, coding included. "waiting" is the part of it in which
+atoll was blocked on the link. "in flight" is how much longer forward, backward and the inner step took, together,
+while a round travelled. The loss is held-out cross-entropy, the mean over workers, of the outer parameters after all
+steps (atoll: after finish(); alone: each worker's own model). torchft has no finish(): what was trained since a
+fragment's last exchange is not in its outer parameters, so its loss is a little behind; "local_loss" in the JSON is
+that of the workers' own models.
 
 Whole periods are on the clock, after one of warm-up and a sixth, so that few exchanges cross the clock's ends. DDP
 would take hours on slow lines: there it is timed over a few steps, and its loss comes from a run of all steps on an
@@ -54,7 +57,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from atoll.core.fragments import split
+from atoll.core.fragments import Fragment, split
 from atoll.core.shots import sent_bytes
 from atoll.report.canvas import Palette, dress, to_png
 from atoll.train.model import Decoder
@@ -84,6 +87,8 @@ LABELS = {
 LONGEST_CELL_S = 900
 DDP_SECONDS = 40
 """About as long as DDP is timed on a slow line."""
+MARGIN = 2
+"""Steps that a delay is longer than the exchange: one because it begins between two, one for workers out of step."""
 LOUD = 0.05
 """Share of the cores that others may take before a figure is marked."""
 
@@ -109,9 +114,9 @@ class Bench:
 
     def measure(self, method: str, workers: int, rate: int | None, alone: Cell | None) -> Cell:
         """Run one method once; `alone` is the same number of workers without a network."""
-        delay, warm_up, steps = 0, self.warm_up, self.steps
+        delay, cover, warm_up, steps = 0, 0, self.warm_up, self.steps
         if alone is not None and rate is not None:
-            delay = self.delay(method, workers, rate, alone["step_s"])
+            delay, cover = self.delay_and_cover(method, workers, rate, alone["step_s"])
             if method == "ddp":
                 step_s = alone["step_s"] + carry_s(self.exchanged_bytes(method, workers), rate)
                 warm_up, steps = 1, max(3, min(12, int(DDP_SECONDS / step_s)))
@@ -122,6 +127,7 @@ class Bench:
                 addresses=[site.address for site in sites],
                 period=self.period,
                 delay=delay,
+                cover=cover,
                 warm_up=warm_up,
                 steps=steps,
                 folder=folder,
@@ -129,13 +135,19 @@ class Bench:
             results = run(sites, task)
         return self.cell(task, rate, results, alone)
 
-    def delay(self, method: str, workers: int, rate: int, step_s: float) -> int:
-        """Steps that cover an exchange, and one more; as many as the method allows if it takes longer."""
-        most = {"torchft-delay": self.period // TORCHFT_FRAGMENTS - 1, "streaming": self.period}
-        if method not in most:
-            return 0
-        covering = math.ceil(carry_s(self.exchanged_bytes(method, workers), rate) / step_s) + 1
-        return min(covering, most[method])
+    def delay_and_cover(self, method: str, workers: int, rate: int, step_s: float) -> tuple[int, int]:
+        """The delay to ask for, and how many steps an exchange may last, leaving some without one."""
+        fragments = {"torchft-delay": TORCHFT_FRAGMENTS, "streaming": len(self.fragments("streaming")), "eager": 1}
+        if method not in fragments:
+            return 0, 0
+        covering = math.ceil(carry_s(self.exchanged_bytes(method, workers), rate) / step_s) + MARGIN
+        apart = self.period // fragments[method] - 1
+        delays = {"torchft-delay": min(covering, apart), "streaming": min(covering, self.period), "eager": 0}
+        return delays[method], min(covering, apart)
+
+    def fragments(self, method: str) -> tuple[Fragment, ...]:
+        """Those of one of our rows."""
+        return split(self.model, our_sync(method, self.period, 0).fragments)
 
     def exchanged_bytes(self, method: str, workers: int) -> float:
         """What a worker sends in one exchange of the largest fragment; all of it is also received."""
@@ -144,18 +156,19 @@ class Bench:
             return ring * 4 * SHAPE.parameters
         if method.startswith("torchft"):
             return ring * 4 * max(sum(p.numel() for p in f.parameters()) for f in torchft_fragments(self.model))
-        sync = our_sync(method, self.period, 0)
-        largest = max(fragment.numel for fragment in split(self.model, sync.fragments))
-        return sent_bytes(sync.codec.payload_bytes(largest), workers)
+        largest = max(fragment.numel for fragment in self.fragments(method))
+        return sent_bytes(our_sync(method, self.period, 0).codec.payload_bytes(largest), workers)
 
     def cell(self, task: Task, rate: int | None, results: list[dict[str, Any]], alone: Cell | None) -> Cell:
         """What the workers saw, in figures that can be compared."""
         steps, periods = task.steps, task.steps / self.period
-        step_s = mean(r["wall_s"] for r in results) / steps
+        step_s = max(r["step_s"] for r in results) / steps
         where = "backward_s" if task.method == "ddp" else "inner_s" if "torchft" in task.method else "outer_s"
         held_up = mean(r[where] for r in results) / steps - mean(r[f"bare_{where}"] for r in results)
-        bare_s = mean(r["bare_step_s"] for r in results)
+        bare_s = max(r["bare_step_s"] for r in results)
+        slower = [s / (r["bare_backward_s"] + r["bare_inner_s"]) - 1 for r in results for s in r["overlapped_s"]]
         machine, own = results[0]["machine_s"], sum(r["cpu_s"] for r in results)
+        cores = len(os.sched_getaffinity(0))
         return {
             "method": task.method,
             "workers": task.workers,
@@ -165,15 +178,18 @@ class Bench:
             "step_s": step_s,
             "bare_step_s": bare_s,
             "share": bare_s / step_s,
+            "bare_step_s_by_worker": [r["bare_step_s"] for r in results],
             **{part: mean(r[part] for r in results) / steps for part in ("backward_s", "inner_s", "outer_s")},
             "sent_bytes_per_period": mean(r["sent_bytes"] for r in results) / periods,
             "received_bytes_per_period": mean(r["received_bytes"] for r in results) / periods,
+            "overlapped_steps": len(slower),
+            "overlapped_slower": mean(slower) if slower else None,
             "held_up_s_per_period": held_up * self.period if alone else 0.0,
             "wait_s_per_period": mean(r["wait_s"] for r in results) / periods if ours(task.method) else None,
             "loss": mean(r["loss"] for r in results) if (task.warm_up, steps) == (self.warm_up, self.steps) else None,
             "loss_spread": max(r["loss"] for r in results) - min(r["loss"] for r in results),
             "local_loss": mean(r["local_loss"] for r in results),
-            "other_load": max(0.0, (machine - own) / (results[0]["wall_s"] * (os.cpu_count() or 1))),
+            "other_load": max(0.0, (machine - own) / (results[0]["wall_s"] * cores)),
         }
 
 
@@ -275,17 +291,18 @@ class Results:
 
 HEADER = (
     f"{'workers':>7} {'Mbit/s':>9} {'method':30} {'delay':>5} {'step s':>7} {'speed':>7} {'MB sent':>8} "
-    f"{'held up s':>9} {'waiting s':>9} {'loss':>7} {'other load':>10}"
+    f"{'held up s':>9} {'waiting s':>9} {'in flight':>9} {'loss':>7} {'other load':>10}"
 )
 
 
 def line(cell: Cell, loss: float | None) -> str:
     rate = cell["rate_mbit"] or ("none" if cell["method"] == "alone" else "unlimited")
     waiting = "" if cell["wait_s_per_period"] is None else f"{cell['wait_s_per_period']:.2f}"
+    in_flight = "" if cell["overlapped_slower"] is None else f"{cell['overlapped_slower']:+.1%}"
     return (
         f"{cell['workers']:>7} {rate:>9} {LABELS[cell['method']]:30} {cell['delay'] or '':>5} {cell['step_s']:>7.3f} "
         f"{cell['share']:>7.1%} {cell['sent_bytes_per_period'] / 1e6:>8.2f} {cell['held_up_s_per_period']:>9.2f} "
-        f"{waiting:>9} {'' if loss is None else f'{loss:.3f}':>7} "
+        f"{waiting:>9} {in_flight:>9} {'' if loss is None else f'{loss:.3f}':>7} "
         f"{cell['other_load']:>9.1%}{'!' if cell['other_load'] > LOUD else ' '}"
     )
 
@@ -316,7 +333,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--rates", nargs="+", type=int, default=[20, 100], help="Mbit/s")
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--period", type=int, default=24, help="a multiple of torchft's 3 fragments")
+    parser.add_argument("--period", type=int, default=30, help="a multiple of torchft's 3 fragments")
     parser.add_argument("--periods", type=int, default=1, help="on the clock, after one of warm-up")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of wan.json and wan.png")
     parser.add_argument("--fresh", action="store_true", help="forget results that are there")

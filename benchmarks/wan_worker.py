@@ -3,11 +3,14 @@
     python benchmarks/wan_worker.py TASK     # a Task as JSON; wan.py writes it
 
 All methods train the same decoder from the same start, with the same inner optimizer, on the same batches in the same
-order; they differ in what they do between workers. The clock covers whole periods after the warm-up.
+order; they differ in what they do between workers. The clock covers whole periods after the warm-up. Between its steps,
+wherever nothing is on its way, each worker makes a step without any exchange, on a model of its own: machines change
+their speed from one moment to the next, and these show what it is at the time.
 """
 
 import importlib
 import json
+import os
 import random
 import sys
 import sysconfig
@@ -23,6 +26,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import atoll
+from atoll.core.schedule import Schedule
 from atoll.shapes import preset
 from atoll.train.model import Decoder
 
@@ -34,8 +38,8 @@ HELD_OUT_SEQUENCES = 64
 TORCHFT_FRAGMENTS = 3
 PORT, LIGHTHOUSE_PORT = 29500, 29510
 PATIENCE = timedelta(minutes=10)
-BARE_STEPS = 6
-"""Before and after, without any exchange."""
+CARRYING = 50_000
+"""Bytes that an interface carries in a step, both ways, if a round is on its way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,8 @@ class Task:
     """Of all workers."""
     period: int
     delay: int
+    cover: int
+    """Steps after an exchange has begun in which it may still be on its way; 0 if it never outlasts its step."""
     warm_up: int
     """Steps before the clock starts."""
     steps: int
@@ -66,6 +72,8 @@ class Mark:
     """Sums since the worker began, or differences of them; what a worker has done by some moment."""
 
     wall_s: float
+    step_s: float
+    """In training steps."""
     backward_s: float
     """Forward and backward passes."""
     inner_s: float
@@ -77,7 +85,7 @@ class Mark:
     cpu_s: float
     """Of this process, all threads."""
     machine_s: float
-    """Of all cores together, whoever used them."""
+    """Of all cores that this process may use, whoever used them."""
     sent_bytes: int
     """By the kernel's count of this site's interface."""
     received_bytes: int
@@ -120,7 +128,8 @@ class Alone:
         self.model = Decoder(SHAPE, generator=torch.Generator().manual_seed(0))
         self.inner = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
         self.loss: Callable[[Tensor], Tensor] = lambda batch: self.model.loss(batch).total
-        self.backward_s = self.inner_s = self.outer_s = 0.0
+        self.steps = 0
+        self.step_s = self.backward_s = self.inner_s = self.outer_s = 0.0
         self.setup()
 
     def setup(self) -> None:
@@ -136,12 +145,22 @@ class Alone:
         self.exchange()
         outer = time.perf_counter()
         self.inner.zero_grad()
+        self.steps += 1
+        self.step_s += time.perf_counter() - start
         self.backward_s += backward - start
         self.inner_s += inner - backward
         self.outer_s += outer - inner
 
     def exchange(self) -> None:
         """Do what follows every inner step."""
+
+    def begins(self, step: int) -> bool:
+        """Whether an exchange begins with this step, the first being 1."""
+        return False
+
+    def quiet(self) -> bool:
+        """Whether nothing is on its way after the steps made so far: the same answer on every worker."""
+        return not any(self.begins(self.steps - ago) for ago in range(self.task.cover))
 
     @property
     def wait_s(self) -> float:
@@ -237,6 +256,10 @@ class TorchFT(Alone):
         )
         self._diloco.__enter__()
 
+    def begins(self, step: int) -> bool:
+        """A fragment is sent so many steps before it is due."""
+        return (step + self.task.delay) % (self.task.period // TORCHFT_FRAGMENTS) == 0
+
     def finish(self) -> None:
         """Take each fragment's outer parameters; torchft has nothing that exchanges what is left."""
         for fragment in self._diloco._fragments:
@@ -278,11 +301,17 @@ class Ours(Alone):
         )
         sync = our_sync(self.task.method, self.task.period, self.task.delay)
         self._outer = atoll.OuterLoop(self.model, sync, self._link)
+        delay = sync.delay_of(self.task.worker, self.task.workers)
+        self._schedule = Schedule(sync.period, len(self._outer.fragments), delay)
         self._outer.join()
 
     def exchange(self) -> None:
         """Send and apply what is due."""
         self._outer.step()
+
+    def begins(self, step: int) -> bool:
+        """As the schedule has it."""
+        return bool(self._schedule.due(step).send)
 
     @property
     def wait_s(self) -> float:
@@ -318,19 +347,24 @@ METHODS: dict[str, type[Alone]] = {
 }
 
 
-def mark(method: Alone) -> Mark:
+def carried() -> tuple[int, int]:
+    """Bytes that this site's interface has sent and received, by the kernel's count."""
     interface = Path("/sys/class/net/line/statistics")
     sent, received = (int((interface / f"{way}_bytes").read_text()) for way in ("tx", "rx"))
-    parts = (method.backward_s, method.inner_s, method.outer_s, method.wait_s)
-    return Mark(time.perf_counter(), *parts, time.process_time(), machine_seconds(), sent, received)
+    return sent, received
+
+
+def mark(method: Alone) -> Mark:
+    parts = (method.step_s, method.backward_s, method.inner_s, method.outer_s, method.wait_s)
+    return Mark(time.perf_counter(), *parts, time.process_time(), machine_seconds(), *carried())
 
 
 def machine_seconds() -> float:
-    """What all cores have worked since the machine started, in seconds (the kernel counts in hundredths)."""
-    user, nice, system, _idle, _disk, interrupts, soft_interrupts = map(
-        int, Path("/proc/stat").read_text().split(maxsplit=8)[1:8]
-    )
-    return (user + nice + system + interrupts + soft_interrupts) / 100
+    """What the cores that this process may use have worked since the machine started; in hundredths, by the kernel."""
+    own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+    used = [list(map(int, values[:7])) for name, *values in lines if name in own]
+    return sum(sum(each) - each[3] - each[4] for each in used) / 100  # less idle, and waiting for a disk
 
 
 def meet(task: Task, place: str) -> None:
@@ -353,54 +387,53 @@ def held_out_loss(method: Alone, text: Text) -> float:
         return float(method.model.loss(text.held_out()).cross_entropy)
 
 
-class Bare:
-    """The same training without any exchange, in the same processes just before and after: machines change speed."""
+def training(method: Alone) -> float:
+    """Seconds so far in forward and backward passes and in inner optimizers."""
+    return method.backward_s + method.inner_s
 
-    def __init__(self, task: Task, text: Text) -> None:
-        self._task, self._text = task, text
-        self._alone = Alone(task)
-        self._steps = 0
-        self._wall_s = 0.0
 
-    def run(self, place: str) -> None:
-        """Some steps, all workers at the same time."""
-        meet(self._task, place)
-        began = time.perf_counter()
-        for _ in range(BARE_STEPS):
-            self._alone.step(self._text.batch(self._task.worker, self._steps))
-            self._steps += 1
-        self._wall_s += time.perf_counter() - began
-
-    def means(self) -> dict[str, float]:
-        """Seconds of a step, and of its parts."""
-        sums = {"step": self._wall_s, "backward": self._alone.backward_s, "inner": self._alone.inner_s}
-        return {f"bare_{part}_s": total / self._steps for part, total in sums.items()} | {"bare_outer_s": 0.0}
+def on_the_clock(method: Alone, bare: Alone, text: Text) -> tuple[list[float], Mark]:
+    """Train; returns seconds of training in each step that a round travelled through, and what all of them took."""
+    task = method.task
+    overlapped = []
+    start = mark(method)
+    for step in range(task.warm_up, task.warm_up + task.steps):
+        flying = not method.quiet()
+        before, trained = sum(carried()), training(method)
+        method.step(text.batch(task.worker, step))
+        if flying and sum(carried()) - before > CARRYING:
+            overlapped.append(training(method) - trained)
+        if method.quiet():
+            bare.step(text.batch(task.worker, step))
+    return overlapped, mark(method).since(start)
 
 
 def train(task: Task) -> dict[str, Any]:
     text = Text()
     method = METHODS[task.method](task)
-    bare = Bare(task, text)
-    bare.run("ready")
-    step = 0
-    while step < task.warm_up:
+    bare = Alone(task)
+    bare.step(text.batch(task.worker, 0))  # its first step is slow
+    bare_start = mark(bare)
+    meet(task, "ready")
+    for step in range(task.warm_up):
         method.step(text.batch(task.worker, step))
-        step += 1
-    start = mark(method)
-    while step < task.warm_up + task.steps:
-        method.step(text.batch(task.worker, step))
-        step += 1
-    seen = mark(method).since(start)
+    overlapped, seen = on_the_clock(method, bare, text)
     arrive(task, "clock")
     local_loss = loss = held_out_loss(method, text)
     while not method.coupled and not all_at(task, "clock"):
-        method.step(text.batch(task.worker, step))
-        step += 1
+        method.step(text.batch(task.worker, method.steps))
     if method.coupled:
         method.finish()
         loss = held_out_loss(method, text)
-    bare.run("end")
-    result = {"steps": task.steps, **asdict(seen), **bare.means(), "local_loss": local_loss, "loss": loss}
+    bare_seen, bare_steps = mark(bare).since(bare_start), bare.steps - 1
+    result = {
+        **asdict(seen),
+        **{f"bare_{part}_s": getattr(bare_seen, f"{part}_s") / bare_steps for part in ("step", "backward", "inner")},
+        "bare_outer_s": 0.0,
+        "overlapped_s": overlapped,
+        "local_loss": local_loss,
+        "loss": loss,
+    }
     meet(task, "over")
     method.close()
     return result

@@ -31,6 +31,7 @@ def test_the_first_block_of_the_readme_is_a_training_loop_that_learns(capsys: py
     assert max(losses) < 1.0, "the target has variance 8"
 
 
+@pytest.mark.slow
 def test_the_demo_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "atoll", "demo", "--steps", "20", "--out", str(tmp_path / "demo")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=True)

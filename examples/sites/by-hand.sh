@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Two machines, started by hand: on each, one worker of the same run.
 #
-#   on machine A:   ./by-hand.sh 0 10.8.0.1:29400
-#   on machine B:   ./by-hand.sh 1 10.8.0.1:29400
+#   on machine A:   ./by-hand.sh 0 10.8.0.1:29500
+#   on machine B:   ./by-hand.sh 1 10.8.0.1:29500
 #
 # The address is worker 0's, that of machine A, as machine B sees it; both give the same. Either may be started first,
 # the other within ten minutes.
@@ -18,12 +18,12 @@
 #      network, or on an encrypted overlay such as WireGuard or Nebula, and use the addresses that they have there
 #      (10.8.0.1 above). WireGuard, with the keys and peers in /etc/wireguard/wg0.conf:   sudo wg-quick up wg0
 #   4. On machine A, the port open to that network alone:
-#          sudo ufw allow in on wg0 to any port 29400 proto tcp
+#          sudo ufw allow in on wg0 to any port 29500 proto tcp
 #      There the workers meet. What they exchange then goes straight between them, on ports that the system picks, in
 #      both directions; so within the overlay allow those as well, on both machines:
 #          sudo ufw allow in on wg0 proto tcp to any port 32768:60999
 #
-# To see whether B reaches A, with worker 0 running:   nc -vz 10.8.0.1 29400
+# To see whether B reaches A, with worker 0 running:   nc -vz 10.8.0.1 29500
 #
 # After an interruption (Ctrl-C, a power cut, a lost line): worker K keeps its state in runs/run/worker-K on its own
 # machine. Ctrl-C saves at once; the others notice that one is gone, and stop too. Start all again, in any order, with
@@ -34,7 +34,7 @@
 set -euo pipefail
 
 if [[ $# -ne 2 || ! $1 =~ ^[0-9]+$ || $2 != *:* ]]; then
-    echo "use: $0 WORKER HOST:PORT, such as $0 0 10.8.0.1:29400" >&2
+    echo "use: $0 WORKER HOST:PORT, such as $0 0 10.8.0.1:29500" >&2
     exit 2
 fi
 worker=$1 address=$2

@@ -28,7 +28,7 @@ class GradientAverage:
             raise ConfigError(
                 f"worker {link.worker} is absent at step {step}: DataParallel has no anchor for it to come back to"
             )
-        # Equal gradients keep equal parameters equal, so the first round is the one to compare them in.
+        # Equal gradients keep equal parameters equal, so the first round with all is the one to compare them in.
         parameters = None if self._met else self._window.read()
         round_id, gradients = RoundId(step, 0), self._window.read_gradients()
         sent = self._exchange.contribution(round_id, gradients, anchor=parameters)
@@ -41,7 +41,8 @@ class GradientAverage:
             for piece, part in self._exchange.means(completed):
                 mean[piece] = part
         self._window.write_gradients(mean)
-        self._averaged = self._met = True
+        self._averaged = True
+        self._met = self._met or self._exchange.is_complete(completed)
 
     def end_step(self) -> None:
         """Refuse to go on if this step's gradients were not averaged."""

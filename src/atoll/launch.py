@@ -5,14 +5,16 @@ of it that one has to keep, move or delete.
 """
 
 import os
+import random
 import re
 import shlex
 import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from atoll.config import RunConfig, load
@@ -24,6 +26,7 @@ from atoll.supervise import PATIENCE_S, Ended, Job, supervise
 HERE = "127.0.0.1"
 LOG = "log.txt"
 LOCK = ".launch"
+_PORTS = range(20_000, 32_768)
 TORCHRUN_TELLS = r"[EW]\d{4} .* torch/distributed/elastic/"
 """How torchrun's own account of a failure begins, after what a rank has said of it."""
 
@@ -59,10 +62,8 @@ def launch(options: Options) -> Path:
     with _alone(place):
         jobs = plan(options, config, address)
         told = f"{len(jobs)} workers" if len(jobs) > 1 else "1 worker"
-        print(
-            f"{told}, worker 0 at {address}; each writes to {place}/worker-K, what it says to {LOG} there", flush=True
-        )
-        outcome = supervise(jobs)
+        where = f"each writes to {place}/worker-K, what it says to {LOG} there"
+        outcome = supervise(jobs, f"{told}, worker 0 at {address}; {where}")
     if outcome.failed:
         raise _failure(outcome.failed)
     if outcome.interrupted and any(one.status for one in outcome.ended):  # not if they were done anyway
@@ -81,7 +82,7 @@ def checked(options: Options, address: str) -> RunConfig:
     given = {"out": options.out and str(options.out), "name": options.name, "link.emulate": options.link}
     config = config.changed(**{key: value for key, value in given.items() if value is not None})
     if config.link.emulate is not None:
-        from atoll.plan.cost import parse_link  # brings torch along, which this process has no other use for
+        from atoll.plan.link import parse_link  # brings torch along, which this process has no other use for
 
         parse_link(config.link.emulate)
     return config
@@ -121,12 +122,18 @@ def _port(wanted: int | None) -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody uses, all different: held all at once, then let go."""
-    with ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind((HERE, 0))
-        return [probe.getsockname()[1] for probe in probes]
+    """Ports that nobody uses, all different; none that the kernel may hand to somebody else at any moment."""
+    free = (port for port in random.sample(_PORTS, len(_PORTS)) if _is_free(port))
+    return list(islice(free, count))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((HERE, port))
+        except OSError:
+            return False
+    return True
 
 
 # ---------------------------------------------------------------------- what is started

@@ -10,6 +10,8 @@ worker-1/       all of the above for one worker, where workers have processes of
   rank-1/       of a further rank of that worker: run.toml, about.json and checkpoints/
 """
 
+import re
+from pathlib import Path
 from typing import Final
 
 RUN: Final = "run.toml"
@@ -23,6 +25,18 @@ MODEL: Final = "model"
 def worker_folder(worker: int) -> str:
     """What the folder of one worker of a run is called."""
     return f"worker-{worker}"
+
+
+def worker_of(folder: Path) -> int | None:
+    """Whose folder it is, by its name; None if it is that of a whole run."""
+    found = re.fullmatch(r"worker-(\d+)", folder.resolve().name)
+    return int(found[1]) if found else None
+
+
+def worker_folders(run: Path) -> list[Path]:
+    """The folders of workers that have begun in the folder of a run, in worker order."""
+    there = {worker_of(file.parent): file.parent for file in run.glob(f"worker-*/{RUN}")}
+    return [there[worker] for worker in sorted(worker for worker in there if worker is not None)]
 
 
 def rank_folder(rank: int) -> str:

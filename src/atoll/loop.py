@@ -108,16 +108,14 @@ class OuterLoop:
         return self._exchange.counters
 
     def join(self) -> None:
-        """Meet the other workers, as the first step would; LinkError names what they do not agree on.
-
-        Between machines it waits for all of them.
-        """
+        """Meet the others, as the first step would (between machines it waits for all); LinkError says what differs."""
         if self._joined:
             return
         here = {"inner steps made": str(self.steps)}
-        if not self.steps and self._states:
-            sums = (f"{fingerprint(state.anchor):016x}" for state in self._states)
-            here["starting parameters"] = f"checksum {zlib.crc32(' '.join(sums).encode()):08x}"
+        if not self.steps:  # from there on, rounds compare
+            starts = [state.anchor for state in self._states] or [window.read() for window in self._windows]
+            sums = " ".join(f"{fingerprint(start):016x}" for start in starts)
+            here["starting parameters"] = f"checksum {zlib.crc32(sums.encode()):08x}"
         self.link.join({**self._terms(), **here}, self._exchange.weight)
         self._joined = True
         for round_id, flight in self._flights.items():  # a resumed run takes up what was in flight

@@ -69,9 +69,12 @@ class Outcome(NamedTuple):
     """Whether Ctrl-C or SIGTERM has come."""
 
 
-def supervise(jobs: Sequence[Job], *, grace_s: float = GRACE_S, patience_s: float = PATIENCE_S) -> Outcome:
+def supervise(
+    jobs: Sequence[Job], greeting: str = "", *, grace_s: float = GRACE_S, patience_s: float = PATIENCE_S
+) -> Outcome:
     """Run processes to their ends and show what they say; when this returns or raises, none is left.
 
+    The greeting is shown first, once signals are heard: who reads it may send one.
     Ctrl-C or SIGTERM is passed on to each, once, as SIGINT; the second one kills. When one fails, the others have
     `grace_s` to end by themselves, and are then asked to by SIGTERM. Who was asked has `patience_s`.
     """
@@ -79,6 +82,8 @@ def supervise(jobs: Sequence[Job], *, grace_s: float = GRACE_S, patience_s: floa
     children = _Children(_Screen([job.name for job in jobs]), signals, grace_s, patience_s)
     with _noted(signals):
         try:
+            if greeting:
+                print(greeting, flush=True)
             for job in jobs:
                 children.running.append(_Child(job))
             while children.running:

@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 from atoll import cli
 from atoll.config import RunConfig, load
 from atoll.errors import ConfigError, DataError
+from atoll.explain import Commands
 
 COMMANDS = ["demo", "init", "train", "compare", "report", "sample"]
 
@@ -209,12 +210,49 @@ def test_a_run_is_trained_reported_and_sampled(tmp_path: Path, monkeypatch: pyte
     assert "has not been evaluated" in complaint("sample", "runs/one", "--best", code=1)
 
 
+def test_a_worker_is_resumed_from_the_folder_of_its_run_or_from_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def train_run(config: RunConfig, **how: object) -> Path:
+        seen.append((config.out, config.name, how["worker"]))
+        return Path(config.out) / config.name / "worker-1"
+
+    monkeypatch.setattr("atoll.train.run.train", train_run)
+    run = tmp_path / "runs" / "reef"
+    (run / "worker-1").mkdir(parents=True)
+    (run / "worker-1" / "run.toml").write_text("")
+    for folder in (run, run / "worker-1"):
+        result = atoll("train", str(folder), "--worker", "1", "--resume")
+        assert f"to look at it: atoll report {run}, atoll sample {run / 'worker-1'}" in result.stdout, result.output
+    assert seen == [(str(tmp_path / "runs"), "reef", 1)] * 2
+    assert "processes of their own (worker-1): add --worker and whose" in complaint("train", run, "--resume", code=2)
+    told = "it has no run.toml and no worker-0, only worker-1"
+    assert told in complaint("train", run, "--worker", "0", "--resume", code=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "debug", "level"), [(None, [], "FATAL"), ("INFO", [], "INFO"), (None, ["--debug"], None)]
+)
+def test_torch_writes_no_pages_of_its_own_unless_asked_to(
+    given: str | None, debug: list[str], level: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", given or "")  # so that it is as before afterwards
+    if given is None:
+        monkeypatch.delenv("TORCH_CPP_LOG_LEVEL")
+    monkeypatch.setattr(sys, "argv", ["atoll", "--version", *debug])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert os.environ.get("TORCH_CPP_LOG_LEVEL") == level
+
+
 # ---------------------------------------------------------------------- what each kind of failure is answered with
 
 
 def failing(fail: Callable[[], object]) -> Result:
     """A command line like atoll's, whose command fails like this."""
-    app = typer.Typer(cls=cli.Commands, pretty_exceptions_enable=False)
+    app = typer.Typer(cls=Commands, pretty_exceptions_enable=False)
 
     @app.callback()
     def callback() -> None: ...

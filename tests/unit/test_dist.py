@@ -26,6 +26,7 @@ from atoll.link.base import Contribution, Link, Member, RoundId
 from atoll.link.dist import DistLink
 from atoll.link.mail import Mail, Outgoing
 from atoll.sync import Gradients
+from atoll.train import site
 from fleet import Ending, Fleet, Me, Worker
 from harness import PRESETS, Problem, Toy, bits, by_part, gradient, inner_step, preset, toy
 from sites import Sites, available
@@ -417,6 +418,126 @@ def test_a_link_that_is_dropped_without_close_is_noticed(tmp_path: Path) -> None
         assert "worker 1 closed its connection" in fleet[0].error()
 
 
+# ---------------------------------------------------------------------- lost before the first round, or at the end
+
+
+def go_no_further(me: Me, how: str) -> None:
+    """Join; worker 1 agrees to the terms, and then does not connect to the others."""
+    link = me.link()
+    if me.worker == 1:
+
+        def instead(_: object) -> None:
+            if how == "stays away":
+                me.hear()
+            raise ZeroDivisionError("no network card")
+
+        pytest.MonkeyPatch().setattr(link, "_group", instead)
+    with link:
+        link.join({}, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("how", "join_s", "told"),
+    [
+        ("leaves", 30.0, "before the first round: worker 1 left: no network card"),
+        ("stays away", 1.0, "cannot connect to the other workers: worker 1 did not open a connection within 1 s"),
+    ],
+)
+def test_a_worker_that_is_lost_while_connections_are_made_is_named(
+    how: str, join_s: float, told: str, tmp_path: Path
+) -> None:
+    with Fleet(tmp_path, 3, join_s=join_s) as fleet:
+        fleet.start(go_no_further, how)
+        for survivor in fleet.others(1):
+            began = time.monotonic()
+            assert told in survivor.error(), survivor.error()
+            assert time.monotonic() < began + 10.0
+
+
+def come_to_the_end(me: Me) -> float:
+    """Close when told to; returns how long that took."""
+    link = joined(me)
+    me.say("ready")
+    me.hear()
+    began = time.monotonic()
+    link.close()
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_who_is_killed_is_not_waited_for_at_the_end(victim: int, tmp_path: Path) -> None:
+    with Fleet(tmp_path, 2, deadline_s=60.0).start(come_to_the_end) as fleet:
+        lose(fleet, lambda: None, victim)
+        time.sleep(0.3)
+        fleet[victim].kill()
+        assert fleet[1 - victim].result() < 0.3 + 2.0 + SLACK_S  # worker 0 keeps the store for two seconds more
+
+
+def wait_at(me: Me, place: str) -> None:
+    """Come to a place of a run where all meet, except worker 1."""
+    link = joined(me)
+    me.say("ready")
+    me.hear()
+    with link:
+        if me.worker == 1:
+            me.hear()
+        link.gather(place, True)
+
+
+@pytest.mark.parametrize("how", ["kill", "interrupt"])
+def test_who_waits_for_others_after_the_first_round_notices_a_loss_and_heeds_ctrl_c(how: str, tmp_path: Path) -> None:
+    with Fleet(tmp_path, 3, join_s=600.0).start(wait_at, "finished") as fleet:
+        at = lose(fleet, lambda: None)
+        time.sleep(0.3)
+        if how == "kill":
+            fleet[1].kill()
+            died = "worker 1 closed its connection without a word: it was killed, or has crashed"
+            expected = dict.fromkeys((0, 2), f"LinkError: after step 1, fragment 0: {died}")
+        else:
+            fleet[0].signal(signal.SIGINT)
+            expected = {0: "KeyboardInterrupt: ", 2: "worker 0 left: KeyboardInterrupt"}
+        for worker, told in expected.items():
+            ending = fleet[worker].ending()
+            assert told in ending.error, (worker, ending.error)
+            assert ending.at < at + 0.3 + 2.0 + SLACK_S, (worker, ending.at - at)  # two for worker 0 to keep the store
+
+
+def finish_late(me: Me) -> None:
+    """Meet at the end; worker 1 evaluates for longer than workers may take to come at the start."""
+    link = joined(me)
+    if me.worker == 1:
+        time.sleep(me.join_s + 0.7)
+    site.meet(link, "finished")
+    link.close()
+
+
+def test_an_evaluation_at_the_end_may_take_longer_than_workers_may_take_to_come(tmp_path: Path) -> None:
+    with Fleet(tmp_path, 2, join_s=1.5).start(finish_late) as fleet:
+        fleet.results()
+
+
+def ask_for_others(me: Me) -> tuple[bool, float]:
+    """Has everybody finished? Worker 0 has; returns the answer, and how long it took to hear from late others."""
+    pytest.MonkeyPatch().setattr(site, "_ANYBODY_S", 0.7)
+    link, began = me.link(), time.monotonic()
+    done = site.all_finished(link, me.worker == 0)
+    if not done:
+        if me.worker == 1:
+            time.sleep(1.2)
+        link.join({}, 1.0)
+    link.close()
+    return done, time.monotonic() - began
+
+
+def test_a_finished_worker_asks_for_the_others_briefly_and_then_has_the_patience_of_the_others(tmp_path: Path) -> None:
+    with Fleet(tmp_path / "alone", 2) as fleet:
+        done, took_s = fleet.add(0, ask_for_others).result()
+        assert done and took_s < 0.7 + 2.0 + SLACK_S
+    with Fleet(tmp_path / "both", 2).start(ask_for_others) as fleet:
+        for done, took_s in fleet.results():
+            assert not done and took_s > 1.2
+
+
 # ---------------------------------------------------------------------- on a line that can be cut
 
 
@@ -540,7 +661,7 @@ def test_a_worker_that_does_not_come_is_named(tmp_path: Path) -> None:
     with Fleet(tmp_path, 3, join_s=1.0) as fleet:
         fleet.add(0, waiting)
         fleet.add(2, waiting)
-        assert fleet[0].error().endswith(": worker 1 did not come within 1 s")
+        assert ": worker 1 did not come within 1 s: start it" in fleet[0].error()
         # Worker 0 may have gone first, and its store with it.
         assert "worker 1 did not come" in fleet[1].error() or "worker 0" in fleet[1].error()
 
@@ -562,6 +683,40 @@ def test_a_second_run_at_the_same_address_is_told_so_and_the_first_goes_on(tmp_p
             worker.tell()
         for worker in (fleet[0], fleet[1]):
             worker.result()
+
+
+def leave_early(me: Me) -> None:
+    link = me.link()
+    if me.worker == 1:
+        link.close("no text to train on")
+    else:
+        link.join({}, 1.0)
+
+
+def test_a_worker_that_leaves_before_it_has_come_is_not_waited_for(tmp_path: Path) -> None:
+    with Fleet(tmp_path, 2) as fleet:
+        host = fleet.add(0, leave_early)
+        time.sleep(0.5)
+        fleet.add(1, leave_early).result()
+        assert "worker 1 left: no text to train on" in host.error()
+
+
+def make_steps(me: Me, steps: int) -> None:
+    torch.manual_seed(0)
+    link = me.link()
+    loop = OuterLoop(torch.nn.Linear(3, 3), DiLoCo(period=2), link)
+    for _ in range(steps + 3 * me.worker):
+        loop.step()
+    loop.finish()
+    link.close()
+
+
+def test_who_makes_more_steps_than_the_others_is_told_so(tmp_path: Path) -> None:
+    with Fleet(tmp_path, 2, deadline_s=1.0).start(make_steps, 4) as fleet:
+        error = fleet[1].error()
+        assert "step 6, fragment 0: worker 0 has finished and left, after step 4, fragment 0" in error
+        assert "all workers must make the same number of steps" in error
+        fleet[0].result()
 
 
 def serve(talk: str) -> Iterator[int]:
@@ -603,6 +758,7 @@ def test_what_listens_there_is_something_else(something_else: int, tmp_path: Pat
         began = time.monotonic()
         ending = fleet.add(1, waiting, port=something_else).ending()
         assert f"LinkError: worker 1 finds no worker 0 at 127.0.0.1:{something_else} in 2 s" in ending.error
+        assert "(something listens there, but does not answer as worker 0 does)" in ending.error
         assert ending.at < began + 10
 
 
@@ -628,12 +784,15 @@ def test_garbage_in_the_store_is_a_link_error(text: str, tmp_path: Path) -> None
     [
         ({"address": "x"}, "HOST:PORT"),
         ({"address": "127.0.0.1:99999"}, "HOST:PORT"),
+        ({"address": 5}, "HOST:PORT of worker 0, like .* got 5"),
         ({"worker": 2}, "worker must be a whole number from 0 to 1"),
         ({"worker": -1}, "worker must be a whole number from 0 to 1"),
         ({"workers": 0}, "workers"),
         ({"worker": None}, "worker and workers are missing"),
         ({"address": None}, "address is missing"),
         ({"deadline_s": 0.0}, "deadline_s must be"),
+        ({"deadline_s": "5"}, "deadline_s must be a number of seconds .* got '5'"),
+        ({"join_s": None}, "join_s must be"),
         ({"join_s": float("nan")}, "join_s must be"),
     ],
 )
@@ -714,6 +873,15 @@ def test_closed_links_leave_no_threads_and_no_files_behind_and_free_the_port(tmp
     with Fleet(tmp_path, 3).start(many_links) as fleet:
         for seen in fleet.results():
             assert seen[-1][0] <= seen[1][0] + 1 and seen[-1][1] <= seen[1][1] + 2, seen
+
+
+def test_threads_that_gloo_lets_go_of_never_are_waited_for_together_and_not_one_by_one() -> None:
+    mail = Mail(None, [])
+    for _ in range(4):
+        mail.start(time.sleep, 20.0)
+    began = time.monotonic()
+    mail.end()
+    assert time.monotonic() < began + 2.0
 
 
 def interrupted(me: Me) -> str:

@@ -491,6 +491,20 @@ def test_folders_to_sample_from(run: Path, tmp_path: Path) -> None:
         sample(run, "a")
 
 
+def test_whose_model_to_sample_of_a_run_with_a_folder_for_each_worker(run: Path, tmp_path: Path) -> None:
+    for worker in (0, 1):
+        shutil.copytree(run, tmp_path / "all" / f"worker-{worker}")
+    with pytest.raises(DataError, match=r"holds the workers of a run: say whose .*`atoll sample .*all/worker-0`"):
+        sample(tmp_path / "all", "a")
+    second = tmp_path / "all" / "worker-1"
+    shutil.rmtree(second / "best", ignore_errors=True)
+    with pytest.raises(DataError, match=r"only worker 0 evaluates: `atoll sample .*all/worker-0 --best`"):
+        sample(second, "a", best=True)
+    shutil.rmtree(second / "model")
+    with pytest.raises(DataError, match=r"`atoll train .*worker-1 --worker 1 --resume` goes on with it$"):
+        sample(second, "a")
+
+
 def test_a_model_that_diverged_says_so(tmp_path: Path) -> None:
     model = nano()
     with torch.no_grad():

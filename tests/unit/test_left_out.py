@@ -6,7 +6,7 @@ import torch
 
 from atoll import Crew, DataParallel, DiLoCo, OuterLoop, Streaming, Sync, local
 from atoll.applied import Applied
-from atoll.errors import NonFiniteError
+from atoll.errors import LinkError, NonFiniteError
 from atoll.sync import Gradients
 from harness import PRESETS, Problem, by_part, inner_step, snapshot, toy, train, train_data_parallel
 
@@ -119,6 +119,30 @@ def test_data_parallel_takes_the_mean_of_the_finite_gradients() -> None:
     assert [loop.counters.rounds_left_out for loop in loops] == [0, 1, 0]
     train_data_parallel(clean, 3, PROBLEM.inner)
     assert clean[0].counters.rounds_left_out == 0
+
+
+def one_round_of_gradients(loops: list[OuterLoop], spoilt: int | None) -> None:
+    crew = Crew(loops)
+    for loop in loops:
+        for parameter in loop.model.parameters():
+            parameter.grad = torch.full_like(parameter, float("nan") if loop.link.worker == spoilt else 2.0)
+    crew.average_gradients()
+    crew.step()
+
+
+def test_a_spoilt_first_gradient_does_not_hide_that_a_worker_started_or_resumed_differently() -> None:
+    started = tolerant(DataParallel())
+    next(started[1].model.parameters()).data += 1.0
+    with pytest.raises(LinkError, match="worker 1 and worker 0 differ in starting parameters"):
+        one_round_of_gradients(started, spoilt=1)
+    saved, resumed = tolerant(DataParallel()), tolerant(DataParallel())
+    one_round_of_gradients(saved, spoilt=None)
+    for before, loop in zip(saved, resumed, strict=True):
+        loop.load_state_dict(before.state_dict())
+    next(resumed[1].model.parameters()).data += 1.0
+    one_round_of_gradients(resumed, spoilt=1)  # it is not in this round, so it is compared in the next
+    with pytest.raises(LinkError, match="workers 0 and 1 have different anchors"):
+        one_round_of_gradients(resumed, spoilt=None)
 
 
 def test_a_round_that_nobody_reached_is_observed_too() -> None:

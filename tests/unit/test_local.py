@@ -119,19 +119,13 @@ def test_workers_with_different_models_are_told_so() -> None:
         Crew([a, b]).step()
 
 
-@pytest.mark.parametrize(
-    ("sync", "message"),
-    [
-        (DiLoCo(period=2), "worker 1 and worker 0 differ in starting parameters: checksum"),
-        (DataParallel(), "workers 0 and 1 have different anchors: they started differently"),
-    ],
-)
-def test_workers_that_start_differently_are_told_so(sync: Sync | Gradients, message: str) -> None:
+@pytest.mark.parametrize("sync", [DiLoCo(period=2), DataParallel()])
+def test_workers_that_start_differently_are_told_so(sync: Sync | Gradients) -> None:
     problem = Problem(workers=2)
     starts, links = (problem.start, problem.start + 1e-9), local(2)
     loops = [OuterLoop(Toy(x, problem.sizes), sync, link) for x, link in zip(starts, links, strict=True)]
     run = train_data_parallel if isinstance(sync, Gradients) else train
-    with pytest.raises(LinkError, match=message):
+    with pytest.raises(LinkError, match="worker 1 and worker 0 differ in starting parameters: checksum"):
         run(loops, 1, 0.1)
 
 

@@ -5,10 +5,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from atoll.errors import ConfigError, LinkError
+from atoll.link.base import difference
 from atoll.link.blame import Report, verdict
 from atoll.link.meeting import Meeting, Seat, in_time, open_store, parse_address
 from fleet import free_port
@@ -36,10 +38,17 @@ def test_addresses(text: str, parsed: tuple[str, int]) -> None:
     assert parse_address(text) == parsed
 
 
-@pytest.mark.parametrize("text", ["", ":", "10.0.0.1", "10.0.0.1:", ":29500", "a:0", "a:65536", "a:x", "a:-1", "a:٣"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", ":", "10.0.0.1", "10.0.0.1:", ":29500", "a:0", "a:65536", "a:x", "a:-1", "a:٣"),
+        *("a..b:29500", ".a:29500", f"{'a' * 64}.example:29500", "\ud800:29500", "a\0b:29500", "a:" + "1" * 5000),
+    ],
+)
 def test_addresses_that_cannot_be(text: str) -> None:
-    with pytest.raises(ConfigError, match="address must be HOST:PORT of worker 0"):
+    with pytest.raises(ConfigError, match="address must be HOST:PORT of worker 0") as refused:
         parse_address(text)
+    assert len(str(refused.value)) < 200
 
 
 def test_seats() -> None:
@@ -63,10 +72,74 @@ def test_what_is_told_is_heard_by_all() -> None:
 def test_who_is_missing_is_named_after_a_while() -> None:
     with meetings(3, join_s=0.3) as there:
         there[0].tell("greeting", 1)
-        with pytest.raises(LinkError, match=r"worker 1, worker 2 did not come within 0\.3 s"):
+        with pytest.raises(LinkError, match=r"worker 1, worker 2 came, but did not get this far within 0\.3 s"):
             list(there[0].hear("greeting", there[0].seat.all()))
         assert there[0].heard("greeting", Seat(1, 3)) is None
         assert there[0].heard_by("greeting", there[0].seat.all(), 0.1) == {Seat(0, 3): 1}
+
+
+def test_waiting_is_told_and_who_never_came_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.link.meeting._SOON_S", 0.05)
+    address, said = f"127.0.0.1:{free_port()}", list[str]()
+    host = Meeting(address, Seat(0, 3), 0.3, said.append)
+    with pytest.raises(LinkError, match=r"worker 1, worker 2 did not come .* \(--worker 1, --worker 2\).* firewall"):
+        list(host.hear("greeting", host.seat.all()))
+    assert said == [f"waiting for worker 1, worker 2 at {address}, at most 0.3 s"]
+    said.clear()
+    nowhere = f"127.0.0.1:{free_port()}"
+    with pytest.raises(LinkError, match="Connection refused"):
+        Meeting(nowhere, Seat(1, 2), 0.3, said.append)
+    assert said == [f"waiting for worker 0 at {nowhere}, at most 0.3 s"]
+
+
+@pytest.mark.parametrize("worker", [1, 2])
+def test_another_number_of_workers_is_refused_at_once_on_both_sides(worker: int) -> None:
+    with meetings(1, join_s=60.0) as there:
+        host = Meeting(f"127.0.0.1:{free_port()}", Seat(0, 2), 60.0)
+        told = rf"worker {worker} and worker 0 differ in sync.workers: 3 against 2"
+        with pytest.raises(LinkError, match=told):
+            Meeting(host.address, Seat(worker, 3), 60.0)
+        with pytest.raises(LinkError, match=told):
+            list(host.hear("greeting", host.seat.all()))
+        with pytest.raises(LinkError, match=r"worker 1 and worker 0 differ in sync\.workers: 2 against 1"):
+            Meeting(there[0].address, Seat(1, 2), 60.0)
+
+
+def test_a_run_that_is_complete_is_not_disturbed_by_one_of_another_size() -> None:
+    with meetings(2) as there:
+        for one in there:
+            one.tell("greeting", 1)
+        list(there[0].hear("greeting", there[0].seat.all()))
+        with pytest.raises(LinkError, match=r"differ in sync\.workers"):
+            Meeting(there[0].address, Seat(2, 3), 5.0)
+        there[0].tell("bye", 1)
+        threading.Timer(0.2, there[1].tell, ("bye", 1)).start()
+        assert len(list(there[0].hear("bye", there[0].seat.all()))) == 2
+
+
+@pytest.mark.parametrize(
+    ("address", "advice"),
+    [
+        ("192.0.2.1:29500", "Cannot assign requested address; it is not an address of this machine"),
+        ("no-such-host.invalid:29500", "; check the name, or give the IP address of this machine"),
+    ],
+)
+def test_what_is_advised_about_an_address_fits_what_is_wrong_with_it(address: str, advice: str) -> None:
+    with pytest.raises(LinkError, match=advice) as refused:
+        Meeting(address, Seat(0, 2), 1.0)
+    assert "another port" not in str(refused.value)
+
+
+def test_all_differences_are_named_up_to_three() -> None:
+    mine = {"period": "5", "codec": "int8", "alpha": "0.5", "delay": "1", "model": "a"}
+    assert difference(mine, mine) is None
+    assert difference(mine, mine | {"period": "6"}) == "period: 5 against 6"
+    assert difference(mine, {"model": "a", "delay": "1", "codec": "int8", "alpha": "1"}) == (
+        "period: 5 against left out; alpha: 0.5 against 1"
+    )
+    assert difference(mine, {"model": "a"}) == (
+        "period: 5 against left out; codec: int8 against left out; alpha: 0.5 against left out; and 1 more"
+    )
 
 
 def test_who_has_left_is_not_waited_for() -> None:
@@ -127,6 +200,53 @@ def test_a_store_that_is_gone_is_an_error_that_says_so_or_no_answer_but_never_a_
             guest.tell("greeting", 1)
 
 
+class FarAway:
+    """A store whose answers take a while."""
+
+    def __init__(self, store: Any, delay_s: float) -> None:
+        self._store, self.delay_s = store, delay_s
+
+    def __getattr__(self, name: str) -> Any:
+        time.sleep(self.delay_s)
+        return getattr(self._store, name)
+
+
+def test_an_answer_that_is_slow_to_come_can_be_waited_for_and_is_no_reason_to_ask_no_more() -> None:
+    with meetings(2) as there:
+        guest, seats = there[1], list(there[1].seat.all())
+        guest._store = far = FarAway(guest._store, 0.3)
+        assert not guest.tell_at_last("failure", 1, 0.5)  # two questions
+        assert guest.answers
+        assert guest.tell_at_last("stop", 7, 15.0)
+        there[0].tell("stop", 8)
+        assert guest.heard_by("stop", seats, 15.0) == {Seat(0, 2): 8, Seat(1, 2): 7}
+        far.delay_s = 0.0
+
+
+def test_a_store_that_is_silent_again_and_again_is_not_asked_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.link.meeting._SILENT_S", 0.5)
+    with meetings(2) as there:
+        guest = there[1]
+        guest._store = far = FarAway(guest._store, 1.0)
+        assert not guest.tell_at_last("end", 1, 0.3) and guest.answers
+        assert not guest.tell_at_last("end", 1, 0.3) and not guest.answers
+        began = time.monotonic()
+        assert not guest.tell_at_last("left", 1, 30.0) and time.monotonic() < began + 1.0
+        far.delay_s = 0.0
+
+
+def test_who_tells_of_another_has_not_left_itself() -> None:
+    """Its connections close as well, by which the link learns who is at the root."""
+
+    def check() -> None:
+        raise LinkError("step 8: worker 2 is gone")
+
+    with meetings(3) as there:
+        there[1].tell_at_last("failure", closed(2)._asdict())
+        with pytest.raises(LinkError, match="step 8: worker 2 is gone"):
+            list(there[0].hear("greeting", [Seat(1, 3)], check))
+
+
 def test_a_call_that_does_not_return_is_left_behind() -> None:
     with pytest.raises(TimeoutError):
         in_time(lambda: time.sleep(30), 0.05)
@@ -167,6 +287,11 @@ def test_all_name_the_same_worker(reports: dict[int, Report], root: int) -> None
         assert told.startswith(("step 8", "after step 7"))
     if root in reports and reports[root].worker != root:
         assert f"of this one, worker {root}" in verdict(root, reports, 3, reached=True)
+
+
+def test_what_a_worker_says_of_itself_counts_for_more_than_that_it_was_late() -> None:
+    reports = {0: late(1), 1: Report(1, "left: it was interrupted", "step 8, fragment 1")}
+    assert verdict(0, reports, 2, reached=True) == "step 8, fragment 1: worker 1 left: it was interrupted"
 
 
 def test_without_the_store_worker_0_is_to_blame() -> None:

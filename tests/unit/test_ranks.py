@@ -250,7 +250,7 @@ def test_one_rank_is_told_to_stop_and_all_stop_after_the_same_step(place: Path, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_link_that_fails_on_one_rank_fails_on_all(place: Path, became: Any, kind: str) -> None:
     told = [told[f"streaming-{kind}-unlink"] for told in became]
-    assert told[:2] == ["LinkError: a cable was pulled"] * 2
+    assert all(words.startswith("LinkError: a cable was pulled") for words in told[:2])
     assert all("worker 0 left: a cable was pulled" in words for words in told[2:])
 
 

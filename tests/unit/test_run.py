@@ -18,10 +18,11 @@ from safetensors.numpy import load_file
 
 from atoll import checkpoint, config
 from atoll.config import RunConfig
-from atoll.errors import AtollError, CheckpointError, ConfigError
+from atoll.errors import AtollError, CheckpointError, ConfigError, DataError
 from atoll.events import End, Eval, Fault, Resumed, Round, Start, Step, read
 from atoll.train.export import load_export
 from atoll.train.run import train
+from fleet import free_port
 
 SMALL: dict[str, Any] = {
     "model": {"preset": "tiny", "layers": 2, "width": 16, "heads": 1, "feedforward": 32, "context": 16},
@@ -240,6 +241,24 @@ def test_a_finished_run_is_left_alone_and_a_begun_one_is_not_started_over(make: 
     with pytest.raises(ConfigError, match="holds a run already: continue it with --resume"):
         train(make())
     assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_one_process_and_processes_of_their_own_are_not_mixed_in_one_folder(make: Any) -> None:
+    config = make()
+    folder = Path(config.out) / config.name
+    (folder / "worker-1").mkdir(parents=True)
+    (folder / "worker-1" / "run.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"run whose workers have processes of their own \(worker-1\): continue it"):
+        train(config)
+    (folder / "worker-1" / "run.toml").rename(folder / "run.toml")
+    with pytest.raises(ConfigError, match="holds a run whose workers are all in one process, and this is one of"):
+        train(config.changed(**{"link.address": "127.0.0.1:29500"}), worker=1)
+
+
+def test_text_that_is_not_there_is_told_before_anybody_is_waited_for(make: Any) -> None:
+    config = make(**{"link.address": f"127.0.0.1:{free_port()}", "link.join_s": 600.0, "data.source": "/nowhere"})
+    with pytest.raises(DataError, match="/nowhere"):
+        train(config, worker=0)
 
 
 def test_other_settings_cannot_be_resumed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -534,7 +534,7 @@ def test_preparing_in_lines_tells_the_beginning_and_the_end_of_every_stage() -> 
         for done in range(0, 10_001, 100):
             tell("tokenizing", done, 10_000)
     assert stream.getvalue().splitlines() == [
-        "reading: 0",
+        "reading",
         "reading: 5,000",
         "tokenizing: 0 of 10,000",
         "tokenizing: 10,000 of 10,000",

@@ -8,6 +8,11 @@ from torch import Tensor
 
 from atoll.core.cargo import Cargo
 
+LEFT_OUT = "left out"
+"""How a term is shown that one of two has not."""
+MOST_TOLD = 3
+"""Differences that are named; where there are more, the rest is counted."""
+
 
 class RoundId(NamedTuple):
     """One exchange of one fragment: the inner step it was sent after, and the fragment's number."""
@@ -89,7 +94,7 @@ class Link(Protocol):
     workers: int
 
     def join(self, terms: Mapping[str, str], weight: float) -> None:
-        """Say what all must agree on; LinkError names the first difference to another worker."""
+        """Say what all must agree on; LinkError names the differences to another worker."""
 
     def present(self, step: int) -> bool:
         """Whether this worker is a member during this inner step; known for the current step and the next."""
@@ -111,8 +116,8 @@ class Link(Protocol):
 
 
 def difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
-    """The first of the terms that is not the same, as "period: 5 against 6"; None if all are."""
-    for key in {**mine, **theirs}:
-        if mine.get(key) != theirs.get(key):
-            return f"{key}: {mine.get(key)} against {theirs.get(key)}"
-    return None
+    """What is not the same of the terms, as "period: 5 against 6; codec: ...", at most three; None if all is."""
+    differ = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+    told = [f"{key}: {mine.get(key, LEFT_OUT)} against {theirs.get(key, LEFT_OUT)}" for key in differ[:MOST_TOLD]]
+    more = [f"and {len(differ) - MOST_TOLD} more"] if len(differ) > MOST_TOLD else []
+    return "; ".join(told + more) or None

@@ -66,7 +66,8 @@ def _told(me: int, root: int, reports: Mapping[int, Report]) -> str:
     if not accusers:
         mine = reports[me]
         return f"{mine.round}: worker {root} is gone without a word, and so worker {mine.worker} {mine.why}"
-    teller = min(accusers, key=lambda worker: (accusers[worker].closed, worker != me, worker))
+    # What it says of itself counts for more than what was seen of it.
+    teller = min(accusers, key=lambda worker: (accusers[worker].closed, worker != root, worker != me, worker))
     report = accusers[teller]
     if root == me:
         return f"{report.round}: worker {teller} has told of this one, worker {me}, that it {report.why}"

@@ -14,7 +14,9 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any, Self
@@ -27,11 +29,15 @@ from atoll.link.base import Contribution, Pending, RoundId, difference
 from atoll.link.blame import Report, verdict
 from atoll.link.crossing import Crossing, Ticket
 from atoll.link.mail import TAGS, LostError, Mail
-from atoll.link.meeting import Meeting, Seat, in_time, open_store, parse_address
+from atoll.link.meeting import Meeting, Seat, begun, open_store, parse_address
 from atoll.link.wire import VERSION
 from atoll.version import __version__
 
 _calls = count()  # of torchrun_address: all processes count alike, and each link has an address of its own
+_BEFORE = "before the first round"
+_WORD_S = 0.5  # to find somebody to whom to say that this worker will not come
+_MESH_S = 60.0  # for connections between workers that are all there
+_FAREWELL_S = 5.0  # for the store to take the reason why this worker leaves, on a line that may be busy
 _HEARSAY_S = 1.0  # for the reports of the others, which notice at once what one of them has noticed
 
 
@@ -53,8 +59,8 @@ def connect(
     so that is also how far workers may drift apart; `join_s` is how long to wait for all of them at the start.
     """
     for name, seconds in (("deadline_s", deadline_s), ("join_s", join_s)):
-        if not 0 < seconds < 1e6:
-            raise ConfigError(f"{name} must be a number of seconds above 0, below 10^6, got {seconds}")
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < 1e6:
+            raise ConfigError(f"{name} must be a number of seconds above 0, below 10^6, got {seconds!r:.50}")
     if address is None:
         if worker is not None or workers is not None:
             raise ConfigError("address is missing: give the HOST:PORT of worker 0")
@@ -104,45 +110,53 @@ class DistLink:
         self.workers = seat.workers
         self.deadline_s = deadline_s
         self.seat = seat
+        self.tell: Callable[[str], None] | None = None
+        """Told in a line for whom it waits at the start, if that takes more than a moment."""
         self._address = address
         self._join_s = join_s
         self._meeting: Meeting | None = None
         self._mail: Mail | None = None
         self._weights: dict[int, float] = {}
         self._opened = 0
-        self._newest = "before the first round"
+        self._newest = _BEFORE
         self._lock = threading.Lock()
         self._flying: list[Crossing] = []
         self._blamed = False
+        self._gone: set[int] = set()
+        self._has_come = False
         self._error: AtollError | None = None
         self._closed = False
 
     # ------------------------------------------------------------------ meeting
 
-    def meeting(self) -> Meeting:
+    def meeting(self, within_s: float | None = None) -> Meeting:
         """Where the workers of the run are; comes there if it has not."""
         if self._closed:
             raise LinkError(f"the link of {self.seat} is closed")
         if self._meeting is None:
-            self._meeting = Meeting(self._address, self.seat, self._join_s)
+            self._has_come = True  # or tried to, and found nobody
+            self._meeting = Meeting(self._address, self.seat, self._join_s, self.tell, within_s)
             _met.add(self)
         return self._meeting
 
-    def hear(self, key: str, value: Any) -> Iterator[tuple[Seat, Any]]:
-        """What every process of the run says under a key, as they come: JSON of the type of `value`, which is ours."""
-        meeting = self.meeting()
+    def hear(self, key: str, value: Any, within_s: float | None = None) -> Iterator[tuple[Seat, Any]]:
+        """What every process of the run says under a key, as they come: JSON of the type of `value`, which is ours.
+
+        They have `join_s`, or `within_s`, which may be long: after `join`, one that dies is noticed at once.
+        """
+        meeting = self.meeting(within_s)
         meeting.tell(key, value)
-        for seat, said in meeting.hear(key, self.seat.all()):
+        for seat, said in meeting.hear(key, self.seat.all(), self.check, within_s):
             if type(said) is not type(value):
                 raise LinkError(f"{self._address}: {seat} left something under {key!r} that cannot be read")
             yield seat, said
 
-    def gather(self, key: str, value: Any) -> dict[Seat, Any]:
+    def gather(self, key: str, value: Any, within_s: float | None = None) -> dict[Seat, Any]:
         """What every process of the run says under a key, in worker order; waits for all of them."""
-        return dict(sorted(self.hear(key, value), key=lambda said: (said[0].worker, said[0].rank)))
+        return dict(sorted(self.hear(key, value, within_s), key=lambda said: (said[0].worker, said[0].rank)))
 
     def join(self, terms: Mapping[str, str], weight: float) -> None:
-        """Say what all must agree on; LinkError names the first difference to another worker."""
+        """Say what all must agree on; LinkError names the differences to another worker."""
         if self._mail is not None:
             raise LinkError(f"{self.seat} has joined already: an OuterLoop needs a link of its own")
         meeting = self.meeting()
@@ -169,14 +183,28 @@ class DistLink:
     def _group(self, meeting: Meeting) -> Any:
         gloo: Any = distributed.ProcessGroupGloo
         options = gloo._Options()  # the public way would go through torch's global default group
-        options._timeout = timedelta(seconds=self._join_s)
+        within_s = min(self._join_s, _MESH_S)
+        options._timeout = timedelta(seconds=within_s)
         options._devices = [gloo.create_device(hostname=meeting.own_address())]
-        store = meeting.shelf(f"rounds/{self.seat.rank}")
+        place = f"rounds/{self.seat.rank}"
+        forming = begun(lambda: gloo(meeting.shelf(place, within_s), self.worker, self.workers, options))
+        until = time.monotonic() + within_s + 1
+        while not wait([forming], 0.1).done and (left_s := until - time.monotonic()) > 0:
+            self._check_nobody_left(meeting, left_s)
         try:
-            return in_time(lambda: gloo(store, self.worker, self.workers, options), self._join_s + 1)
+            return forming.result(0)
         except (RuntimeError, TimeoutError) as fault:
             problem = " ".join(str(fault).split())[:300]
+            # gloo leaves an address under "0/K" for each; one that has left none has gone before it came so far.
+            if missing := meeting.lacks({worker: f"{place}/0/{worker}" for worker in range(self.workers)}):
+                who = ", ".join(f"worker {worker}" for worker in missing)
+                problem = f"{who} did not open a connection within {within_s:g} s: killed, stopped or cut off"
             raise LinkError(f"{self.seat} cannot connect to the other workers: {problem}") from fault
+
+    def _check_nobody_left(self, meeting: Meeting, ask_s: float) -> None:
+        for said in meeting.heard_by("failure", self._peers(), ask_s=ask_s).values():
+            if (report := Report.read(said, self.workers)) is not None:
+                raise LinkError(f"{_BEFORE}: worker {report.worker} {report.why}")
 
     # ------------------------------------------------------------------ rounds
 
@@ -234,6 +262,8 @@ class DistLink:
     def _fail(self, fault: Exception, now: str) -> None:
         with self._lock:
             meeting, mail = self._meeting, self._mail
+            if isinstance(fault, LostError) and fault.closed:
+                self._gone.add(fault.worker)
             if self._blamed or self._closed or meeting is None or mail is None:  # a consequence
                 return
             self._blamed = True
@@ -251,7 +281,18 @@ class DistLink:
             for seat, said in meeting.heard_by("failure", self._peers(), _HEARSAY_S).items():
                 if (theirs := Report.read(said, self.workers)) is not None:
                     reports[seat.worker] = theirs
+            reports |= self._ended_too_early(meeting, reports, now)
         self._end(LinkError(verdict(self.worker, reports, self.workers, reached=reached)))
+
+    def _ended_too_early(self, meeting: Meeting, reports: Mapping[int, Report], now: str) -> dict[int, Report]:
+        """Of those that have reported nothing: who came to its end, though this worker still had a round to make."""
+        silent = [peer for peer in self._peers() if peer.worker not in reports]
+        found = {}
+        for seat, last in meeting.heard_by("end", silent).items():
+            if isinstance(last, str) and last.removeprefix("after ") != now.removeprefix("after "):
+                why = f"has finished and left, {last[:100]}: all workers must make the same number of steps"
+                found[seat.worker] = Report(seat.worker, why, now)
+        return found
 
     def _end(self, error: AtollError) -> None:
         with self._lock:
@@ -276,9 +317,12 @@ class DistLink:
             self._closed = True  # from here on, a connection that closes is no failure
             meeting, mail, failed = self._meeting, self._mail, self._blamed
         try:
+            if meeting is None and reason is not None and not self._has_come:
+                meeting = self._late_visit()
             if meeting is not None and not failed:
                 if reason is not None:
-                    meeting.tell_at_last("failure", Report(self.worker, f"left: {reason}", self._now())._asdict())
+                    report = Report(self.worker, f"left: {reason}", self._now())
+                    meeting.tell_at_last("failure", report._asdict(), _FAREWELL_S)
                 elif mail is not None:
                     self._meet_at_the_end(meeting)
         finally:  # also if Ctrl-C ends the waiting
@@ -290,12 +334,23 @@ class DistLink:
             if meeting is not None:
                 meeting.leave()
 
+    def _late_visit(self) -> Meeting | None:
+        """Where the others wait for this worker, if they do: it leaves without ever having come."""
+        if self.seat.hosts:
+            return None
+        with suppress(LinkError):
+            return Meeting(self._address, self.seat, _WORD_S)
+        return None
+
     def _meet_at_the_end(self, meeting: Meeting) -> None:
-        meeting.tell_at_last("end", True)
         until = time.monotonic() + self.deadline_s
-        for peer in self._peers():  # one that has closed, has met all others, or has died
-            while meeting.heard("end", peer) is None and time.monotonic() < until and not self._blamed:
-                time.sleep(0.02)
+        meeting.tell_at_last("end", self._newest, self.deadline_s)
+        missing = self._peers()
+        while missing and meeting.answers and (left_s := until - time.monotonic()) > 0:
+            here = meeting.heard_by("end", missing, ask_s=left_s)
+            # One that has closed its connection, has met all others, or has died.
+            missing = [peer for peer in missing if peer not in here and peer.worker not in self._gone]
+            time.sleep(0.02)
 
     def __enter__(self) -> Self:
         return self

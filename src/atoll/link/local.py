@@ -198,7 +198,7 @@ class LocalLink:
         self._board = board
 
     def join(self, terms: Mapping[str, str], weight: float) -> None:
-        """Say what all must agree on; LinkError names the first difference to another worker."""
+        """Say what all must agree on; LinkError names the differences to another worker."""
         self._board.join(self.worker, terms, weight)
 
     def present(self, step: int) -> bool:

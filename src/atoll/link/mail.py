@@ -5,6 +5,7 @@ one that is posted late waits behind it, and the two directions take turns.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -24,7 +25,7 @@ TAGS = 1 << 30
 """Tags of messages are below."""
 
 _FOREVER = timedelta(days=36500)  # who waits is let go by closing the connections
-_JOIN_S = 5.0  # for a thread whose connections are closed
+_JOIN_S = 1.0  # for all threads whose connections are closed; gloo lets none go that had received a part of a chunk
 
 
 class LostError(Exception):
@@ -136,9 +137,10 @@ class Mail:
     def end(self) -> None:
         """Close, and see the threads to their ends: one that is left when Python ends can take the process down."""
         self.close()
+        until = time.monotonic() + _JOIN_S
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(_JOIN_S)
+                thread.join(max(0.0, until - time.monotonic()))
 
     def _expect(self, buffer: Tensor, sender: int, tag: int) -> Any:
         try:

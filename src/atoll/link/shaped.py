@@ -298,7 +298,7 @@ class ShapedLink:
         self._closed: Future[str | None] = Future()  # its result is the reason
 
     def join(self, terms: Mapping[str, str], weight: float) -> None:
-        """Say what all must agree on; LinkError names the first difference to another worker."""
+        """Say what all must agree on; LinkError names the differences to another worker."""
         self._check_open()
         if self._courier is not None:
             raise LinkError(

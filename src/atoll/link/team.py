@@ -108,7 +108,7 @@ class TeamLink:
         self._weights: dict[int, float] = {}
 
     def join(self, terms: Mapping[str, str], weight: float) -> None:
-        """Say what all must agree on; LinkError names the first difference to another worker, or to the first rank."""
+        """Say what all must agree on; LinkError names the differences to another worker, or to the first rank."""
 
         def meet(link: Link) -> dict[str, Any]:
             link.join(terms, weight)
@@ -223,7 +223,7 @@ class PartLink:
         self._link = link
 
     def join(self, terms: Mapping[str, str], weight: float) -> None:
-        """Say what all must agree on; LinkError names the first difference to another worker."""
+        """Say what all must agree on; LinkError names the differences to another worker."""
         self._circle.together(lambda: self._link.join(terms, weight))
 
     def present(self, step: int) -> bool:

@@ -21,7 +21,7 @@ from atoll.config import RunConfig
 from atoll.disk import locked, write_whole
 from atoll.errors import AtollError, CheckpointError, ConfigError
 from atoll.events import End, read
-from atoll.layout import ABOUT, CHECKPOINTS, METRICS, MODEL, RUN, rank_folder, worker_folder
+from atoll.layout import ABOUT, CHECKPOINTS, METRICS, MODEL, RUN, rank_folder, worker_folder, worker_folders
 from atoll.link.meeting import Seat
 from atoll.train.export import exists, export
 from atoll.train.tokens import TokenData
@@ -52,10 +52,24 @@ class RunFolder:
         self.path = Path(config.out).expanduser() / config.name
         self.of_many = seat is not None and seat.workers > 1
         """Whether other processes have other workers of the run."""
+        self._run = self.path
         if seat is not None:
             self.path /= worker_folder(seat.worker)
             if seat.rank:
                 self.path /= rank_folder(seat.rank)
+
+    def refuse_mixture(self) -> None:
+        """Refuse a run in one process and one with processes of its own in the same folder: reports would mix them."""
+        if self.path != self._run and (self._run / RUN).exists():
+            raise ConfigError(
+                f"{self._run} holds a run whose workers are all in one process, and this is one of several: "
+                "choose another name, or delete it"
+            )
+        if self.path == self._run and (workers := worker_folders(self.path)):
+            raise ConfigError(
+                f"{self.path} holds a run whose workers have processes of their own ({workers[0].name}): continue it "
+                "with --worker K --resume or `atoll launch`, choose another name, or delete it"
+            )
 
     @property
     def begun(self) -> bool:
@@ -124,9 +138,12 @@ class RunFolder:
         return checkpoint.steps(self.path / CHECKPOINTS)
 
     def last_checkpoint(self, config: RunConfig, data: TokenData, step: int | None = None) -> Saved | None:
-        """The newest whole state of this run, or that of a step; None before the first. Refused if of another run."""
+        """The newest whole state of this run, or that of a step; None before the first. Refused if of another run.
+
+        Where workers have folders of their own and no step in common, none counts: all begin again.
+        """
         root = self.path / CHECKPOINTS
-        if not root.exists() or not any(root.iterdir()):
+        if not root.exists() or not any(root.iterdir()) or (step is None and self.of_many):
             return None
         with warnings.catch_warnings(record=True) as passed_over:
             warnings.simplefilter("always")
@@ -179,10 +196,11 @@ class RunFolder:
 
     def _kept(self, config: RunConfig) -> int:
         """How many checkpoints to keep: so many that the slowest worker's newest is among the fastest one's."""
-        if not self.of_many or config.sync.method == "data-parallel":
+        if not self.of_many:
             return config.train.keep
         assert config.train.save_every is not None  # resolved
-        ahead = 2 * config.sync.period  # steps that a worker can be ahead: a round waits for all at the latest then
+        # Steps that a worker can be ahead: a round waits for all at the latest then.
+        ahead = 1 if config.sync.method == "data-parallel" else 2 * config.sync.period
         return max(config.train.keep, 1 + math.ceil(ahead / config.train.save_every))
 
     def export(self, trainer: Trainer, data: TokenData, name: str) -> None:

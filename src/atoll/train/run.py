@@ -13,11 +13,14 @@ from atoll.errors import ConfigError
 from atoll.events import Jsonl, Resumed, Saved, Sink, read
 from atoll.layout import BEST, CHECKPOINTS, METRICS, MODEL, RUN, worker_folder
 from atoll.link.base import Link
+from atoll.link.dist import DistLink
 from atoll.link.meeting import Seat
 from atoll.metrics import Metrics, TensorBoard, Trackio, WandB
 from atoll.train import hub, tokens
 from atoll.train.batches import Batches, HeldOut, held_out
+from atoll.train.cores import share_cores
 from atoll.train.folder import RunFolder
+from atoll.train.foretold import foretold
 from atoll.train.model import Decoder
 from atoll.train.recipe import device_of, resolve
 from atoll.train.site import (
@@ -26,11 +29,11 @@ from atoll.train.site import (
     all_finished,
     links_of,
     meet,
-    patient,
+    resumable,
     seat_of,
     step_to_resume,
 )
-from atoll.train.stopping import Stop, Stopped, interruptible
+from atoll.train.stopping import Interrupts, Stop, Stopped, interruptible
 from atoll.train.team import Model, Team, team_of
 from atoll.train.tokens import TokenData
 from atoll.train.trainer import Trainer
@@ -51,6 +54,7 @@ def train(config: RunConfig, *, worker: int | None = None, resume: bool = False)
 
 def _train(config: RunConfig, seat: Seat | None, team: Team, resume: bool) -> Path:
     folder, given = RunFolder(config, seat), config
+    folder.refuse_mixture()
     if folder.begun:
         if not resume:
             raise ConfigError(
@@ -70,12 +74,15 @@ def _train(config: RunConfig, seat: Seat | None, team: Team, resume: bool) -> Pa
         if config.threads:
             torch.set_num_threads(config.threads)
         interrupted = stack.enter_context(interruptible())
-        links, mate = links_of(patient(config, finished), seat, team)
+        links, mate = links_of(config, seat, team)
         stack.enter_context(_leaving(links))
         stack.enter_context(team.guarded())
+        if folder.of_many:
+            _check_data(config)  # before the others are waited for
         if team.settle(lambda: all_finished(mate, finished)):
             return _done_before(folder, team)
         team.settle(lambda: agree_on_settings(mate, given))  # not as begun: where nothing has, much is left out
+        _tell(config, team.settle(lambda: share_cores(mate, config, team)))  # before the number of threads is settled
         data = prepare(config)
         model, config = start(config, data)
         team.seed(config.seed)
@@ -95,14 +102,21 @@ def _train(config: RunConfig, seat: Seat | None, team: Team, resume: bool) -> Pa
         log = _open_log(trainer, folder, others, saved.metrics if saved else None, stack) if team.leads else None
         if saved is None and folder.of_many:  # nobody trains on before all have a state that they can come back to
             folder.save(trainer, log.position() if log else 0, data)
-            team.settle(lambda: meet(mate, "begun"))
+            _meet_all("begun", mate, team, interrupted)
         stop = Stop(interrupted, mate, lambda: trainer.steps, team)
-        _run(trainer, data, folder, log, stop)
-        team.settle(
-            lambda: meet(mate, "finished")
-        )  # one that has finished would not come back for another that has not
+        with resumable(mate):
+            _run(trainer, data, folder, log, stop)
+            _meet_all("finished", mate, team, interrupted)  # who has would not come back for one that has not
         trainer.end("finished")
+    if team.leads and (said := foretold(config, trainer.account)):
+        _tell(config, said)
     return folder.path
+
+
+def _meet_all(place: str, mate: DistLink | None, team: Team, interrupted: Interrupts) -> None:
+    """Wait for the other workers; nothing is computed meanwhile, so Ctrl-C need not wait for the end of a step."""
+    with interrupted.heeded_at_once():
+        team.settle(lambda: meet(mate, place))
 
 
 def _done_before(folder: RunFolder, team: Team) -> Path:
@@ -129,13 +143,18 @@ def _open_log(trainer: Trainer, folder: RunFolder, others: Sink, length: int | N
 
 def _tell_what_may_surprise(config: RunConfig, data: TokenData, trainer: Trainer) -> None:
     """Say what a person would want to know before waiting for it."""
-    if config.log.view == "none":
-        return
     size = count_text(sum(len(file) for file in data.train))
-    print(f"{size} training tokens in {data.documents} documents; this run reads them {trainer.epochs:.2g} times")
+    how_often = f"this run reads them {trainer.epochs:.2g} times"
+    _tell(config, f"{size} training tokens in {data.documents} documents; {how_often}")
     steps, period = config.train.steps or 0, config.sync.period
     if config.sync.method not in ("none", "data-parallel") and period > steps:
-        print(f"note: sync.period ({period}) is longer than the run ({steps} steps): workers meet only at its end")
+        why = f"sync.period ({period}) is longer than the run ({steps} steps)"
+        _tell(config, f"note: {why}: workers meet only at its end")
+
+
+def _tell(config: RunConfig, line: str | None) -> None:
+    if line is not None and config.log.view != "none":
+        print(line, flush=True)
 
 
 def _run(trainer: Trainer, data: TokenData, folder: RunFolder, log: Jsonl | None, stop: Stop) -> None:
@@ -188,6 +207,17 @@ def prepare(config: RunConfig) -> TokenData:
             limit=settings.limit,
             tell=tell,
         )
+
+
+def _check_data(config: RunConfig) -> None:
+    settings = config.data
+    tokens.check_there(
+        settings.source if isinstance(settings.source, str) else list(settings.source),
+        field=settings.field,
+        limit=settings.limit,
+        tokenizer=settings.tokenizer,
+        vocabulary=settings.vocabulary,
+    )
 
 
 def start(config: RunConfig, data: TokenData) -> tuple[Model, RunConfig]:

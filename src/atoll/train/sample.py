@@ -6,7 +6,7 @@ import torch
 
 from atoll.checks import check_whole
 from atoll.errors import ConfigError, DataError
-from atoll.layout import BEST, MODEL, RUN
+from atoll.layout import BEST, MODEL, RUN, worker_folder, worker_folders, worker_of
 from atoll.train.export import exists, load_export
 from atoll.train.tokenizer import Tokenizer
 
@@ -45,16 +45,23 @@ def sample(
 def _exported(folder: Path, *, best: bool) -> Path:
     """The export that is meant by a run's folder, or by its own."""
     if not (folder / RUN).is_file():
+        if not exists(folder) and (workers := worker_folders(folder)):
+            raise DataError(f"{folder} holds the workers of a run: say whose model, as in `atoll sample {workers[0]}`")
         if not exists(folder):
             raise DataError(f"{folder} is neither a run nor an exported model: it has no {RUN} and no config.json")
         return folder
     meant = folder / (BEST if best else MODEL)
     if not exists(meant):
+        worker = worker_of(folder)
+        if best and worker:
+            first = folder.parent / worker_folder(0)
+            raise DataError(f"{folder} has no {BEST}/, for only worker 0 evaluates: `atoll sample {first} --best`")
         problem = (
             f"the run in {folder} has not {'been evaluated' if best else 'finished'}, so it has no {meant.name}/ yet"
         )
-        hint = "" if best else ", and --best takes the best so far"
-        raise DataError(f"{problem}: `atoll train {folder} --resume` goes on with it{hint}")
+        goes_on = f"`atoll train {folder}{'' if worker is None else f' --worker {worker}'} --resume` goes on with it"
+        hint = "" if best or worker else ", and --best takes the best so far"
+        raise DataError(f"{problem}: {goes_on}{hint}")
     return meant
 
 

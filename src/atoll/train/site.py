@@ -2,18 +2,20 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 from atoll.config import RunConfig, settings_of
 from atoll.conflicts import given_faults
 from atoll.disk import sha256_of
 from atoll.errors import ConfigError, LinkError
-from atoll.link.base import Link, difference
+from atoll.link.base import LEFT_OUT, Link, difference
 from atoll.link.dist import DistLink, connect, torchrun_address
 from atoll.link.local import local
 from atoll.link.meeting import Seat
 from atoll.link.shaped import Outage, Shape, shaped
-from atoll.plan.cost import parse_link
+from atoll.plan.link import parse_link
 from atoll.train.team import Team
 from atoll.train.tokenizer import FILE
 from atoll.train.tokens import TokenData
@@ -24,6 +26,9 @@ OWN_CHOICE = (
     *("train.keep", "train.accumulate", "train.eval_every", "train.eval_tokens", "train.log_every"),
 )
 """Settings that a site may have otherwise than the others: where and how it computes and writes, and its own text."""
+_ANYBODY_S = 20.0  # for others to come to a worker that has finished
+_LONGEST_S = 86_400.0  # to evaluate or export at the end; who dies is noticed at once, only who is cut off is not
+RESUME = "start every worker again with the same command and --resume"
 
 
 def seat_of(config: RunConfig, worker: int | None, environment: Mapping[str, str] = os.environ) -> Seat | None:
@@ -41,7 +46,10 @@ def seat_of(config: RunConfig, worker: int | None, environment: Mapping[str, str
         _refuse_faults(config)
     if worker is not None:
         if config.link.address is None:
-            raise ConfigError("link.address: is left out, and a worker on its own has to know where worker 0 is")
+            raise ConfigError(
+                "link.address: is left out, and a worker on its own has to know where worker 0 listens: give it with "
+                "--address HOST:PORT, or in the run file"
+            )
         if config.sync.method == "none":
             raise ConfigError('sync.method: "none" has no workers that could be on machines of their own')
         if not 0 <= worker < workers:
@@ -56,7 +64,10 @@ def seat_of(config: RunConfig, worker: int | None, environment: Mapping[str, str
         each = ranks // workers
         return Seat(rank // each, workers, rank % each, each)
     if config.link.address is not None:
-        raise ConfigError(f"link.address: is {config.link.address}, so say which worker this is: --worker 0 or another")
+        raise ConfigError(
+            f"link.address: is {config.link.address}, so say which worker this is (--worker 0 or another), or leave it "
+            "out of the run file to train all workers in this process"
+        )
     return None
 
 
@@ -88,6 +99,8 @@ def links_of(config: RunConfig, seat: Seat | None, team: Team) -> tuple[list[Lin
             deadline_s=config.link.deadline_s,
             join_s=config.link.join_s,
         )
+        if config.log.view != "none":
+            mate.tell = partial(print, flush=True)
         ends.append(mate)
     if config.link.emulate is not None and ends:
         ends = [*shaped(ends, shape_of(config, 1 if team.whole else team.ranks))]
@@ -116,10 +129,11 @@ def shape_of(config: RunConfig, sharers: int = 1) -> Shape:
 
 
 def agree_on_settings(link: DistLink | None, config: RunConfig) -> None:
-    """Compare run files before any work is done; LinkError names the first difference."""
+    """Compare run files before any work is done; LinkError names the differences."""
     if link is None:
         return
-    bound = {key: str(value) for key, value in settings_of(config).items() if not key.startswith(OWN_CHOICE)}
+    settings = {key: value for key, value in settings_of(config).items() if not key.startswith(OWN_CHOICE)}
+    bound = {key: LEFT_OUT if value is None else str(value) for key, value in settings.items()}
     _compare(link, "settings", bound)
 
 
@@ -137,7 +151,10 @@ def agree_on_data(link: DistLink | None, data: TokenData) -> None:
 
 
 def step_to_resume(team: Team, link: DistLink | None, steps: Sequence[int]) -> int | None:
-    """The checkpoint to resume from, given the steps of those that are here; None: the newest good one, if any."""
+    """The checkpoint to resume from, given the steps of those that are here.
+
+    None: with several workers, there is none; else the newest good one, if any.
+    """
     if team.ranks > 1:
         shared = team.common(steps)
         return team.settle(lambda: common_step(link, shared) if link else max(shared, default=None))
@@ -159,30 +176,37 @@ def common_step(link: DistLink, steps: Sequence[int]) -> int | None:
     return None
 
 
-def patient(config: RunConfig, finished: bool) -> RunConfig:
-    """A worker that has finished waits for the others, who may not have, but not for long: mostly there is nobody."""
-    return config.changed(**{"link.join_s": min(config.link.join_s, 20.0)}) if finished else config
-
-
 def all_finished(link: DistLink | None, finished: bool) -> bool:
     """Whether the run has ended on every worker. If it has not, those that have finished must finish once more.
 
-    For a worker that was killed while the others came to their end still needs their last rounds.
+    For a worker that was killed while the others came to their end still needs their last rounds. One that has finished
+    asks for the others, but not for long: mostly there is nobody.
     """
     if link is None:
         return finished
     try:
-        return all(link.gather("state", finished).values())
+        return all(link.gather("state", finished, _ANYBODY_S if finished else None).values())
     except LinkError:
         if finished:
             return True  # nobody else is there
         raise
 
 
+@contextmanager
+def resumable(link: DistLink | None) -> Iterator[None]:
+    """Inside, all workers have a state to come back to: whoever loses the others is told how to go on."""
+    try:
+        yield
+    except LinkError as fault:
+        if link is None or RESUME in str(fault):  # another rank has said it
+            raise
+        raise LinkError(f"{fault}; to go on, {RESUME}") from fault
+
+
 def meet(link: DistLink | None, place: str) -> None:
-    """Wait until all have come to this place of the run."""
+    """Wait until all have come to this place of the run, however long they evaluate or export."""
     if link is not None:
-        link.gather(place, True)
+        link.gather(place, True, _LONGEST_S)
 
 
 def _compare(link: DistLink, key: str, mine: Mapping[str, str]) -> None:

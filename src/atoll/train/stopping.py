@@ -12,7 +12,8 @@ from atoll.errors import LinkError
 from atoll.link.dist import DistLink
 from atoll.train.team import Team
 
-_TOGETHER_S = 15.0  # for the other processes to say that they were told, too; Python hears between two kernels
+TOGETHER_S = 15.0
+"""For the other processes to say that they were told, too; Python hears between two kernels."""
 
 
 class Stopped(SystemExit):
@@ -35,6 +36,17 @@ class Interrupts(list[int]):
         self.at_once = False
         if self:
             raise KeyboardInterrupt
+
+    @contextmanager
+    def heeded_at_once(self) -> "Iterator[None]":
+        """Inside, while there is nothing but waiting, act on them at once again."""
+        self.at_once = True
+        try:
+            if self:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self.at_once = False
 
 
 @contextmanager
@@ -89,7 +101,7 @@ class Stop:
 
         def tell() -> None:
             with suppress(LinkError):  # it may have left already
-                link.meeting().tell_at_last("stop", after)
+                link.meeting().tell_at_last("stop", after, TOGETHER_S)
 
         # In a thread: this is a signal handler, and the store may be far away.
         threading.Thread(target=tell, daemon=True).start()
@@ -108,7 +120,9 @@ class Stop:
             return self._steps(), True
         self._tell()  # now, if it was another rank that was told
         leading = self._link.seat.peers()
-        told = self._link.meeting().heard_by("stop", leading, _TOGETHER_S)
+        # Not past the deadline of the others, who may wait in a round: they would not hear why this worker leaves.
+        within_s = min(TOGETHER_S, self._link.deadline_s / 2)
+        told = self._link.meeting().heard_by("stop", leading, within_s)
         together = len(told) == len(leading)
         return max(told.values()) if together else self._steps(), together
 

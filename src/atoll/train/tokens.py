@@ -115,6 +115,14 @@ def prepare(
     return TokenData(made, files, open_file(folder / "held_out.bin"), manifest["documents"], folder)
 
 
+def check_there(
+    source: str | Sequence[str], *, field: str, limit: int | None, tokenizer: str, vocabulary: int | None
+) -> None:
+    """Refuse what `prepare` would refuse for not being there, without reading any text."""
+    _tokenizer_identity(tokenizer, vocabulary)
+    identity(source, field, limit)
+
+
 def _map(path: Path, dtype: np.dtype[Any]) -> TokenFile:
     # A plain view of the map: slices of np.memmap itself are slow.
     return TokenFile(path, np.memmap(path, dtype, mode="r").view(np.ndarray))

@@ -290,6 +290,9 @@ def preparing(kind: str = "auto", stream: TextIO | None = None) -> Iterator[Tell
 
 
 def _done_of_total(done: int, total: int | None) -> str:
+    """Empty for a mere wait, of which there is nothing to count."""
+    if not done and total is None:
+        return ""
     return f"{done:,}" + ("" if total is None else f" of {total:,}")
 
 
@@ -326,7 +329,8 @@ class _Stages:
         pass
 
     def show(self, stage: str, done: int, total: int | None, *, last: bool) -> None:
-        _say(self._console, f"{stage}: {_done_of_total(done, total)}")
+        count = _done_of_total(done, total)
+        _say(self._console, f"{stage}: {count}" if count else stage)
 
     def close(self) -> None:
         pass
