@@ -62,10 +62,11 @@ class Replica:
         local = torch.empty_like(state.anchor)
         for piece in pieces(local.numel()):
             newest = self._decoded(state.newest, piece)
-            unsent = 0.0 if payload is None else self._decoded(payload, piece)
-            own = self._linear_outer.remember(state.own[piece] - unsent, newest)
+            unsent = None if payload is None else self._decoded(payload, piece)
+            known = state.own[piece] if unsent is None else state.own[piece] - unsent
+            own = self._linear_outer.remember(known, newest)
             start = eager_start(self._linear_outer, state.anchor[piece], own, newest, state.share)
-            state.own[piece], local[piece] = own, start - unsent
+            state.own[piece], local[piece] = own, start if unsent is None else start - unsent
         state.window.write(local)
 
     def settle(self, delta: Tensor, flight: Flight, *, lost: bool) -> None:

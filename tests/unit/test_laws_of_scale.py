@@ -70,7 +70,9 @@ def test_it_says_where_it_was_not_measured(parameters: int, workers: int, words:
 
 
 def test_it_says_where_the_fits_disagree() -> None:
-    assert defaults(BILLION, 8).doubt == "the fit for 8 workers alone has this learning rate, the joint one 0.00047"
+    unsure = defaults(BILLION, 8)
+    assert unsure.doubt == "the learning rate is that of the joint fit; the one for 8 workers alone has 7.5e-05"
+    assert unsure.learning_rate == pytest.approx(22256 * 10 ** (9 * -0.8827) * 8**0.2929)
     assert not any(defaults(BILLION, workers).doubt for workers in (1, 2, 3, 4, 7))
     assert not defaults(BILLION, 8, data_parallel=True).doubt
 

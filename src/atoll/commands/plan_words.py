@@ -134,10 +134,11 @@ def _defaults(plan: Plan) -> Group:
         f"{count_text(values.tokens)} tokens in all",
         f"a loss of about {loss_text(values.loss)}",
     ]
-    outside = f" Beyond what was measured: {values.outside}." if values.outside else ""
+    limits = f" Beyond what was measured: {values.outside}." if values.outside else ""
+    limits += f" In doubt: {values.doubt}." if values.doubt else ""
     return Group(
         Text("To begin with, by the scaling laws of arXiv 2503.09799:", style="bold"),
-        _indented(Text(", ".join(part for part in told if part) + "." + outside)),
+        _indented(Text(", ".join(part for part in told if part) + "." + limits)),
     )
 
 

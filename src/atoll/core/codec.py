@@ -108,7 +108,7 @@ class _Blocks:
             values = _pairs(self.levels, payload.device).index_select(0, code.int()).view(torch.float32)
         size = piece.stop - piece.start
         padded = torch.nn.functional.pad(values[:size], (0, -size % BLOCK)) if size % BLOCK else values[:size]
-        return (padded.view(-1, BLOCK) * unit).view(-1)[:size]
+        return padded.view(-1, BLOCK).mul_(unit).view(-1)[:size]
 
     def _code_range(self, piece: slice) -> slice:
         return piece if self.levels is None else slice(piece.start // 2, -(-piece.stop // 2))

@@ -157,7 +157,7 @@ def fingerprint(vector: Tensor) -> int:
     factors = (places ^ (places >> 29)) | 1
     total = 0
     for piece in pieces(words.numel()):
-        mixed = words[piece] ^ (words[piece] >> 32)  # or two flipped signs would cancel: 2**63 times odd is 2**63
-        part = int((mixed * factors[: piece.stop - piece.start]).sum())
+        mixed = (words[piece] >> 32).bitwise_xor_(words[piece])  # or two flipped signs would cancel: 2**63 times odd
+        part = int(mixed.mul_(factors[: piece.stop - piece.start]).sum())
         total = (total * 6364136223846793005 + part) % 2**64
     return total

@@ -2,12 +2,14 @@
 
 Workers with different processors must get the same bits, so every operation is one that IEEE 754 rounds correctly,
 one at a time: no fused multiply-add, and no division by a number, which CUDA turns into a product with its reciprocal.
+What was made here is worked on in place: new memory costs a vector more than the arithmetic does.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from atoll.errors import ConfigError
@@ -23,6 +25,11 @@ def weighted_mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     for delta, share in zip(deltas[1:], shares[1:], strict=True):
         mean += delta * share
     return mean
+
+
+def _less(anchor: Tensor, move: Tensor) -> Tensor:
+    """anchor - move, in the memory of `move`, which nobody else has."""
+    return torch.sub(anchor, move, out=move)
 
 
 def _positive(name: str, value: float) -> None:
@@ -47,7 +54,7 @@ class SGD:
 
     def step(self, anchor: Tensor, slots: Slots, mean: Tensor, count: int) -> tuple[Tensor, Slots]:
         """The anchor and slots after one round with this mean delta."""
-        return anchor - self.lr * mean, slots
+        return _less(anchor, self.lr * mean), slots
 
     def remember(self, own: Tensor, delta: Tensor) -> Tensor:
         """The worker's own memory after one more delta of its own; nothing is remembered without momentum."""
@@ -73,11 +80,11 @@ class Momentum:
     def step(self, anchor: Tensor, slots: Slots, mean: Tensor, count: int) -> tuple[Tensor, Slots]:
         """The anchor and velocity after one round with this mean delta."""
         velocity = self.remember(slots[0], mean)
-        return anchor - self.lr * self.reach(velocity, mean), (velocity,)
+        return _less(anchor, self.lr * self.reach(velocity, mean)), (velocity,)
 
     def remember(self, own: Tensor, delta: Tensor) -> Tensor:
         """The decayed sum of deltas after one more."""
-        return self.momentum * own + delta
+        return (self.momentum * own).add_(delta)
 
     def reach(self, own: Tensor, delta: Tensor) -> Tensor:
         """The direction of the step, given the velocity that already includes `delta`."""
@@ -97,7 +104,7 @@ class Nesterov(Momentum):
 
     def reach(self, own: Tensor, delta: Tensor) -> Tensor:
         """The direction of the step, given the velocity that already includes `delta`."""
-        return delta + self.momentum * own
+        return (self.momentum * own).add_(delta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +159,7 @@ Merge = Blend | EagerMerge
 
 def blend(local: Tensor, anchor: Tensor, alpha: float) -> Tensor:
     """Live parameters [n] after an applied round."""
-    return alpha * local + (1 - alpha) * anchor
+    return (alpha * local).add_((1 - alpha) * anchor)
 
 
 def eager_start(outer: LinearOuter, anchor: Tensor, own: Tensor, delta: Tensor, share: float) -> Tensor:
@@ -161,4 +168,4 @@ def eager_start(outer: LinearOuter, anchor: Tensor, own: Tensor, delta: Tensor, 
     `delta` is the worker's newest delta as decoded from its own payload, `own` its memory including that delta,
     `share` the part of the mean that is the worker's own (1/M when all weigh the same).
     """
-    return anchor - (outer.lr * share) * outer.reach(own, delta)
+    return _less(anchor, (outer.lr * share) * outer.reach(own, delta))

@@ -75,24 +75,27 @@ class Defaults:
     outside: str
     """In what way this is beyond what was measured, in words; empty if it is not."""
     doubt: str
-    """Where the paper's own fits disagree about the learning rate, in words; empty if they do not."""
+    """Where the paper's own fits disagree about the learning rate, in words; empty if they do not. The joint fit counts
+    then: it knows all numbers of workers."""
 
 
 def defaults(parameters: int, workers: int, data_parallel: bool = False) -> Defaults:
-    """Settings for a model of so many parameters on so many workers, each measured number of them by its own fit."""
+    """Settings for a model of so many parameters on so many workers, by the fits for that number where there are."""
     check_whole("parameters", parameters, why="it counts what is trained")
     check_whole("workers", workers)
     fits = _DATA_PARALLEL if data_parallel else _BY_WORKERS.get(workers) or _joint(workers)
     sequences = max(1, round(fits.batch.at(parameters)))
+    doubt = "" if data_parallel else _doubt(parameters, workers, fits)
+    rate = _joint(workers).learning_rate if doubt else fits.learning_rate
     return Defaults(
-        learning_rate=fits.learning_rate.at(parameters),
+        learning_rate=rate.at(parameters),
         batch_sequences=sequences,
         batch_tokens=sequences * SEQUENCE,
         outer_learning_rate=None if data_parallel else _outer_learning_rate(workers),
         loss=fits.loss.at(parameters),
         tokens=TOKENS_PER_PARAMETER * parameters,
         outside=_outside(parameters, 1 if data_parallel else workers),
-        doubt="" if data_parallel else _doubt(parameters, workers, fits),
+        doubt=doubt,
     )
 
 
@@ -120,4 +123,4 @@ def _doubt(parameters: int, workers: int, fits: _Fits) -> str:
     own, joint = fits.learning_rate.at(parameters), _joint(workers).learning_rate.at(parameters)
     if max(own, joint) <= _DISAGREE * min(own, joint):
         return ""
-    return f"the fit for {workers} workers alone has this learning rate, the joint one {joint:.2g}"
+    return f"the learning rate is that of the joint fit; the one for {workers} workers alone has {own:.2g}"
