@@ -2,14 +2,16 @@
 
     python benchmarks/predicted.py [--results benchmarks/results]
 
-For every row of wan.json and wire.json in the folder. Nothing is fitted: the line's rate, the step's time without any
-exchange (wan's bare_step_s) and the sizes of the fragments go in, `plan.simulate` runs the same periods, sending after
-the step, and seconds of waiting in a period and bytes of a worker come out. DDP and torchft exchange around a ring;
-DDP sends its gradients in buckets, the last and largest of which leaves when backward is over, so it is taken as after
-the step, too. For a row of wire.json, one round on a free line.
+For every row of wan.json and wire.json in the folder. The line's rate, of which payloads get GOODPUT (plan/link.py),
+the step's time without any exchange (wan's bare_step_s) and the sizes of the fragments go in, `plan.simulate` runs the
+same periods, sending after the step, and seconds of waiting in a period and bytes of a worker come out. DDP exchanges
+around a ring, its gradients in buckets, the last and largest of which leaves when backward is over, so it is taken as
+after the step, too. torchft's rows are left out: its exchanges are preceded by a quorum, and what it makes of a line
+is its own. For a row of wire.json, one round on a free line.
 
-"seen" is, for atoll, the time blocked on the link; for DDP and torchft, how much longer the part of the step took that
-exchanges (wan.py's "held up"). Bytes are the kernel's count of the interface, with all headers; predicted are payloads.
+"seen" is, for atoll, the time blocked on the link; for DDP, how much longer the part of the step took that exchanges
+(wan.py's "held up"). It is that of the worker that waited least: the others waited for that one, too. Bytes are the
+kernel's count of the interface, with all headers; predicted are payloads.
 A row agrees if seen and predicted differ by at most 15 %; waits of less than 0.05 s a period on both sides are too
 short to be told from noise and agree, too. Results also go to predicted.json in the same folder.
 """
@@ -24,18 +26,18 @@ from atoll.core.codec import Codec
 from atoll.core.shots import sent_bytes
 from atoll.plan.job import Job, transfer_s
 from atoll.plan.lines import Exchange, Place
-from atoll.plan.link import Link
+from atoll.plan.link import GOODPUT, Link
 from atoll.plan.simulate import simulate
 from sites import bits_per_second
 from wan import Bench
-from wan_worker import SHAPE, our_sync, torchft_fragments
+from wan_worker import SHAPE, our_sync
 
 CLOSE = 0.15
 """How far apart two figures may be to agree."""
 SHORT_S = 0.05
 """Waits of a period that are noise."""
 OURS = ("diloco", "streaming", "eager")
-METHODS = ("ddp", "torchft", "torchft-delay", *OURS)
+METHODS = ("ddp", *OURS)
 
 
 class Row(NamedTuple):
@@ -72,12 +74,8 @@ def job_of(cell: dict[str, Any], bench: Bench, steps: int) -> tuple[Job, Exchang
         sync = our_sync(method, bench.period, cell["delay"])
         payloads = tuple(sync.codec.payload_bytes(fragment.numel) for fragment in bench.fragments(method))
         delay, exchange = sync.delay_of(0, workers), "shots"
-    elif method == "ddp":
-        payloads, delay, exchange = (4 * SHAPE.parameters,), 0, "ring"
     else:
-        parts = torchft_fragments(bench.model)
-        payloads = tuple(4 * sum(p.numel() for p in part.parameters()) for part in parts)
-        delay, exchange = cell["delay"], "ring"
+        payloads, delay, exchange = (4 * SHAPE.parameters,), 0, "ring"
     job = Job(
         steps=steps,
         step_s=cell["bare_step_s"],
@@ -94,14 +92,14 @@ def of_run(cell: dict[str, Any], bench: Bench) -> Row:
     """A row of wan.json: whole periods under way, on the line that it had."""
     since, until = 3 * bench.period, 6 * bench.period
     job, exchange = job_of(cell, bench, until)
-    rate = 1e6 * cell["rate_mbit"]
+    rate = GOODPUT * 1e6 * cell["rate_mbit"]
     run = simulate(job, [Place(up_bits_per_s=rate, down_bits_per_s=rate)], exchange=exchange)
     took = float(run.ends_s[until, 0, 0] - run.ends_s[since, 0, 0])
     periods = (until - since) / bench.period
     rounds = bench.period if job.gradients else 1
     copies = 2 * (job.workers - 1) / job.workers if exchange == "ring" else None
     sent = sum(copies * size if copies else sent_bytes(size, job.workers) for size in job.payload_bytes)
-    seen = cell["wait_s_per_period"] if cell["method"] in OURS else cell["held_up_s_per_period"]
+    seen = cell["least_wait_s_per_period" if cell["method"] in OURS else "least_held_up_s_per_period"]
     return Row(
         f"{cell['method']}, {cell['workers']} workers, {cell['rate_mbit']} Mbit/s",
         max(0.0, took - (until - since) * job.step_s) / periods,
@@ -116,7 +114,7 @@ def of_run(cell: dict[str, Any], bench: Bench) -> Row:
 
 def of_round(row: dict[str, Any], values: int) -> Row:
     """A row of wire.json."""
-    payload, link = Codec(row["codec"]).payload_bytes(values), Link(bits_per_second(row["rate"]))
+    payload, link = Codec(row["codec"]).payload_bytes(values), Link(GOODPUT * bits_per_second(row["rate"]))
     return Row(
         f"round in {row['codec']}, {row['members']} members, {row['rate']}",
         transfer_s(payload, row["members"], link),

@@ -164,7 +164,8 @@ class Bench:
         steps, periods = task.steps, task.steps / self.period
         step_s = max(r["step_s"] for r in results) / steps
         where = "backward_s" if task.method == "ddp" else "inner_s" if "torchft" in task.method else "outer_s"
-        held_up = mean(r[where] for r in results) / steps - mean(r[f"bare_{where}"] for r in results)
+        held_up = [self.period * (r[where] / steps - r[f"bare_{where}"]) for r in results]
+        waited = [r["wait_s"] / periods for r in results]
         bare_s = max(r["bare_step_s"] for r in results)
         slower = [s / (r["bare_backward_s"] + r["bare_inner_s"]) - 1 for r in results for s in r["overlapped_s"]]
         machine, own = results[0]["machine_s"], sum(r["cpu_s"] for r in results)
@@ -184,8 +185,10 @@ class Bench:
             "received_bytes_per_period": mean(r["received_bytes"] for r in results) / periods,
             "overlapped_steps": len(slower),
             "overlapped_slower": mean(slower) if slower else None,
-            "held_up_s_per_period": held_up * self.period if alone else 0.0,
-            "wait_s_per_period": mean(r["wait_s"] for r in results) / periods if ours(task.method) else None,
+            "held_up_s_per_period": mean(held_up) if alone else 0.0,
+            "wait_s_per_period": mean(waited) if ours(task.method) else None,
+            "least_held_up_s_per_period": min(held_up) if alone else 0.0,
+            "least_wait_s_per_period": min(waited) if ours(task.method) else None,
             "loss": mean(r["loss"] for r in results) if (task.warm_up, steps) == (self.warm_up, self.steps) else None,
             "loss_spread": max(r["loss"] for r in results) - min(r["loss"] for r in results),
             "local_loss": mean(r["local_loss"] for r in results),

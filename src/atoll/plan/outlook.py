@@ -8,7 +8,7 @@ import numpy as np
 from atoll.checks import check_whole
 from atoll.plan import cost, steady
 from atoll.plan.lines import Array, Place
-from atoll.plan.link import Link
+from atoll.plan.link import GOODPUT, Link
 from atoll.plan.method import Method, Model
 from atoll.plan.simulate import simulate
 
@@ -74,12 +74,14 @@ def steady_utilisation(
 ) -> Array:
     """[rates]: the part of its time in which a worker computes once a run is under way, all workers being alike.
 
-    Layer by layer, or after the step; see `plan.simulate`.
+    Layer by layer on a line that carries nothing else, or after the step as atoll does it, on one that also carries
+    packet headers; see `plan.simulate` and `GOODPUT`.
     """
     period = 1 if method.gradients else method.period
     period_s = period * model.step_s
     if not layered:
-        return period_s / (period_s + steady.waited_s(model, method, workers, rates, latency_s=latency_s))
+        waited_s = steady.waited_s(model, method, workers, GOODPUT * rates, latency_s=latency_s)
+        return period_s / (period_s + waited_s)
     run = simulate(
         method.job(model, workers, (steady.WARM_UP + steady.REPEATS) * period),
         [Place(up_bits_per_s=1.0, down_bits_per_s=1.0, latency_s=latency_s)],

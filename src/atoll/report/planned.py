@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from atoll.plan.lines import Array, Place
-from atoll.plan.link import Link
+from atoll.plan.link import GOODPUT, Link
 from atoll.plan.method import Method, Model
 from atoll.plan.outlook import bandwidth_needed, steady_utilisation
 from atoll.plan.simulate import Span, simulate
@@ -152,7 +152,8 @@ def _timeline(model: Model, method: Method, workers: int, link: Link, longest: i
     period, since = (1, 4) if method.gradients else (method.period, 3 * method.period)
     seen = since + _PERIODS * (longest if method.gradients else period)
     steps = since + min(_PERIODS**2 * (longest if method.gradients else period), _MOST_STEPS)
-    place = Place(up_bits_per_s=link.bits_per_s, down_bits_per_s=link.bits_per_s, latency_s=link.latency_s)
+    rate = GOODPUT * link.bits_per_s
+    place = Place(up_bits_per_s=rate, down_bits_per_s=rate, latency_s=link.latency_s)
     run = simulate(method.job(model, workers, max(steps, seen)), [place], record=True)
     zero = float(run.ends_s[since, 0, 0])
     moved = [s._replace(begin_s=s.begin_s - zero, end_s=s.end_s - zero) for s in run.spans if s.end_s > zero]
