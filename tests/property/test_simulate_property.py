@@ -15,7 +15,7 @@ from atoll.core.shots import sent_bytes
 from atoll.plan import cost
 from atoll.plan.job import Job, stops, time_of
 from atoll.plan.lines import Array, Place
-from atoll.plan.link import Link
+from atoll.plan.link import GOODPUT, Link
 from atoll.plan.method import Method, Model
 from atoll.plan.outlook import steady_utilisation
 from atoll.plan.simulate import Layers, Luck, Simulated, simulate
@@ -235,8 +235,9 @@ def test_steady_is_what_a_long_run_comes_to(choice: tuple[Model, Method, int, fl
         layers=method.layers(model) if layered else None,
         layer_count=model.layers,
     )
+    rate = rate if layered else rate / GOODPUT
     at_last = long.utilisation(since=100 * period)[0]
-    assert busy(*choice, layered) == pytest.approx(at_last, rel=2e-3)
+    assert busy(model, method, workers, rate, latency_s, layered) == pytest.approx(at_last, rel=2e-3)
 
 
 @given(choices())

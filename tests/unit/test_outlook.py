@@ -8,7 +8,7 @@ import pytest
 
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError
-from atoll.plan.link import Link
+from atoll.plan.link import GOODPUT, Link
 from atoll.plan.method import METHODS, Method, Model
 from atoll.plan.outlook import bandwidth_needed, outlook, steady_utilisation
 
@@ -17,8 +17,8 @@ WHOLE = Method(name="whole", period=10, codec=Codec("fp32"))
 
 
 def test_everything_that_is_said() -> None:
-    """4000 bytes at 1000 bytes a second: 4 s on the line, once in 10 s."""
-    ahead = outlook(MODEL, WHOLE, 2, Link(8000), steps=100)
+    """4000 bytes at 1000 bytes a second: 4 s on the line, once in 10 s; headers and pauses aside."""
+    ahead = outlook(MODEL, WHOLE, 2, Link(8000 / GOODPUT), steps=100)
     assert ahead.utilisation_with_atoll == pytest.approx(10 / 14)
     assert ahead.wait_s_per_period == pytest.approx(4.0)
     assert ahead.run_s == pytest.approx(140.0)
@@ -26,7 +26,7 @@ def test_everything_that_is_said() -> None:
     assert (ahead.average_bits_per_s, ahead.peak_bits_per_s) == (3200, 32_000)
     assert ahead.memory_bytes == 8000 + 2 * 4000
     # Layer by layer, most of the backward hides it: the last layer leaves 17 pieces of 29 before the end.
-    assert ahead.utilisation == pytest.approx(10 / (14 - 17 / 29))
+    assert ahead.utilisation == pytest.approx(10 / (10 + 4 * GOODPUT - 17 / 29))
 
 
 def test_a_line_faster_than_needed_is_never_waited_for() -> None:
@@ -50,7 +50,7 @@ def test_layer_by_layer_is_never_worse_than_after_the_step() -> None:
 
 def test_bandwidth_for_a_level() -> None:
     """90 % of 10 s computing: 10/9 s may be waited, for 32,000 bits."""
-    assert bandwidth_needed(MODEL, WHOLE, 2, 0.9) == pytest.approx(32_000 * 0.9, rel=0.011)
+    assert bandwidth_needed(MODEL, WHOLE, 2, 0.9) == pytest.approx(32_000 * 0.9 / GOODPUT, rel=0.011)
     late = bandwidth_needed(MODEL, WHOLE, 2, 0.9, latency_s=2.0)
     assert late == math.inf  # 2 s in 10 are too long, however fast the line
     assert bandwidth_needed(MODEL, WHOLE, 1, 0.9) == 1e3  # the lowest that is looked at
@@ -75,4 +75,4 @@ def test_refused() -> None:
 def test_a_line_a_little_too_slow_is_waited_for_in_the_end() -> None:
     """With all of the period to hide in, no run of a few periods would notice that 3 % are missing."""
     eager = replace(WHOLE, delay=10, each=5, eager=True)
-    assert outlook(MODEL, eager, 2, Link(0.97 * 3200)).utilisation_with_atoll == pytest.approx(0.97)
+    assert outlook(MODEL, eager, 2, Link(0.97 * 3200 / GOODPUT)).utilisation_with_atoll == pytest.approx(0.97)

@@ -14,7 +14,7 @@ from atoll import cli, planner
 from atoll.commands.asked import Options, asked_for, count, seconds
 from atoll.config import load
 from atoll.errors import ConfigError
-from atoll.plan.link import Link
+from atoll.plan.link import GOODPUT, Link
 from atoll.plan.method import METHODS, Model
 from atoll.plan.paper import PRINTED
 
@@ -69,7 +69,7 @@ def test_one_method_of_a_large_model_with_the_defaults_for_the_rest() -> None:
     assert found["workers"] == 2 and found["link"]["bits_per_s"] == 1e9
     (diloco,) = found["methods"].values()
     assert diloco["period"] == 50 and diloco["bytes_per_round"] == 2 * 405 * 10**9
-    wait_s = 8 * diloco["bytes_per_round"] / 1e9
+    wait_s = 8 * diloco["bytes_per_round"] / (GOODPUT * 1e9)
     assert diloco["wait_s_per_period"] == pytest.approx(wait_s)
     assert diloco["utilisation_with_atoll"] == pytest.approx(50 * 26 / (50 * 26 + wait_s))
     assert diloco["bytes_of_run"] is None and diloco["run_s"] is None, "the number of steps is not known"
