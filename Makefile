@@ -11,7 +11,7 @@ demo: $(READY)
 
 # One thread a process: two test processes with two threads each would fight over two cores.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow' --cov=atoll --cov-report= -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not slow' --cov=atoll --cov-report= -q
 	$(BIN)/python -m coverage report --include='src/atoll/core/*' --show-missing --skip-covered --fail-under=100
 
 check: $(READY)

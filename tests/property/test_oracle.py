@@ -166,7 +166,7 @@ def test_streaming_with_a_lossy_wire(
 
 
 @given(problems(), st.integers(1, 9), st.sampled_from(["int8", "e3m0", "e2m1"]), st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_eager_with_a_lossy_wire(problem: Problem, period: int, name: str, feedback: bool) -> None:
     codec = Codec(name, feedback=feedback)
     loops = problem.loops(Eager(period=period, fragments=by_part(len(problem.sizes)), codec=codec))

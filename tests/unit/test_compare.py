@@ -79,6 +79,7 @@ def test_all_runs_end_in_a_table_a_claim_and_a_report(
     assert verdict(wrong, rows).startswith("does not hold: far apart (one")
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_told_and_the_others_end(
     study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,8 @@ from atoll.launch import free_ports
 from atoll.train.run import train
 from nests import bits
 
+pytestmark = pytest.mark.xdist_group("ranks")  # all look at the same runs, which take half a minute
+
 TOLERANCE = 1e-6
 """Of parameters up to 1 in size, after 12 steps: fp32 sums in another order. The largest difference seen is 2.7e-7."""
 
