@@ -7,7 +7,7 @@ programs (`as_json`) and for the eye (`report.planned`).
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from atoll.checks import check_whole
@@ -18,7 +18,7 @@ from atoll.plan.laws import Defaults, defaults
 from atoll.plan.link import Link
 from atoll.plan.method import FRAGMENT_LAYERS, LABELS, Method, Model, methods
 from atoll.plan.outlook import Outlook, bandwidth_needed, outlook
-from atoll.plan.simulate import Layers
+from atoll.plan.simulate import Layers, dealt
 
 LEVELS = paper.LEVELS
 """Utilisations for which a bandwidth is worked out."""
@@ -92,13 +92,11 @@ def in_fragments(method: Method, model: Model, count: int) -> Fragmented:
     check_whole("fragments", count)
     if count > model.layers:
         raise ConfigError(f"fragments must be at most {model.layers}, the layers of the model, got {count}")
-    layers = tuple(tuple(range(first, model.layers + 1, count)) for first in range(1, count + 1))
-    edges = [0]
-    for group in layers:
-        edges.append(edges[-1] + len(group))
-    cuts = [model.parameters * edge // model.layers for edge in edges]
+    layers = dealt(model.layers, count)
+    edges = accumulate((len(group) for group in layers), initial=0)
+    values = tuple(end - start for start, end in pairwise(model.parameters * e // model.layers for e in edges))
     settings = {name: getattr(method, name) for name in Method.__dataclass_fields__}
-    return Fragmented(**settings, own_layers=layers, own_values=tuple(b - a for a, b in pairwise(cuts)))
+    return Fragmented(**settings, own_layers=layers, own_values=values)
 
 
 def chosen_methods(names: Sequence[str], model: Model, period: int | None, fragments: int | None) -> list[Method]:
@@ -237,7 +235,8 @@ def _outlook_json(seen: Outlook) -> dict[str, Any]:
 def _advice_json(advice: Any) -> dict[str, Any]:
     seen: Outlook = advice.outlook
     told = {name: plain(value) for name, value in _fields(advice).items() if name != "outlook"}
-    return {"method": seen.method.name, **told, **_outlook_json(seen)}
+    of_runs = {"bytes_of_run": None, "run_s": None}  # it was asked for settings, not for a run
+    return {"method": seen.method.name, **told, **_outlook_json(seen), **of_runs}
 
 
 def _percent(level: float) -> str:

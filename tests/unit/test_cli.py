@@ -21,7 +21,7 @@ from atoll.config import RunConfig, load
 from atoll.errors import ConfigError, DataError
 from atoll.explain import Commands
 
-COMMANDS = ["demo", "init", "train", "compare", "report", "sample"]
+COMMANDS = ["demo", "init", "plan", "train", "launch", "compare", "report", "sample"]
 
 
 def atoll(*arguments: str | Path) -> Result:

@@ -11,14 +11,13 @@ from typing import Any
 from atoll.checks import check_whole
 from atoll.config import RunConfig, load, parse
 from atoll.errors import ConfigError
+from atoll.plan.laws import TOKENS_PER_PARAMETER
 from atoll.plan.link import Link, parse_link
 from atoll.plan.method import Method, Model
 from atoll.planner import OWN, Asked, Fragmented, chip_flops, chosen_methods, step_seconds
 from atoll.shapes import preset
 from atoll.units import count_words
 
-TOKENS_PER_PARAMETER = 20
-"""Of a whole run, unless it is given: Chinchilla's."""
 DEFAULT_LINK = Link(1e9)
 MOST_LAYERS = 10_000
 """More would take the simulator long, and no model has them."""

@@ -15,6 +15,7 @@ from atoll.checks import check_whole
 SEQUENCE = 2048
 """Tokens of a sequence."""
 TOKENS_PER_PARAMETER = 20
+"""Of a whole run, unless it is given: Chinchilla's."""
 SMALLEST, LARGEST = 35_000_000, 10_000_000_000
 """Parameters between which the fits were measured or checked."""
 MOST_WORKERS = 8
@@ -56,6 +57,11 @@ def _joint(workers: int) -> _Fits:
     )
 
 
+def joint_learning_rate(parameters: int, workers: int) -> float:
+    """The peak of the inner learning rate by the joint fit, for any number of workers."""
+    return _joint(workers).learning_rate.at(parameters)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
     """Settings to begin with, and the loss that they should come to."""
@@ -86,9 +92,8 @@ def defaults(parameters: int, workers: int, data_parallel: bool = False) -> Defa
     fits = _DATA_PARALLEL if data_parallel else _BY_WORKERS.get(workers) or _joint(workers)
     sequences = max(1, round(fits.batch.at(parameters)))
     doubt = "" if data_parallel else _doubt(parameters, workers, fits)
-    rate = _joint(workers).learning_rate if doubt else fits.learning_rate
     return Defaults(
-        learning_rate=rate.at(parameters),
+        learning_rate=joint_learning_rate(parameters, workers) if doubt else fits.learning_rate.at(parameters),
         batch_sequences=sequences,
         batch_tokens=sequences * SEQUENCE,
         outer_learning_rate=None if data_parallel else _outer_learning_rate(workers),
@@ -120,7 +125,7 @@ def _outside(parameters: int, workers: int) -> str:
 
 def _doubt(parameters: int, workers: int, fits: _Fits) -> str:
     """For 8 workers the rate falls so fast with size that at 1 billion it is a sixth of what all others suggest."""
-    own, joint = fits.learning_rate.at(parameters), _joint(workers).learning_rate.at(parameters)
+    own, joint = fits.learning_rate.at(parameters), joint_learning_rate(parameters, workers)
     if max(own, joint) <= _DISAGREE * min(own, joint):
         return ""
     return f"the learning rate is that of the joint fit; the one for {workers} workers alone has {own:.2g}"

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.checks import check_number
-from atoll.core.shots import ONE_SHOT_MEMBERS
+from atoll.core.shots import shots
 from atoll.errors import ConfigError
 
 Array = NDArray[np.float64]
@@ -121,5 +121,5 @@ def _exchanged(exchange: Exchange, workers: int) -> tuple[float, int]:
         case "all-to-all":
             return workers - 1.0, 1
         case "shots":
-            return (workers - 1.0, 1) if workers <= ONE_SHOT_MEMBERS else (halves, 2)
+            return (workers - 1.0 if shots(workers) == 1 else halves), shots(workers)
     raise ConfigError(f"exchange must be shots, ring or all-to-all, got {exchange!r}")

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from atoll.checks import check_whole
 from atoll.core.codec import Codec
@@ -61,12 +61,8 @@ class Method:
 
     def values(self, model: Model) -> tuple[int, ...]:
         """Parameters of every fragment; together all of the model's."""
-        layers = self.layers(model)
-        edges = [0]
-        for group in layers:
-            edges.append(edges[-1] + len(group))
-        cuts = [model.parameters * edge // model.layers for edge in edges]
-        return tuple(end - start for start, end in pairwise(cuts))
+        edges = accumulate((len(group) for group in self.layers(model)), initial=0)
+        return tuple(end - start for start, end in pairwise(model.parameters * e // model.layers for e in edges))
 
     def payload_bytes(self, model: Model) -> tuple[int, ...]:
         """One worker's payload of every fragment, exactly as it will travel."""

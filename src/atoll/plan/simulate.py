@@ -67,7 +67,11 @@ def strided(layers: int, each: int) -> Layers:
     check_whole("layers per fragment", each)
     if each > layers:
         raise ConfigError(f"a fragment of {each} layers is more than the model has ({layers})")
-    count = -(-layers // each)
+    return dealt(layers, -(-layers // each))
+
+
+def dealt(layers: int, count: int) -> Layers:
+    """Layers dealt to so many fragments in turn."""
     return tuple(tuple(range(first, layers + 1, count)) for first in range(1, count + 1))
 
 

@@ -12,16 +12,15 @@ import torch
 from atoll.config import RunConfig
 from atoll.core.outer import Blend, Momentum, Nesterov
 from atoll.errors import ConfigError
+from atoll.plan.laws import TOKENS_PER_PARAMETER, joint_learning_rate
 from atoll.sync import Sync
 
-TOKENS_PER_PARAMETER = 20
 HIGHEST_LR = 3e-3
 
 
 def inner_lr(parameters: int, workers: int) -> float:
     """The paper's joint fit over model size and workers, to two digits."""
-    fitted = 22256 * parameters**-0.8827 * workers**0.2929
-    return float(f"{min(HIGHEST_LR, fitted):.2g}")
+    return float(f"{min(HIGHEST_LR, joint_learning_rate(parameters, workers)):.2g}")
 
 
 def resolve(config: RunConfig, *, parameters: int, context: int | None) -> RunConfig:
