@@ -145,7 +145,7 @@ def rows(folder: Path) -> Iterator[Row]:
 
 
 def ratio(predicted: float, seen: float) -> str:
-    return f"{seen / predicted:.2f}" if predicted > 0 else "-"
+    return f"{seen / predicted:.2f}" if predicted > 1e-3 else "-"
 
 
 def line(row: Row) -> str:

@@ -1,12 +1,17 @@
 """Hypothesis without deadlines, for the machines that run this are shared; and a disk that is soon full."""
 
 import gc
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: kernels run on the CPU then
 
 settings.register_profile("shared machines", deadline=None)
 settings.load_profile("shared machines")

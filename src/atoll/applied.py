@@ -36,19 +36,17 @@ class Products:
     """Sums up the inner products of the members' deltas and of their mean, piece by piece, in fp64."""
 
     def __init__(self) -> None:
-        self._sums = torch.zeros((), dtype=torch.float64)  # grows to [members, members] with the first piece
-        self._square = 0.0
+        self._sums: list[Tensor] = []  # by piece: the mean's square, then [members, members] in rows; on their device
 
     def add(self, decoded: Sequence[Tensor], mean: Tensor) -> None:
         """Take in the same piece, [values], of every member's delta that was seen here and of their mean."""
-        self._square += float(mean.double().square().sum())
-        if decoded:
-            rows = torch.stack(list(decoded)).double()
-            self._sums = self._sums + (rows @ rows.T).cpu()
+        rows = torch.stack([mean, *decoded]).double()
+        square = (rows[0] @ rows[0]).view(1)
+        self._sums.append(torch.cat([square, (rows[1:] @ rows[1:].T).flatten()]) if decoded else square)
 
     def applied(self, completed: Round, step: int) -> Applied:
         """What the round that was summed up looked like."""
-        sums = (self._square, *self._sums.flatten().tolist())
+        sums = tuple(torch.stack(self._sums).sum(0).tolist())
         norm, cosine = sizes(sums)
         return Applied(
             round_id=completed.round_id,

@@ -22,8 +22,8 @@ METHOD_CODECS = {"data-parallel": "fp32", "diloco": "fp32", "streaming": "e3m0",
 _ALONE, _AT_ONCE = "nothing is exchanged", "gradients are exchanged whole, on every step, and used at once"
 _LATE = "a round is applied one period after it was sent, by definition"
 _USELESS = {
-    "none": dict.fromkeys(("fragments", "delay", "alpha", "codec", "stochastic", "feedback"), _ALONE),
-    "data-parallel": dict.fromkeys(("fragments", "delay", "alpha", "feedback"), _AT_ONCE),
+    "none": dict.fromkeys(("fragments", "delay", "alpha", "codec", "stochastic", "feedback", "offload"), _ALONE),
+    "data-parallel": dict.fromkeys(("fragments", "delay", "alpha", "feedback", "offload"), _AT_ONCE),
     "eager": {"delay": _LATE, "alpha": "its merge adds a worker's own delta, and blends nothing"},
     "delayed": {"delay": _LATE},
 }

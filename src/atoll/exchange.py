@@ -3,6 +3,7 @@
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,8 +15,12 @@ from atoll.core.flat import Window, fingerprint, pieces
 from atoll.core.outer import weighted_mean
 from atoll.core.shots import sent_bytes
 from atoll.errors import LinkError, NonFiniteError
+from atoll.kernels import fused
 from atoll.link.base import Contribution, Link, Member, Pending, Round, RoundId
 from atoll.state import Counters
+
+if TYPE_CHECKING:
+    from atoll.kernels.live import Live
 
 
 class Exchange:
@@ -36,6 +41,8 @@ class Exchange:
         self.weight = weight
         self.counters = Counters()
         self._windows = windows
+        self.fused = [fused(window, codec) for window in windows]
+        """By fragment, the kernels that do its arithmetic, where its device has any."""
         self._late = late  # workers that apply a round only after they have sent the next: their anchors trail by one
         self._tolerant = tolerant  # of NaNs and infinities: they keep this worker out of the round
 
@@ -60,7 +67,18 @@ class Exchange:
             worst = int(vector.abs().nan_to_num(torch.inf).argmax())
             name = self._windows[round_id.fragment].locate(worst)
             raise NonFiniteError(f"worker {self.link.worker}, {round_id}, parameter {name!r}: {error}") from error
-        anchor_fingerprint = 0 if anchor is None else fingerprint(anchor)
+        return self._contribution(payload, version, 0 if anchor is None else fingerprint(anchor))
+
+    def contribution_by_kernels(
+        self, round_id: RoundId, start: Tensor, local: "Live", *, anchor: Tensor, version: int
+    ) -> Contribution | None:
+        """What this worker puts into a round, of start - local; None if a value of it cannot be sent."""
+        kernels = self.fused[round_id.fragment]
+        assert kernels is not None
+        found = kernels.encode(start, local, anchor)
+        return None if found is None else self._contribution(found[0], version, found[1])
+
+    def _contribution(self, payload: Tensor, version: int, anchor_fingerprint: int) -> Contribution:
         return Contribution(Member(self.link.worker, self.weight, version, anchor_fingerprint), payload)
 
     def _seed(self, round_id: RoundId) -> int:
@@ -83,7 +101,7 @@ class Exchange:
         # One for each part, and higher than any payload's, so that no two things round alike; not higher still, for
         # torch's generator takes the low 32 bits.
         seed = 2**31 + MOST_PARTS_EACH * self._seed(round_id)
-        return Cargo(self.codec, window.numel, window.dtype, seed)
+        return Cargo(self.codec, window.numel, window.dtype, seed, window.device)
 
     def collect(self, pending: Pending) -> Round:
         """Wait for a round; LinkError if payloads do not fit or the members no longer share one anchor."""
@@ -131,22 +149,33 @@ class Exchange:
     def means(self, completed: Round, products: Products | None = None) -> Iterator[tuple[slice, Tensor]]:
         """The mean of a round with members, piece by piece: temporaries stay in cache, no full mean is stored."""
         fragment, weights = completed.round_id.fragment, [member.weight for member in completed.members]
-        for piece in pieces(self._windows[fragment].numel):
-            reduced = None if completed.reduced is None else self.decode_piece(completed.reduced, fragment, piece)
+        window, kernels = self._windows[fragment], self.fused[fragment]
+        stacked = None
+        if kernels is not None:
+            payloads = completed.payloads if completed.reduced is None else (completed.reduced,)
+            stacked = torch.stack([payload.to(window.device) for payload in payloads])
+        for piece in pieces(window.numel, window.device):
             decoded: list[Tensor] = []
-            if reduced is None or products is not None:
+            if products is not None or (completed.reduced is None and stacked is None):
                 decoded = [self.decode_piece(payload, fragment, piece) for payload in completed.payloads]
-            mean = weighted_mean(decoded, weights) if reduced is None else reduced
+            if kernels is not None and stacked is not None:
+                mean = kernels.mean(stacked, weights if completed.reduced is None else [1.0], piece)
+            elif completed.reduced is not None:
+                mean = self.decode_piece(completed.reduced, fragment, piece)
+            else:
+                mean = weighted_mean(decoded, weights)
             if products is not None:
                 products.add(decoded, mean)
             yield piece, mean
 
     def decode_piece(self, payload: Tensor, fragment: int, piece: slice) -> Tensor:
         """One of the `pieces` of the vector behind a payload of this fragment."""
-        window = self._windows[fragment]
+        window, kernels = self._windows[fragment], self.fused[fragment]
+        if kernels is not None:
+            return kernels.mean(payload.to(window.device)[None], [1.0], piece)
         return self.codec.decode_piece(payload, window.numel, piece).to(window.device, window.dtype)
 
     def decode(self, payload: Tensor, fragment: int) -> Tensor:
         """The vector behind a payload of this fragment."""
         window = self._windows[fragment]
-        return self.codec.decode(payload, window.numel, window.dtype).to(window.device)
+        return self.codec.decode(payload.to(window.device), window.numel, window.dtype)

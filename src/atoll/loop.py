@@ -34,6 +34,7 @@ from atoll.exchange import Exchange
 from atoll.gradients import GradientAverage
 from atoll.link.base import Link, Round, RoundId, difference
 from atoll.replica import Replica
+from atoll.shelf import shelves
 from atoll.state import Counters, Flight, FragmentState, Outgoing
 from atoll.sync import Gradients, Sync
 
@@ -45,7 +46,8 @@ class OuterLoop:
     training iteration, after the inner optimizer's step; call `finish()` at the end. `weight` is this worker's part
     in every mean, for instance the number of examples in its shard. With `leave_out_nonfinite`, a worker whose delta
     (or gradient) holds a NaN or an infinity is left out of the round and rolled back instead of stopping with an error.
-    An `observer` is told of every round that this worker applies.
+    With `offload`, for a model on a GPU, anchors, velocities and the like are kept in the host's memory and fetched for
+    the fragment that is due. An `observer` is told of every round that this worker applies.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class OuterLoop:
         *,
         weight: float = 1.0,
         leave_out_nonfinite: bool = False,
+        offload: bool = False,
         observer: Observer | None = None,
     ) -> None:
         if not isinstance(sync, Sync | Gradients):
@@ -87,6 +90,8 @@ class OuterLoop:
                 for window in self._windows
             ]
             self._replicas = [Replica(s, self._exchange, n, sync.outer) for n, s in enumerate(self._states)]
+        self._shelves = shelves(self._states, offload=offload)
+        self._due: set[int] = set()
         self._joined = self._lent = self._finished = False
         if buffers := unsynchronised_buffers(model):
             warnings.warn(
@@ -101,6 +106,13 @@ class OuterLoop:
     def trains(self) -> bool:
         """Whether this worker makes the coming inner step; always, unless the link has it absent or slow."""
         return self.link.trains(self.steps + 1)
+
+    def is_due(self, step: int) -> bool:
+        """Whether anything is sent or applied after this inner step (from 1)."""
+        if isinstance(self.sync, Gradients):
+            return False
+        due = self._schedule.due(step)
+        return bool(due.send or due.apply)
 
     @property
     def counters(self) -> Counters:
@@ -160,6 +172,7 @@ class OuterLoop:
         if self._lent:
             raise AtollError("anchor() is already in use: leave the first `with` block before entering another")
         # The tensors themselves are kept: freezing the model inside must not keep its own values from coming back.
+        self._shelves.settle()
         own = [(state.window.parameters(), state.window.read()) for state in self._states]
         self._lent = True
         try:
@@ -187,23 +200,29 @@ class OuterLoop:
         due = self._schedule.due(step)
         for fragment in due.apply:
             self._windows[fragment].parameters()  # what could not be written later is refused now
+        self._use({*due.send, *due.apply})
         outgoing = self._prepare([RoundId(step, fragment) for fragment in due.send])
         yield
         self.steps = step
         self._send(outgoing)
         del outgoing  # the deltas' memory
         yield
-        lost = {f: self._apply(RoundId(step - self._schedule.delay, f)) for f in due.apply}
-        if isinstance(self.sync.merge, Blend):
-            for fragment in due.apply:
-                self._blend(fragment, lost[fragment], self.sync.merge.alpha)
-        elif self.link.present(step):
+        keep = self.sync.merge.alpha if isinstance(self.sync.merge, Blend) else None
+        lost = {f: self._apply(RoundId(step - self._schedule.delay, f), keep) for f in due.apply}
+        if keep is None and self.link.present(step):
             for fragment in due.send:
                 self._replicas[fragment].restart(step, lost.get(fragment))
-        keep = step - max(self.sync.delays)
-        self._flights = {round_id: flight for round_id, flight in self._flights.items() if round_id.step > keep}
+        over = step - max(self.sync.delays)
+        self._flights = {round_id: flight for round_id, flight in self._flights.items() if round_id.step > over}
         if self.link.present(step + 1) and not self.link.present(step):
             self._start_anew()
+        coming = self._schedule.due(step + 1)
+        self._shelves.turn_to({*coming.send, *coming.apply})
+
+    def _use(self, fragments: set[int]) -> None:
+        """Have what is remembered of these fragments where it can be worked with."""
+        self._due = fragments
+        self._shelves.use(fragments)
 
     def _begin(self) -> None:
         """Check that this is the moment, and meet the other workers if it is the first."""
@@ -220,12 +239,7 @@ class OuterLoop:
         """Measure and encode what is to be sent; a value that cannot be is refused here, before anything changes."""
         if round_ids:
             check_coverage(self.model, self._windows)
-        return [self._outgoing(round_id, self._replicas[round_id.fragment].delta()) for round_id in round_ids]
-
-    def _outgoing(self, round_id: RoundId, delta: Tensor) -> Outgoing:
-        state = self._states[round_id.fragment]
-        sent = self._exchange.contribution(round_id, delta, anchor=state.anchor, version=state.version)
-        return Outgoing(round_id, delta, sent)
+        return [self._replicas[round_id.fragment].outgoing(round_id) for round_id in round_ids]
 
     def _send(self, outgoing: Sequence[Outgoing]) -> None:
         if self._spoilt(outgoing):
@@ -238,7 +252,7 @@ class OuterLoop:
             state.left_out = False
             if sent is not None and state.own is not None:
                 state.newest = sent.payload
-            if sent is not None and state.residual is not None:
+            if sent is not None and delta is not None and state.residual is not None:
                 flight.restore = state.hold_back(delta, self._exchange.decode(sent.payload, round_id.fragment))
             flight.pending = self._exchange.open(round_id, sent)
             self._flights[round_id] = flight
@@ -249,8 +263,12 @@ class OuterLoop:
 
     # ------------------------------------------------------------------ apply
 
-    def _apply(self, round_id: RoundId) -> Flight | None:
-        """Let a round move the anchor; returns the flight if this worker's own payload did not arrive."""
+    def _apply(self, round_id: RoundId, keep: float | None = None) -> Flight | None:
+        """Let a round move the anchor; returns the flight if this worker's own payload did not arrive.
+
+        With `keep`, the anchor is blended into the live parameters, of which so much stays. A worker whose payload was
+        lost does not blend: it keeps its own, and its next delta carries the work.
+        """
         assert isinstance(self.sync, Sync)
         flight = self._flights[round_id]
         assert flight.pending is not None
@@ -258,44 +276,50 @@ class OuterLoop:
         flight.applied = True
         if not self._exchange.is_complete(completed):
             self._states[round_id.fragment].gap = round_id.step
-        self._outer_step(self.sync.outer, completed)
-        if flight.left_out or any(m.worker == self.link.worker for m in completed.members):
+        arrived = flight.left_out or any(m.worker == self.link.worker for m in completed.members)
+        self._outer_step(self.sync.outer, completed, keep if arrived else None)
+        if arrived:
+            if keep is not None:
+                self._thin_out(round_id.fragment, keep)
             return None
         self.counters.rounds_missed += flight.contribution is not None
+        if keep is not None:
+            self._restore_residual(round_id, flight)
         return flight
 
-    def _outer_step(self, outer: OuterOptimizer, completed: Round) -> None:
+    def _outer_step(self, outer: OuterOptimizer, completed: Round, keep: float | None = None) -> None:
         if not completed.members:
+            if keep is not None:
+                self._states[completed.round_id.fragment].blend(keep)
             if self._observer:
                 nobody = Applied(completed.round_id, self.steps, (), norm=0.0, cosine=None, passage=completed.passage)
                 self._observer(nobody)
             return
         products = Products() if self._observer else None
-        self._replicas[completed.round_id.fragment].outer_step(outer, completed, products)
+        self._replicas[completed.round_id.fragment].outer_step(outer, completed, products, keep)
         if self._observer and products:
             self._observer(products.applied(completed, self.steps))
 
-    # ------------------------------------------------------------------ merge
-
-    def _blend(self, fragment: int, lost: Flight | None, alpha: float) -> None:
-        """Mix the anchor into the live parameters.
-
-        A worker whose payload was lost does not: it keeps its own, and its next delta carries the work.
-        """
-        state = self._states[fragment]
-        if lost is not None:
-            if state.residual is not None and lost.restore is not None and not lost.forgotten:
-                state.residual.add_(lost.restore)
-            return
-        state.blend(alpha)
+    def _thin_out(self, fragment: int, keep: float) -> None:
+        """Rounds in flight carry work of which the live parameters now hold less: an anchor was blended in."""
         for round_id, flight in self._flights.items():
             if round_id.fragment == fragment and not flight.applied:
-                flight.held *= alpha
+                flight.held *= keep
+
+    def _restore_residual(self, round_id: RoundId, lost: Flight) -> None:
+        """The live parameters still hold what was lost, so rounding has kept nothing back of it."""
+        state = self._states[round_id.fragment]
+        if state.residual is not None and lost.restore is not None and not lost.forgotten:
+            state.residual.add_(lost.restore)
+
+    # ------------------------------------------------------------------ start anew
 
     def _start_anew(self) -> None:
         """Join, come back or be rolled back: take the anchor, and nothing of one's own."""
+        self._shelves.settle()
         for state in self._states:
             state.forget()
+        self._shelves.use(self._due)
         for flight in self._flights.values():
             flight.forgotten = True
 
@@ -306,20 +330,22 @@ class OuterLoop:
         if isinstance(self.sync, Gradients):
             self._finished = True
             return
+        check_coverage(self.model, self._windows)
+        self._use(set(range(len(self._states))))
         everything = [RoundId(self.steps, fragment, last=True) for fragment in range(len(self._states))]
-        outgoing = self._prepare(everything)
+        deltas = [replica.delta() for replica in self._replicas]
+        outgoing = [self._last(round_id, deltas) for round_id in everything]  # what can be refused is refused now
         yield
         self._finished = True
-        spoilt = self._spoilt(outgoing)
-        if spoilt:
+        if self._spoilt(outgoing):
             self.roll_back()
-        deltas = [torch.zeros_like(o.delta) if spoilt else o.delta for o in outgoing]
+            deltas = [torch.zeros_like(delta) for delta in deltas]
         for round_id, flight in self._flights.items():
             if not flight.applied:
                 lost = self._apply(round_id)
                 self._replicas[round_id.fragment].settle(deltas[round_id.fragment], flight, lost=lost is not None)
         last = [round_id for round_id in everything if self._has_unsent(round_id.fragment)]
-        self._send([self._outgoing(round_id, deltas[round_id.fragment]) for round_id in last])
+        self._send([self._last(round_id, deltas) for round_id in last])
         yield
         for round_id in last:
             pending = self._flights[round_id].pending
@@ -328,6 +354,9 @@ class OuterLoop:
         for state in self._states:
             state.window.write(state.anchor)
         self._flights.clear()
+
+    def _last(self, round_id: RoundId, deltas: Sequence[Tensor]) -> Outgoing:
+        return self._replicas[round_id.fragment].outgoing_of(round_id, deltas[round_id.fragment])
 
     def _has_unsent(self, fragment: int) -> bool:
         """Whether some worker holds work of this fragment that has not arrived: the same answer on every worker.
@@ -352,6 +381,7 @@ class OuterLoop:
         """Everything the loop is, rounds in flight included; the model and the inner optimizer save themselves."""
         if self._lent:
             raise AtollError("the model holds the anchor: leave the `with outer.anchor()` block before saving")
+        self._shelves.settle()
         return {
             "steps": self.steps,
             "finished": self._finished,
@@ -373,12 +403,13 @@ class OuterLoop:
         if differs := difference(state["terms"], self._terms()):
             raise ConfigError(f"the state was saved with other settings than these: {differs}")
         self.steps = state["steps"]
+        self._shelves.settle()
         for fragment, saved in zip(self._states, state["fragments"], strict=True):
             fragment.load_state_dict(saved)
         self._flights = {}
         for saved in state["flights"]:
             round_id = RoundId(*saved["id"])
-            device = self._states[round_id.fragment].anchor.device
+            device = self._windows[round_id.fragment].device
             flight = Flight.from_state_dict(saved, self.link.worker, self._exchange.weight, device)
             self._flights[round_id] = flight
         self._exchange.counters = Counters(**state["counters"])

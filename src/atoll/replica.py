@@ -7,8 +7,8 @@ from atoll.applied import Products
 from atoll.core.flat import pieces
 from atoll.core.outer import Adam, LinearOuter, OuterOptimizer, eager_start
 from atoll.exchange import Exchange
-from atoll.link.base import Round
-from atoll.state import Flight, FragmentState
+from atoll.link.base import Round, RoundId
+from atoll.state import Flight, FragmentState, Outgoing
 
 
 class Replica:
@@ -19,15 +19,38 @@ class Replica:
         self._exchange = exchange
         self._fragment = fragment
         self._outer = outer
+        self._kernels = exchange.fused[fragment]
+
+    def outgoing(self, round_id: RoundId) -> Outgoing:
+        """What is to be sent; if a value cannot be, NonFiniteError names its parameter, or nothing is put in."""
+        state = self._state
+        local = self._kernels.live() if self._kernels and state.residual is None else None
+        if local is not None and self._exchange.link.present(round_id.step):
+            start = state.anchor if state.newest is None else self._whole_start()
+            sent = self._exchange.contribution_by_kernels(
+                round_id, start, local, anchor=state.anchor, version=state.version
+            )
+            if sent is not None:
+                return Outgoing(round_id, None, sent)
+        return self.outgoing_of(round_id, self.delta())
+
+    def outgoing_of(self, round_id: RoundId, delta: Tensor) -> Outgoing:
+        """What is to be sent of a delta that was measured before."""
+        state = self._state
+        sent = self._exchange.contribution(round_id, delta, anchor=state.anchor, version=state.version)
+        return Outgoing(round_id, delta, sent)
 
     def delta(self) -> Tensor:
         """Where the worker started minus where it is, plus what rounding has kept back."""
         state = self._state
-        start = torch.empty_like(state.anchor)
-        for piece in pieces(start.numel()):
-            start[piece] = self._start(piece)
-        delta = state.window.subtract_from(start)
+        delta = state.window.subtract_from(self._whole_start())
         return delta if state.residual is None else delta.add_(state.residual)
+
+    def _whole_start(self) -> Tensor:
+        start = torch.empty_like(self._state.anchor)
+        for piece in pieces(start.numel(), start.device):
+            start[piece] = self._start(piece)
+        return start
 
     def _start(self, piece: slice) -> Tensor:
         """Where the work since the last send began: at the anchor, or at the worker's own start under eager."""
@@ -37,15 +60,30 @@ class Replica:
         newest = self._decoded(state.newest, piece)
         return eager_start(self._linear_outer, state.anchor[piece], state.own[piece], newest, state.share)
 
-    def outer_step(self, outer: OuterOptimizer, completed: Round, products: Products | None) -> None:
-        """Let a round that has members move the anchor; `products` sums up what they sent, if anybody asks."""
+    def outer_step(
+        self, outer: OuterOptimizer, completed: Round, products: Products | None, keep: float | None = None
+    ) -> None:
+        """Let a round that has members move the anchor; `products` sums up what they sent, if anybody asks.
+
+        With `keep`, blend the anchor into the live parameters, of which so much stays.
+        """
         state = self._state
         state.version += 1
+        if self._kernels is not None and not isinstance(outer, Adam):
+            local = None if keep is None else self._kernels.live()
+            slots = tuple(state.slots.values()) if outer.slot_names else ()
+            for piece, mean in self._exchange.means(completed, products):
+                self._kernels.step(outer, state.anchor, slots, mean, piece, local, keep or 0.0)
+            if keep is not None and local is None:
+                state.blend(keep)
+            return
         for piece, mean in self._exchange.means(completed, products):
             slots = tuple(slot[piece] for slot in state.slots.values())
             state.anchor[piece], moved = outer.step(state.anchor[piece], slots, mean, state.version)
             for slot, new in zip(slots, moved, strict=True):
                 slot.copy_(new)
+        if keep is not None:
+            state.blend(keep)
 
     def restart(self, step: int, lost: Flight | None) -> None:
         """Eager: begin the next period from the lagging anchor plus what the newest own delta will do to it.
@@ -60,7 +98,7 @@ class Replica:
         state.share = self._exchange.share(step)
         payload = lost.contribution.payload if lost and lost.contribution and not lost.forgotten else None
         local = torch.empty_like(state.anchor)
-        for piece in pieces(local.numel()):
+        for piece in pieces(local.numel(), local.device):
             newest = self._decoded(state.newest, piece)
             unsent = None if payload is None else self._decoded(payload, piece)
             known = state.own[piece] if unsent is None else state.own[piece] - unsent

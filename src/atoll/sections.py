@@ -262,6 +262,8 @@ class SyncSection(Section):
     """Add what rounding lost to the next round."""
     alpha: Chance | None = Field(default=None, examples=[0.5])
     """How much of its own progress a worker keeps at an apply; left out: 0.5 for streaming, else 0."""
+    offload: bool = False
+    """Keep anchors and outer momentum in the host's memory until they are due; on a GPU."""
     outer: Outer = "nesterov"
     """Outer optimizer: turns the mean delta into a step."""
     outer_lr: Positive | None = Field(default=None, examples=[0.6])

@@ -83,8 +83,10 @@ class FragmentState:
         """
         if self.residual is None:
             return None
-        before, self.residual = self.residual, delta - decoded
-        return before - self.residual if self.own is None else None
+        lost = delta - decoded
+        undoes = self.residual - lost if self.own is None else None
+        self.residual.copy_(lost)
+        return undoes
 
     def blend(self, alpha: float) -> None:
         """Mix the anchor into the live parameters, of which `alpha` stays."""
@@ -92,14 +94,26 @@ class FragmentState:
             self.window.write(self.anchor)
             return
         local = self.window.read()
-        for piece in pieces(local.numel()):
+        for piece in pieces(local.numel(), local.device):
             local[piece] = blend(local[piece], self.anchor[piece], alpha)
         self.window.write(local)
 
+    def vectors(self) -> dict[str, Tensor]:
+        """All that is needed only when the fragment is due."""
+        own = {"residual": self.residual, "own": self.own}
+        return {"anchor": self.anchor, **self.slots, **{name: v for name, v in own.items() if v is not None}}
+
+    def put(self, vectors: Mapping[str, Tensor]) -> None:
+        """Replace what `vectors` gave by copies of it."""
+        self.anchor = vectors["anchor"]
+        self.slots = {name: vectors[name] for name in self.slots}
+        self.residual, self.own = vectors.get("residual"), vectors.get("own")
+
     def forget(self) -> None:
         """Become the state of a worker that has just arrived: it has the anchor and nothing of its own."""
-        self.residual = None if self.residual is None else torch.zeros_like(self.residual)
-        self.own = None if self.own is None else torch.zeros_like(self.own)
+        for vector in (self.residual, self.own):
+            if vector is not None:
+                vector.zero_()
         self.newest = None
         self.window.write(self.anchor)
 
@@ -123,9 +137,10 @@ class FragmentState:
         for name, slot in self.slots.items():
             slot.copy_(state["slots"][name])
         self.version, self.gap = state["version"], state["gap"]
-        self.residual, self.own, self.newest = (
-            _copy(state[key], self.anchor.device) for key in ("residual", "own", "newest")
-        )
+        for vector, saved in ((self.residual, state["residual"]), (self.own, state["own"])):
+            if vector is not None:
+                vector.copy_(saved)
+        self.newest = _copy(state["newest"], self.window.device)
         self.share, self.left_out = state["share"], state["left_out"]
 
 
@@ -133,7 +148,8 @@ class Outgoing(NamedTuple):
     """A delta on its way out, and what the codec made of it; None while the worker is absent."""
 
     round_id: RoundId
-    delta: Tensor
+    delta: Tensor | None
+    """None if it was never written down: nobody needs it once it is encoded."""
     contribution: Contribution | None
 
 

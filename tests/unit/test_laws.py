@@ -147,7 +147,7 @@ def test_no_payload_and_no_part_of_a_mean_share_their_noise(monkeypatch: pytest.
 
     monkeypatch.setattr(Codec, "encode", watched)
     monkeypatch.setattr("atoll.core.cargo.PART_BYTES", 1)  # as many parts as there can be
-    problem = Problem(sizes=(BLOCK, 2 * BLOCK, 199), workers=4, dtype=torch.float32)
+    problem = Problem(sizes=(4 * BLOCK, 5 * BLOCK, 599), workers=4, dtype=torch.float32)
     loops = problem.loops(Streaming(period=3, fragments=by_part(3), codec=Codec("int4", stochastic=True)))
     train(loops, 30, 0.1)
     assert len(set(seeds)) == len(seeds) == 28 * 4 + 27 * 4 * MOST_PARTS_EACH  # the last round is still under way

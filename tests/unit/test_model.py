@@ -1,5 +1,6 @@
 """The reference decoder against plain NumPy, and the papers' sizes."""
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,7 +17,7 @@ from torch.nn import functional
 from atoll.core.fragments import Blocks, find_blocks, split
 from atoll.errors import ConfigError
 from atoll.shapes import PRESETS, ModelConfig, preset
-from atoll.train.model import Decoder, Loss, rope_tables, rotate
+from atoll.train.model import Decoder, Loss, Turns, turns
 
 NANO = ModelConfig(layers=2, width=24, heads=2, head_width=8, feedforward=40, vocabulary=50, context=16)
 
@@ -160,10 +161,14 @@ def test_logits_and_loss_are_those_of_plain_numpy(tied: bool, qk_norm: bool) -> 
     assert loss.total.item() == pytest.approx(cross_entropy + 0.01 * (log_total**2).mean(), abs=1e-11)
 
 
+def tables(time: int, dtype: torch.dtype = torch.float32) -> Turns:
+    return turns(time, 8, 10000.0, torch.device("cpu"), dtype)
+
+
 def test_attention_scores_depend_on_distance_alone() -> None:
-    q, k = torch.randn(2, 8, generator=seeded())
-    cos, sin = rope_tables(torch.empty(40, 8), 10000.0)
-    scores = rotate(q.expand(40, 8), cos, sin) @ rotate(k.expand(40, 8), cos, sin).T
+    q, k = torch.randn(2, 1, 8, generator=seeded())
+    q, k = (tables(40).turned(x.expand(40, 1, 8)).squeeze(1) for x in (q, k))
+    scores = q @ k.T
     for distance in range(-20, 21):
         diagonal = scores.diagonal(distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-5)
@@ -172,10 +177,18 @@ def test_attention_scores_depend_on_distance_alone() -> None:
 
 def test_positions_are_kept_in_fp32_whatever_the_model_is() -> None:
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
-        cos, sin = rope_tables(torch.empty(300, 8, dtype=dtype), 10000.0)
-        assert cos.dtype == sin.dtype == expected
-        assert rotate(torch.ones(300, 8, dtype=dtype), cos, sin).dtype == expected
-        assert cos[257, 0].item() == pytest.approx(math.cos(257), abs=1e-6)
+        angles = tables(300, dtype)
+        assert angles.cos.dtype == angles.sin.dtype == expected
+        assert angles.turned(torch.ones(300, 1, 8, dtype=dtype)).dtype == expected
+        assert angles.cos[257, 0].item() == pytest.approx(math.cos(257), abs=1e-6)
+
+
+def test_tables_made_in_inference_mode_can_be_trained_with() -> None:
+    turns.cache_clear()
+    model, tokens = nano(), batch(2, 12)
+    with torch.inference_mode():
+        model(tokens)
+    model.loss(tokens).total.backward()
 
 
 # --- what a decoder must do
@@ -276,6 +289,17 @@ def test_a_model_in_bf16_stays_close_to_fp32() -> None:
     loss = nano().bfloat16().loss(tokens).total
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(nano().loss(tokens).total.item(), abs=0.05)
+
+
+def test_a_copy_of_a_compiled_model_is_its_own() -> None:
+    model, tokens = nano(), batch(2, 12)
+    model.compile(backend="eager")
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert not twin(tokens).any() and model(tokens).any()
+    torch.compiler.reset()
 
 
 def test_compiles_to_one_graph() -> None:

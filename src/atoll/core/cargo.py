@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from atoll.core.codec import BLOCK, Codec
-from atoll.core.flat import pieces
+from atoll.core.flat import CPU, pieces
 from atoll.core.outer import weighted_mean
 
 PART_BYTES = 1 << 16
 """Of the payload of a part, at least, where a member reduces several."""
-MOST_PARTS_EACH = 16
+MOST_PARTS_EACH = 64
 
 
 def part_of(numel: int, part: int, count: int) -> slice:
@@ -36,6 +36,8 @@ class Cargo:
     """Of that vector, and of the mean."""
     seed: int = 0
     """Feeds stochastic rounding of the mean; another one for every round."""
+    device: torch.device = CPU
+    """Where payloads come from and are to be used; links that go through the host's memory bring them back there."""
 
     @property
     def payload_bytes(self) -> int:
@@ -63,7 +65,7 @@ class Cargo:
         cut = part_of(self.numel, part, count)
         size = cut.stop - cut.start
         mean = torch.empty(size, dtype=self.dtype, device=payloads[0].device)
-        for piece in pieces(size):
+        for piece in pieces(size, mean.device):
             decoded = [self.codec.decode_piece(payload, size, piece).to(self.dtype) for payload in payloads]
             mean[piece] = weighted_mean(decoded, weights)
         return self.codec.encode(mean, self.seed + part)

@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from atoll.core.flat import PIECE, pieces
+from atoll.core.flat import CPU, PIECE, pieces
 from atoll.errors import ConfigError, NonFiniteError
 
 BLOCK = 128
@@ -44,7 +44,7 @@ class _Plain:
 
     def encode(self, vector: Tensor, generator: torch.Generator | None) -> Tensor:
         cast = vector.to(self.dtype)
-        for piece in pieces(vector.numel()):
+        for piece in pieces(vector.numel(), vector.device):
             low, high = torch.aminmax(cast[piece])
             if not math.isfinite(low) or not math.isfinite(high):
                 _refuse(vector[piece], f"exceeds {self.dtype}, which ends at {torch.finfo(self.dtype).max:.5g}")
@@ -83,7 +83,8 @@ class _Blocks:
         numel, blocks = vector.numel(), -(-vector.numel() // BLOCK)
         payload = torch.empty(self.payload_bytes(numel), dtype=torch.uint8, device=vector.device)
         units, codes = payload[:blocks], payload[blocks:]
-        for piece in pieces(numel):
+        # Where rounding is random, pieces are the same on all devices, so that they draw the same numbers.
+        for piece in pieces(numel, vector.device if generator is None else CPU):
             values = _rows(vector[piece])
             noise = None
             if generator is not None:
@@ -272,7 +273,7 @@ class Codec:
         return _FORMATS[self.format].encode(vector, generator)
 
     def decode_piece(self, payload: Tensor, numel: int, piece: slice) -> Tensor:
-        """Values [piece] of the vector [numel] behind a payload, where `piece` is one of `pieces(numel)`."""
+        """Values [piece] of the vector [numel] behind a payload, where `piece` begins on a block boundary."""
         return _FORMATS[self.format].decode(payload, numel, piece)
 
     def cut(self, payload: Tensor, numel: int, part: slice) -> Tensor:
@@ -290,6 +291,6 @@ class Codec:
     def decode(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """The vector [numel] behind a payload."""
         vector = torch.empty(numel, dtype=dtype, device=payload.device)
-        for piece in pieces(numel):
+        for piece in pieces(numel, payload.device):
             vector[piece] = self.decode_piece(payload, numel, piece)
         return vector

@@ -11,12 +11,16 @@ from atoll.errors import ConfigError
 
 PIECE = 1 << 17
 """Values of a vector worked on at a time: their temporaries stay in a core's cache."""
+LARGE_PIECE = 1 << 24
+"""On a GPU, where the number of operations counts, and what they keep in memory."""
+CPU = torch.device("cpu")
 
 
-def pieces(numel: int) -> Iterator[slice]:
-    """Cut a vector [numel] into the ranges that are worked on one after the other."""
-    for start in range(0, numel, PIECE):
-        yield slice(start, min(start + PIECE, numel))
+def pieces(numel: int, device: torch.device = CPU) -> Iterator[slice]:
+    """Cut a vector [numel] on a device into the ranges that are worked on one after the other."""
+    size = PIECE if device.type == "cpu" else LARGE_PIECE
+    for start in range(0, numel, size):
+        yield slice(start, min(start + size, numel))
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -150,14 +154,26 @@ def fingerprint(vector: Tensor) -> int:
 
     The vector's bits as wrapping int64 words, each times an odd factor that depends on its place.
     """
-    if vector.numel() * vector.element_size() % 8:
-        vector = torch.nn.functional.pad(vector, (0, 1))
-    words = vector.view(torch.int64)
+    words = words_of(vector)
     places = torch.arange(1, min(words.numel(), PIECE) + 1, device=vector.device) * -7046029254386353131
     factors = (places ^ (places >> 29)) | 1
-    total = 0
+    sums = []
     for piece in pieces(words.numel()):
         mixed = (words[piece] >> 32).bitwise_xor_(words[piece])  # or two flipped signs would cancel: 2**63 times odd
-        part = int(mixed.mul_(factors[: piece.stop - piece.start]).sum())
+        sums.append(mixed.mul_(factors[: piece.stop - piece.start]).sum())
+    return joined_sums(torch.stack(sums).tolist() if sums else ())
+
+
+def words_of(vector: Tensor) -> Tensor:
+    """A vector's bits as int64 words; filled up with a zero if need be."""
+    if vector.numel() * vector.element_size() % 8:
+        vector = torch.nn.functional.pad(vector, (0, 1))
+    return vector.view(torch.int64)
+
+
+def joined_sums(sums: Iterable[int]) -> int:
+    """A fingerprint from the sums of its pieces, in order."""
+    total = 0
+    for part in sums:
         total = (total * 6364136223846793005 + part) % 2**64
     return total

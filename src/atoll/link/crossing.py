@@ -18,6 +18,7 @@ from atoll.core.shots import shots
 from atoll.errors import LinkError
 from atoll.link.base import Contribution, Member, Passage, Round, RoundId
 from atoll.link.mail import Incoming, LostError, Mail, Outgoing
+from atoll.link.stage import stage
 from atoll.link.wire import Envelope, Kind, seal
 
 OVERLAP_BYTES = 1 << 20
@@ -60,6 +61,8 @@ class Crossing:
         self._peers = [receiver for receiver, _ in self._turns]
         self._tell = ended
         self._opened_s = time.perf_counter()
+        self._stage = stage(ticket.cargo.device)
+        self._mine = ticket.mine
         self._incoming: list[Incoming] = []
         self._outgoing: list[Outgoing] = []
         self._sent = 0
@@ -75,7 +78,10 @@ class Crossing:
         clock.daemon = True
         clock.start()
         try:
+            if self._mine is not None:
+                self._mine = replace(self._mine, payload=self._stage.down(self._mine.payload))
             completed = self._two_shots() if shots(self._workers) == 2 else self._one_shot()
+            completed = self._brought_up(completed)
             received = sum(incoming.envelope.message_bytes for incoming in self._incoming)
             passage = Passage(self._opened_s, time.perf_counter(), self._sent, received)
             self._completed = replace(completed, passage=passage)
@@ -102,6 +108,7 @@ class Crossing:
         self._over.wait()
         if self._completed is None:
             raise self._error or LinkError(f"{self.round_id}: the link was closed")
+        self._stage.arrive()
         return self._completed
 
     def give_up(self, error: Exception) -> None:
@@ -117,11 +124,21 @@ class Crossing:
         how = "it was stopped or cut off, or the link is too slow for this round"
         return LostError(worker, f"{what} within {self._ticket.deadline_s:g} s: {how}")
 
+    def _brought_up(self, completed: Round) -> Round:
+        """With its payloads where they are used; what this worker has put in is there already."""
+        own, sent = self._ticket.mine, self._mine
+        payloads = tuple(
+            own.payload if own and sent and payload is sent.payload else self._stage.up(payload)
+            for payload in completed.payloads
+        )
+        reduced = None if completed.reduced is None else self._stage.up(completed.reduced)
+        return replace(completed, payloads=payloads, reduced=reduced)
+
     # ------------------------------------------------------------------ shots
 
     def _one_shot(self) -> Round:
         """Everybody's payload to everybody."""
-        at, mine, cargo = self.round_id, self._ticket.mine, self._ticket.cargo
+        at, mine, cargo = self.round_id, self._mine, self._ticket.cargo
         due = {peer: self._expect(Envelope.whole(at, peer, cargo)) for peer in self._peers}
         if self._peers:
             message = seal(Envelope.whole(at, self._worker, cargo), mine)
@@ -183,11 +200,10 @@ class Crossing:
 
     def _cuts(self, count: int) -> dict[int, Contribution | None]:
         """What this worker gives of each part."""
-        mine, cargo = self._ticket.mine, self._ticket.cargo
+        mine, cargo = self._mine, self._ticket.cargo
         if mine is None:
             return dict.fromkeys(range(count))
-        payload = mine.payload.cpu()
-        return {part: Contribution(mine.member, cargo.cut(payload, part, count)) for part in range(count)}
+        return {part: Contribution(mine.member, cargo.cut(mine.payload, part, count)) for part in range(count)}
 
     def _arrived(self, mine: Contribution | None, due: Iterable[Incoming]) -> list[Contribution]:
         """What everybody put in, in worker order."""
@@ -195,7 +211,7 @@ class Crossing:
         return sorted((c for c in all_of_it if c is not None), key=lambda c: c.member.worker)
 
     def _expect(self, envelope: Envelope, shot: int = 0) -> Incoming:
-        incoming = self._mail.expect(envelope, self._ticket.tag + shot)
+        incoming = self._mail.expect(envelope, self._ticket.tag + shot, pinned=self._stage.pinned)
         self._incoming.append(incoming)
         return incoming
 

@@ -106,10 +106,10 @@ class Mail:
             watch = self._expect(torch.empty(1, dtype=torch.uint8), peer, TAGS)
             self.start(_watch, peer, watch, lost)
 
-    def expect(self, envelope: Envelope, tag: int) -> Incoming:
-        """Post the receives of a message."""
+    def expect(self, envelope: Envelope, tag: int, *, pinned: bool = False) -> Incoming:
+        """Post the receives of a message; into pinned memory, if it goes on to a GPU."""
         chunks = -(-envelope.message_bytes // CHUNK_BYTES)
-        buffer = torch.empty(chunks * CHUNK_BYTES, dtype=torch.uint8)
+        buffer = torch.empty(chunks * CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
         works = [self._expect(chunk, envelope.sender, tag) for chunk in buffer.split(CHUNK_BYTES)]
         return Incoming(envelope, buffer, works)
 

@@ -18,7 +18,7 @@ from atoll.core.cargo import Cargo
 from atoll.link.base import Contribution, Member, RoundId
 
 MAGIC: Final = b"ATOL"
-VERSION: Final = 1
+VERSION: Final = 2
 HEADER_BYTES: Final = 64
 CODECS: Final = {"fp64": 1, "fp32": 2, "bf16": 3, "fp16": 4, "int8": 5, "int4": 6, "e3m0": 7, "e2m1": 8}
 """Format -> its number on the wire; numbers are never reused."""

@@ -4,34 +4,47 @@ Chinchilla's shape with QK-norm and z-loss, as all the papers after the first ha
 and norms are made; here they are rotary (RoPE) and RMSNorm. There are no biases, no dropout and no buffers.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from atoll.checks import check_number, check_whole
 from atoll.errors import ConfigError
 from atoll.shapes import ModelConfig
+from atoll.train.head import head_loss
 
 
-def rope_tables(like: Tensor, base: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [time, head_width / 2] for a tensor [..., time, head_width], in fp32 or the tensor's fp64.
+class Turns:
+    """By how much RoPE turns each pair of values in a head: cosine and sine [time, head_width], signed for `turned`.
 
-    At token t, pair i of a head turns by t * base^(-2i / head_width) radians.
+    At token t, pair i turns by t * base^(-2i / head_width) radians. An object and no tensors, or FSDP's mixed precision
+    would round them on their way into a block; not made by blocks, or a compiled one would make them for every head.
     """
-    time, head_width = like.shape[-2:]
-    dtype = torch.promote_types(like.dtype, torch.float32)  # bf16 cannot tell token 256 from 257
-    pairs = torch.arange(0, head_width, 2, device=like.device, dtype=dtype)
-    angles = torch.arange(time, device=like.device, dtype=dtype)[:, None] * base ** (-pairs / head_width)
-    return angles.cos(), angles.sin()
+
+    def __init__(self, time: int, head_width: int, base: float, device: torch.device, dtype: torch.dtype) -> None:
+        pairs = torch.arange(0, head_width, 2, device=device, dtype=dtype)
+        angles = torch.arange(time, device=device, dtype=dtype)[:, None] * base ** (-pairs / head_width)
+        cos, sin = angles.cos(), angles.sin()
+        self.cos, self.sin = torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
+
+    def turned(self, x: Tensor) -> Tensor:
+        """[..., time, heads, head_width] with its pairs (i, i + head_width / 2) turned, in the tables' dtype."""
+        # Both halves read each other's place: a graph of one look-up, where parts put together would be two.
+        return x * self.cos[:, None] + x.roll(x.shape[-1] // 2, -1) * self.sin[:, None]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + head_width / 2) of [..., time, head_width], in the dtype of the tables."""
-    first, second = x.chunk(2, -1)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), -1)
+@lru_cache(maxsize=16)
+def turns(time: int, head_width: int, base: float, device: torch.device, dtype: torch.dtype) -> Turns:
+    """The tables for a model of this dtype, in fp32 or its fp64: bf16 cannot tell token 256 from 257."""
+    with torch.inference_mode(False), torch.no_grad():
+        return Turns(time, head_width, base, device, torch.promote_types(dtype, torch.float32))
 
 
 class Norm(nn.RMSNorm):
@@ -45,13 +58,22 @@ class Norm(nn.RMSNorm):
         return super().forward(x.to(self.weight.dtype))
 
 
+FASTEST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+"""Ways to compute attention on a GPU, fastest first: on Hopper cuDNN's takes three quarters of the next one's time."""
+
+
 class Block(nn.Module):
     """Causal attention, then a feed-forward layer; each reads a norm of the stream and adds to the stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         attention_width = config.heads * config.head_width
-        self.head_width, self.rope_base = config.head_width, config.rope_base
+        self.head_width = config.head_width
         self.attention_norm, self.feedforward_norm = Norm(config.width), Norm(config.width)
         self.qkv = nn.Linear(config.width, 3 * attention_width, bias=False)
         self.query_norm = Norm(config.head_width) if config.qk_norm else nn.Identity()
@@ -60,23 +82,22 @@ class Block(nn.Module):
         self.feedforward_in = nn.Linear(config.width, config.feedforward, bias=False)
         self.feedforward_out = nn.Linear(config.feedforward, config.width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turns: Turns) -> Tensor:
         """[batch, time, width] -> the same."""
-        x = x + self._attend(self.attention_norm(x))
+        x = x + self._attend(self.attention_norm(x), turns)
         # GELU in its tanh form, as in NanoDO, which the papers' code is built on.
         inner = functional.gelu(self.feedforward_in(self.feedforward_norm(x)), approximate="tanh")
         stream: Tensor = x + self.feedforward_out(inner)
         return stream
 
-    def _attend(self, x: Tensor) -> Tensor:
-        heads = self.qkv(x).unflatten(2, (3, -1, self.head_width))  # [batch, time, 3, heads, head_width]
-        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, heads, time, head_width]
-        # Made anew by every block, which costs next to nothing: a buffer would be rounded by model.bfloat16() and
-        # emptied by to_empty(), and an argument would be rounded by FSDP's mixed precision.
-        cos, sin = rope_tables(value, self.rope_base)
-        query = rotate(self.query_norm(query), cos, sin).to(value.dtype)
-        key = rotate(self.key_norm(key), cos, sin).to(value.dtype)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    def _attend(self, x: Tensor, turns: Turns) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(2, (3, -1, self.head_width)).unbind(2)  # [batch, time, heads, ...]
+        query = turns.turned(self.query_norm(query)).to(value.dtype)
+        key = turns.turned(self.key_norm(key)).to(value.dtype)
+        with sdpa_kernel(FASTEST, set_priority=True) if x.is_cuda else nullcontext():
+            mixed = functional.scaled_dot_product_attention(
+                query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True
+            )
         attended: Tensor = self.attention_out(mixed.transpose(1, 2).flatten(2))
         return attended
 
@@ -109,13 +130,14 @@ def draw(logits: Tensor, temperature: float, generator: torch.Generator | None) 
 class Decoder(nn.Module):
     """A decoder-only language model, drawn from `generator` or torch's global one: the same seed, the same model.
 
-    To compile it call `model.compile()`, which `loss` and `generate` use too. On the meta device it has no values;
+    To compile it call `model.compile()`. On the meta device it has no values;
     `to_empty` and then `initialise` give it some.
     """
 
     def __init__(self, config: ModelConfig, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.config = config
+        self._compiled: Callable[..., Tensor] | None = None
         with torch.device("meta"):  # torch's layers draw values of their own, which nobody needs
             self.embedding = nn.Embedding(config.vocabulary, config.width)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
@@ -138,29 +160,50 @@ class Decoder(nn.Module):
                 writers = 2 * self.config.layers if name.endswith("_out.weight") else 1
                 nn.init.normal_(parameter, std=(parameter.shape[1] * writers) ** -0.5, generator=generator)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile all up to the head, by torch.compile with these arguments; the head has kernels of its own."""
+        self._compiled = torch.compile(self._body, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**state, "_compiled": None}  # a copy must not call what was compiled for another
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens [batch, time], int64 -> logits [batch, time, vocabulary]; time is at most config.context."""
-        if not 1 <= tokens.shape[1] <= self.config.context:
-            raise ConfigError(
-                f"a sequence must have between 1 and {self.config.context} tokens, the model's context, got "
-                f"{tokens.shape[1]} (loss takes one more, the last to predict): cut it, or make context larger"
-            )
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            if self.config.checkpoint_activations:
-                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)  # nothing random inside
-            else:
-                x = block(x)
-        matrix = self.embedding.weight if self.head is None else self.head.weight
-        return functional.linear(self.norm(x), matrix)
+        return functional.linear(self._hidden(tokens), self._matrix)
 
     def loss(self, tokens: Tensor) -> Loss:
         """Of predicting each token of [batch, time + 1], int64, from those before it."""
-        logits: Tensor = self(tokens[:, :-1])
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bf16 is too coarse for the sums below
-        log_total = logits.logsumexp(-1)
-        cross_entropy = (log_total - logits.gather(-1, tokens[:, 1:, None]).squeeze(-1)).mean()
-        return Loss(cross_entropy + self.config.z_loss * log_total.square().mean(), cross_entropy.detach())
+        hidden = self._hidden(tokens[:, :-1])
+        return Loss(*head_loss(hidden, self._matrix, tokens[:, 1:], self.config.z_loss))
+
+    @property
+    def _matrix(self) -> Tensor:
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def _hidden(self, tokens: Tensor) -> Tensor:
+        """What the head is multiplied with, [batch, time, width]."""
+        config, time, kind = self.config, tokens.shape[1], tokens.device.type
+        if not 1 <= time <= config.context:
+            raise ConfigError(
+                f"a sequence must have between 1 and {config.context} tokens, the model's context, got "
+                f"{time} (loss takes one more, the last to predict): cut it, or make context larger"
+            )
+        own = self.embedding.weight.dtype
+        stream = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else own
+        angles = turns(time, config.head_width, config.rope_base, tokens.device, own)
+        return (self._compiled or self._body)(tokens, angles, stream)
+
+    def _body(self, tokens: Tensor, angles: Turns, stream: torch.dtype) -> Tensor:
+        # In bf16, if matmuls are: between blocks the stream is read and written more often than anything else.
+        x = self.embedding(tokens).to(stream)
+        for block in self.blocks:
+            if self.config.checkpoint_activations:
+                x = checkpoint(block, x, angles, use_reentrant=False, preserve_rng_state=False)  # nothing random inside
+            else:
+                x = block(x, angles)
+        hidden: Tensor = self.norm(x)
+        return hidden
 
     def generate(
         self, prompt: Tensor, count: int, *, temperature: float = 1.0, generator: torch.Generator | None = None

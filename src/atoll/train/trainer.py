@@ -86,6 +86,7 @@ class Trainer:
                     link,
                     weight=self._weights[link.worker],
                     leave_out_nonfinite=True,
+                    offload=self.config.sync.offload,
                     observer=self.account.observe if observing and link is links[0] else None,
                 )
                 for model, link in zip(self.models, links, strict=True)

@@ -1,0 +1,266 @@
+"""What the outer loop costs on a GPU: its kernels against a plain copy, its rounds, its memory.
+
+    python benchmarks/gpu_sync.py kernels [--values 100000000]
+    python benchmarks/gpu_sync.py rounds [--presets 35M 300M 1B] [--periods 3]
+
+kernels: bytes that each kernel must read and write, over the time it takes, as a share of the rate at which a vector of
+that length is copied in the same run (medians of many).
+
+rounds: two worker processes on this GPU train the same preset with Streaming in e3m0, period 30, and exchange over
+loopback. Periods with an outer loop and periods without take turns, so both share the GPU with the other process in the
+same way; "added" is the difference in time, per step, as a share of the step without. "in flight" is how much slower
+steps were with a round under way. "host" is what outer.step() took of the training thread's time. Every outer.step()
+after which nothing is due runs with torch's synchronisation check set to raise an error, and one is profiled: the calls
+that wait for the device are counted. Memory is the peak of a bare run, and of runs with the outer loop with and without
+offload, in processes of their own.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import atoll
+from atoll.core.codec import Codec
+from atoll.core.outer import Nesterov
+from atoll.shapes import preset
+from atoll.train.model import Decoder
+
+RESULTS = Path(__file__).parent / "results" / "gpu_sync.json"
+SEQUENCE, PERIOD = 1024, 30
+BATCHES = {"35M": 32, "300M": 16, "1B": 8}
+"""Sequences a step, so that two processes fit on an H200."""
+FORMATS = ("e3m0", "e2m1", "int4", "int8", "bf16")
+
+
+# ---------------------------------------------------------------------- kernels
+
+
+def kernels(values: int) -> list[dict[str, Any]]:
+    """Throughput of each kernel as a share of a copy's."""
+    from triton.testing import do_bench
+
+    from atoll.kernels.codec import decode_mean, encode
+    from atoll.kernels.live import live
+    from atoll.kernels.outer import outer_merge
+
+    def rate(act: Callable[[], object], moved: int) -> float:
+        milliseconds: float = do_bench(act, warmup=25, rep=100, return_mode="median")
+        return moved / (milliseconds / 1e3)
+
+    start, anchor, velocity, mean = (torch.randn(values, device="cuda") for _ in range(4))
+    copy_rate = rate(lambda: anchor.copy_(start), 8 * values)
+    rows = [{"kernel": "copy", "share": 1.0, "bytes_per_s": copy_rate}]
+    print(f"copy of {values:,} fp32 values: {copy_rate / 1e12:.2f} TB/s")
+
+    def report(kernel: str, found: float) -> None:
+        rows.append({"kernel": kernel, "share": found / copy_rate, "bytes_per_s": found})
+        print(f"{kernel:44} {found / 1e12:5.2f} TB/s  {found / copy_rate:6.1%}", flush=True)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        table = live(parameters(values, dtype))
+        assert table is not None
+        numel, size, name = table.numel, dtype.itemsize, str(dtype).removeprefix("torch.")
+        for form in FORMATS:
+            codec = Codec(form)
+            payload = torch.empty(codec.payload_bytes(numel), dtype=torch.uint8, device="cuda")
+            worst = torch.zeros(1, dtype=torch.int32, device="cuda")
+            moved = numel * (4 + size) + payload.numel()
+            found = rate(lambda c=codec, p=payload, w=worst, t=table: encode(c, start[: t.numel], t, p, w), moved)  # type: ignore[misc]
+            report(f"encode {form}, {name} parameters", found)
+        piece = slice(0, numel)
+        found = rate(
+            lambda t=table, at=piece: outer_merge(Nesterov(0.4), anchor, velocity, mean, at, t, 0.5),  # type: ignore[misc]
+            numel * (20 + 2 * size),
+        )
+        report(f"outer step and blend, {name} parameters", found)
+    for form in FORMATS:
+        codec = Codec(form)
+        payloads = torch.stack([codec.encode(start * scale) for scale in (1.0, 1e-3)])
+        found = rate(
+            lambda c=codec, p=payloads: decode_mean(c, p, [1.0, 2.0], values, slice(0, values), mean),  # type: ignore[misc]
+            payloads.numel() + 4 * values,
+        )
+        report(f"decode {form} of 2 members into their mean", found)
+    return rows
+
+
+def parameters(values: int, dtype: torch.dtype) -> list[Tensor]:
+    """About as many values in the tensors of a decoder's blocks."""
+    block = [1024, 1024, 3 * 1024 * 1024, 64, 64, 1024 * 1024, 4 * 1024 * 1024, 4 * 1024 * 1024]
+    return [torch.randn(size, device="cuda").to(dtype) for size in block * (values // sum(block))]
+
+
+# ---------------------------------------------------------------------- rounds
+
+
+class Training:
+    """One worker's bare training loop."""
+
+    def __init__(self, name: str) -> None:
+        shape = preset(name)
+        self.model = Decoder(shape, generator=torch.Generator().manual_seed(0)).to("cuda").train()
+        self.model.compile()
+        self._inner = torch.optim.AdamW(self.model.parameters(), lr=1e-4, betas=(0.9, 0.99), fused=True)
+        self._tokens = torch.randint(0, shape.vocabulary, (BATCHES[name], SEQUENCE + 1), device="cuda")
+
+    def step(self) -> None:
+        self._inner.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = self.model.loss(self._tokens)
+        loss.total.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._inner.step()
+
+
+def worker(name: str, number: int, address: str, periods: int, out: str, mode: str) -> None:
+    """One process: alone ("bare", "outer", "offload") for its memory, or one of two ("rounds")."""
+    training = Training(name)
+    sync = atoll.Streaming(period=PERIOD)
+    found: dict[str, Any] = {}
+    if mode == "bare":
+        for _ in range(3):
+            training.step()
+    elif mode in ("outer", "offload"):
+        outer = atoll.OuterLoop(training.model, sync, atoll.local(1)[0], offload=mode == "offload")
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(2 * PERIOD):
+            training.step()
+            outer.step()
+    else:
+        with atoll.connect(address, worker=number, workers=2, deadline_s=120) as link:
+            outer = atoll.OuterLoop(training.model, sync, link)
+            found = Rounds(training, outer).measure(periods)
+    torch.cuda.synchronize()
+    found["peak"] = torch.cuda.max_memory_allocated()
+    Path(out).write_text(json.dumps(found))
+
+
+class Rounds:
+    """Periods with and without an outer loop, in turns."""
+
+    def __init__(self, training: Training, outer: atoll.OuterLoop) -> None:
+        self._training, self._outer = training, outer
+
+    def measure(self, periods: int) -> dict[str, Any]:
+        self._period(outer=True)  # warm up: graphs, kernels, pinned memory
+        bare, added, host, waited, syncs = [], [], [], [], []
+        for _ in range(periods):
+            bare.append(self._period(outer=False)["seconds"])
+            found = self._period(outer=True)
+            added.append(found["seconds"])
+            host.append(found["host"])
+            waited.append(found["waited"])
+            syncs.append(found["watched"])
+        quiet = self._profiled()
+        return {
+            "bare_step_s": statistics.median(bare) / PERIOD,
+            "added": statistics.median(w / b for w, b in zip(added, bare, strict=True)) - 1,
+            "host_s_per_step": statistics.median(host) / PERIOD,
+            "waited_s_per_step": statistics.median(waited) / PERIOD,
+            "steps_without_synchronising": sum(syncs),
+            "calls_of_a_quiet_step": quiet,
+            "round_s": self._outer.counters.hidden_s / max(1, self._outer.counters.rounds_applied),
+        }
+
+    def _period(self, *, outer: bool) -> dict[str, float]:
+        torch.cuda.synchronize()
+        began, host, watched = time.perf_counter(), 0.0, 0
+        waited = self._outer.counters.wait_s
+        for _ in range(PERIOD):
+            self._training.step()
+            if outer:
+                due = self._outer.is_due(self._outer.steps + 1)
+                here = time.perf_counter()
+                torch.cuda.set_sync_debug_mode("default" if due else "error")
+                self._outer.step()
+                torch.cuda.set_sync_debug_mode("default")
+                host += time.perf_counter() - here
+                watched += not due
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+        return {"seconds": seconds, "host": host, "watched": watched, "waited": self._outer.counters.wait_s - waited}
+
+    def _profiled(self) -> list[str]:
+        """Names of the CUDA calls that outer.step() makes when nothing is due."""
+        from torch.profiler import ProfilerActivity, profile
+
+        while self._outer.is_due(self._outer.steps + 1):
+            self._training.step()
+            self._outer.step()
+        self._training.step()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            self._outer.step()
+        return sorted({event.name for event in seen.events() or () if event.name.startswith("cuda")})
+
+
+def rounds(name: str, periods: int) -> dict[str, Any]:
+    """One preset: two processes that exchange, then one after the other for memory."""
+    print(f"{name}, {BATCHES[name]} x {SEQUENCE} tokens a step and worker", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        both = run(name, "rounds", 2, periods, folder)
+        peaks = {mode: run(name, mode, 1, periods, folder)[0]["peak"] for mode in ("bare", "outer", "offload")}
+    row = {"preset": name, "batch": BATCHES[name], **max(both, key=lambda found: float(found["added"])), "peaks": peaks}
+    step_s = row["bare_step_s"]
+    print(
+        f"  step {1e3 * step_s:.1f} ms without; the outer loop adds {row['added']:+.2%}, takes "
+        f"{1e3 * row['host_s_per_step']:.2f} ms of the host and waits {1e3 * row['waited_s_per_step']:.2f} ms a step; "
+        f"a round takes {row['round_s']:.3f} s\n"
+        f"  {row['steps_without_synchronising']} steps with nothing due, none waited for the GPU; CUDA calls of one: "
+        f"{', '.join(row['calls_of_a_quiet_step']) or 'none'}\n"
+        f"  memory {peaks['bare'] / 2**30:.1f} GiB bare, {peaks['outer'] / peaks['bare'] - 1:+.1%} with the outer "
+        f"loop, {peaks['offload'] / peaks['bare'] - 1:+.1%} with offload",
+        flush=True,
+    )
+    return row
+
+
+def run(name: str, mode: str, workers: int, periods: int, folder: str) -> list[dict[str, Any]]:
+    """The processes of one measurement."""
+    port = 20000 + os.getpid() % 10000
+    commands = []
+    for number in range(workers):
+        task = [name, number, f"127.0.0.1:{port}", periods, f"{folder}/{mode}-{number}.json", mode]
+        commands.append(subprocess.Popen([sys.executable, __file__, "rounds", "--child", json.dumps(task)]))
+    if any([command.wait() for command in commands]):  # noqa: C419 - wait for all of them
+        sys.exit(f"{name}: a process of {mode} failed")
+    return [json.loads(Path(folder, f"{mode}-{number}.json").read_text()) for number in range(workers)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["kernels", "rounds", "all"], default="all")
+    parser.add_argument("--values", type=int, default=100_000_000)
+    parser.add_argument("--presets", nargs="+", choices=BATCHES, default=list(BATCHES))
+    parser.add_argument("--periods", type=int, default=3)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        worker(*json.loads(arguments.child))
+        return
+    if not torch.cuda.is_available():
+        print("no GPU here: nothing to measure")
+        return
+    kept = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
+    kept |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    if arguments.what in ("kernels", "all"):
+        kept["kernels"] = kernels(arguments.values)
+    if arguments.what in ("rounds", "all"):
+        kept["rounds"] = [rounds(name, arguments.periods) for name in arguments.presets]
+    arguments.results.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

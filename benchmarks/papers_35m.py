@@ -1,0 +1,183 @@
+"""The papers' comparison at 35 million parameters, trained for real: what each method's loss is beside data-parallel's.
+
+    python benchmarks/papers_35m.py train [--methods diloco-30 ...] [--seconds 500]   # on a GPU; about 6 minutes each
+    python benchmarks/papers_35m.py table                                              # from the results, anywhere
+
+The papers' 35M decoder (6 layers of width 512, sequences of 1024), two workers in one process, the same tokens in the
+same order for all: 64 sequences a step, all Python source that is installed on the machine, as BPE tokens of a
+vocabulary of 32,000. AdamW as in the scaling-laws paper, outer Nesterov at the Streaming paper's 0.4 and 0.9.
+
+`train` goes through the methods in order, takes up what was interrupted (each is a run folder with checkpoints), stops
+between two steps when its seconds are over, and copies the metrics of every finished run to the results. So the table
+can be made in several short sessions, also on machines that forget everything: a method fits into one.
+
+Held-out loss is in nats per token, of the outer parameters (data-parallel: of the model) after all steps, over two
+million tokens of files that no worker has seen, the same for all. "gap" is to data-parallel in percent, beside that of
+the papers' tables. The text has 105 million tokens, so it is read five times, where the papers' runs see each token
+once.
+"""
+
+import argparse
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from atoll import config as run_file
+from atoll.events import End, Eval, read
+from atoll.units import bytes_text
+
+RESULTS = Path(__file__).parent / "results" / "papers_35m"
+BATCH, SEQUENCE, WORKERS = 32, 1024, 2
+TOKENS = 512_000_000
+"""Of both workers together, at least."""
+STREAMING = {"method": "streaming", "delay": 1, "alpha": 0.5}
+REFERENCE = "data-parallel"
+METHODS: dict[str, dict[str, Any]] = {
+    "data-parallel": {"method": "data-parallel"},
+    "streaming-30": {**STREAMING, "period": 30},
+    "diloco-30": {"method": "diloco", "period": 30},
+    "eager-30": {"method": "eager", "period": 30},
+    "streaming-100": {**STREAMING, "period": 100},
+    "streaming-30-fp32": {**STREAMING, "period": 30, "codec": "fp32"},
+    "delayed-30": {"method": "delayed", "period": 30},
+}
+PAPER = {"diloco-30": 0.9, "streaming-30": 0.6, "streaming-100": 1.4, "eager-30": 3.1}
+"""Gaps to data-parallel in percent at 35 million parameters: 3.54, 3.53, 3.56 and 3.62 against 3.51."""
+
+
+def settings(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The run file of a method."""
+    steps = -(-arguments.tokens // (BATCH * SEQUENCE * WORKERS))
+    sync = {"workers": WORKERS, **METHODS[name]}
+    if METHODS[name]["method"] != "data-parallel":
+        sync |= {"outer_lr": arguments.outer_lr, "outer_momentum": 0.9}
+    return {
+        "name": name if arguments.suffix is None else f"{name}-{arguments.suffix}",
+        "seed": arguments.seed,
+        "out": str(arguments.runs),
+        "model": {"preset": arguments.preset},
+        "data": {
+            "source": sources(),
+            "tokenizer": arguments.tokenizer,
+            "held_out": 0.03,
+            "cache": str(arguments.runs / "tokens"),
+        }
+        | ({"vocabulary": 32_000} if arguments.tokenizer == "bpe" else {}),
+        "train": {
+            "steps": steps,
+            "batch": BATCH,
+            "sequence": SEQUENCE,
+            "lr": arguments.lr,
+            "warmup": min(1000, steps // 10),
+            "eval_every": max(1, steps // 20),
+            "eval_tokens": 2**21,
+            "log_every": 50,
+            "save_every": max(1, steps // 2),
+            "keep": 1,
+        },
+        "sync": sync,
+        "log": {"view": "lines"},
+    }
+
+
+def sources() -> list[str]:
+    """Folders with Python source, each once."""
+    paths = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")]
+    outermost = [path for path in paths if not any(other in path.parents for other in paths)]
+    return sorted({f"{path}/**/*.py" for path in outermost})
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Train what is not finished, until the time is over."""
+    until = time.monotonic() + arguments.seconds
+    arguments.runs.mkdir(parents=True, exist_ok=True)
+    for method in arguments.methods:
+        table = settings(method, arguments)
+        name, folder = table["name"], arguments.runs / table["name"]
+        kept = arguments.results / f"{name}.jsonl"
+        if kept.exists() and not arguments.again:
+            print(f"{name}: in the results already", flush=True)
+            continue
+        file = arguments.runs / f"{name}.toml"
+        file.write_text(run_file.parse(table).to_toml())
+        begun = (folder / "run.toml").exists()
+        command = [sys.executable, "-m", "atoll", "train", *([str(folder), "--resume"] if begun else [str(file)])]
+        process = subprocess.Popen(command)
+        try:
+            code = process.wait(max(1.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            code = process.wait()
+        if code == 0:
+            arguments.results.mkdir(parents=True, exist_ok=True)
+            shutil.copy(folder / "metrics.jsonl", kept)
+        elif time.monotonic() >= until:
+            print(f"{name}: the time is over; call again to go on", flush=True)
+            return
+        else:
+            sys.exit(f"{name}: ended with {code}")
+
+
+def table(folder: Path) -> None:
+    """Print the table and draw the curves of all results."""
+    found = {path.stem: list(read(path)) for path in sorted(folder.glob("*.jsonl"))}
+    evals = {name: [event for event in events if isinstance(event, Eval)] for name, events in found.items()}
+    ends = {name: next(event for event in events if isinstance(event, End)) for name, events in found.items()}
+    reference = ends[REFERENCE].loss
+    print("| method | loss | gap | papers | payload bytes a worker | tokens |")
+    print("|---|---|---|---|---|---|")
+    order = [name for name in METHODS if name in found] + [name for name in found if name not in METHODS]
+    for name in order:
+        end = ends[name]
+        gap = "" if name == REFERENCE else f"{100 * (end.loss / reference - 1):+.2f} %"
+        paper = f"{PAPER[name]:+.1f} %" if name in PAPER else ""
+        print(
+            f"| {name} | {end.loss:.4f} | {gap} | {paper} | {bytes_text(mean(end.bytes_sent))} "
+            f"| {end.tokens / 1e6:.0f} M |"
+        )
+    if missing := [name for name in METHODS if name not in found]:
+        print(f"\nnot trained yet: {', '.join(missing)}")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name in order:
+        late = [event for event in evals[name] if event.tokens >= ends[name].tokens / 5]
+        axes.plot([event.tokens / 1e6 for event in late], [event.loss for event in late], label=name)
+    axes.set_xlabel("tokens of both workers, millions")
+    axes.set_ylabel("held-out loss, nats per token")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(folder.with_suffix(".png"), dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("act", choices=["train", "table"])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of both workers together")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--outer-lr", type=float, default=0.4)
+    parser.add_argument("--preset", default="35M")
+    parser.add_argument("--tokenizer", default="bpe", help="or the tokenizer.json of an earlier call")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--suffix", help="of the runs' names, for a variant")
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop, and go on with the next call")
+    parser.add_argument("--runs", type=Path, default=Path("runs") / "papers_35m")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--again", action="store_true", help="also what is in the results")
+    arguments = parser.parse_args()
+    if arguments.act == "train":
+        train(arguments)
+    else:
+        table(arguments.results)
+
+
+if __name__ == "__main__":
+    main()

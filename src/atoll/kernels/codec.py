@@ -1,0 +1,180 @@
+"""Twins of `core.codec`, bit for bit: a delta is measured and encoded in one pass, payloads decoded into their mean.
+
+Rounding at random has no twin here, and neither have fp64 and fp16.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atoll.core.codec import BLOCK, Codec
+from atoll.kernels.live import Live
+
+_ENCODE = {"TILE": 2048, "num_warps": 8}  # values that one program works on, and by how many threads: as measured
+_DECODE = {"TILE": 1024, "num_warps": 4}
+_PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_LIMITS = {"e3m0": 0x3FB504F4, "e2m1": 0x40E00000, "int4": 0x40F00000, "int8": 0x42FF0000}  # bits of nearest_range
+_TOO_LARGE, _INFINITE = 0x7F000000, 0x7F800000
+FORMATS = (*_PLAIN, *_LIMITS)
+"""Formats that have a twin."""
+
+
+def has_twin(codec: Codec) -> bool:
+    """Whether the kernels know this codec."""
+    return codec.format in FORMATS and not codec.stochastic
+
+
+# ---------------------------------------------------------------------- encode
+
+
+@triton.jit
+def _encode(
+    start, table, units, codes, worst, numel,
+    FORMAT: tl.constexpr, LIMIT: tl.constexpr, LOCAL: tl.constexpr,
+    GRAIN: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile [stretches, GRAIN] of `start` minus the live parameters at `table`, as codes and, by block, units."""
+    stretches: tl.constexpr = TILE // GRAIN
+    rows: tl.constexpr = TILE // BLOCK
+    first = tl.program_id(0).to(tl.int64) * TILE
+    stretch = tl.arange(0, stretches)
+    at = first + stretch[:, None] * GRAIN + tl.arange(0, GRAIN)[None, :]
+    value = tl.load(start + at, at < numel, 0.0)
+    if LOCAL is not None:
+        there = first + stretch * GRAIN < numel
+        address = tl.multiple_of(tl.load(table + first // GRAIN + stretch, there, 0), 16)
+        local = address.to(tl.pointer_type(LOCAL))[:, None] + tl.arange(0, GRAIN)[None, :]
+        now = tl.load(local, there[:, None] & (at < numel), 0.0)
+        if LOCAL is not tl.float32:
+            value = value.to(LOCAL).to(tl.float32)
+        value = value - now.to(tl.float32)
+    if LIMIT is None:
+        cast = value.to(codes.dtype.element_ty)
+        tl.store(codes + at, cast, at < numel)
+        tl.atomic_max(worst, tl.max(tl.max(cast.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0))
+    else:
+        bits = value.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        peak = tl.max(magnitude, 1)
+        tl.atomic_max(worst, tl.max(peak, 0))
+        if GRAIN < BLOCK:
+            peak = tl.max(tl.reshape(peak, [rows, BLOCK // GRAIN]), 1)
+        unit = ((peak - LIMIT) >> 23) + 128
+        unit = tl.minimum(tl.maximum(unit, 7), 254)
+        row = first // BLOCK + tl.arange(0, rows)
+        tl.store(units + row, unit.to(tl.uint8), row * BLOCK < numel)
+        if GRAIN < BLOCK:
+            unit = tl.reshape(tl.broadcast_to(unit[:, None], [rows, BLOCK // GRAIN]), [stretches])
+        unit = unit[:, None]
+        if FORMAT == "e3m0":
+            # Nearest in log space: the exponent goes up from the mantissa of sqrt(2) on.
+            code = ((magnitude + (0x800000 - 0x3504F4)) >> 23) - (unit - 7)
+            code = tl.minimum(tl.maximum(code, 0), 7) | ((bits >> 28) & 8)
+        else:
+            scaled = value * ((254 - unit) << 23).to(tl.float32, bitcast=True)
+            if FORMAT == "e2m1":
+                quarters = (tl.abs(scaled) * 4).to(tl.int32)
+                code = tl.minimum((quarters + 1) >> 1, ((quarters + 2) >> 2) + 2)
+                code = tl.minimum(code, ((quarters + 4) >> 3) + 4) | ((bits >> 28) & 8)
+            else:
+                # In this range fp32 has no fractions: adding rounds to the nearest whole number, halves to even.
+                code = ((scaled + 12582912.0) - 12582912.0).to(tl.int32)
+        if FORMAT == "int8":
+            tl.store(codes + at, code.to(tl.int8).to(tl.uint8, bitcast=True), at < numel)
+        else:
+            even, odd = tl.split(tl.reshape(code & 15, [stretches, GRAIN // 2, 2]))
+            pair = first // 2 + stretch[:, None] * (GRAIN // 2) + tl.arange(0, GRAIN // 2)[None, :]
+            tl.store(codes + pair, (even | (odd << 4)).to(tl.uint8), pair * 2 < numel)
+
+
+def encode(codec: Codec, start: Tensor, local: Live | None, payload: Tensor, worst: Tensor) -> None:
+    """Write the payload of `start` minus `local` (or of `start` itself), where `start` is fp32 [numel].
+
+    A start is first rounded as the live parameters would have rounded it. `worst`, int32 [1], becomes at least the
+    bits of the largest magnitude; if `is_bad` says so of it, the payload is not to be sent.
+    """
+    numel = start.numel()
+    blocks = -(-numel // BLOCK)
+    plain = _PLAIN.get(codec.format)
+    units, codes = (payload, payload.view(plain)) if plain else (payload[:blocks], payload[blocks:])
+    kernel: Any = _encode
+    kernel[(-(-numel // _ENCODE["TILE"]),)](
+        start, None if local is None else local.table, units, codes, worst, numel,
+        FORMAT=codec.format, LIMIT=_LIMITS.get(codec.format), LOCAL=None if local is None else _type(local.dtype),
+        GRAIN=BLOCK if local is None else local.grain, BLOCK=BLOCK, enable_fp_fusion=False, **_ENCODE,
+    )  # fmt: skip
+
+
+def is_bad(codec: Codec, worst: int) -> bool:
+    """Whether a value was not finite, or too large for the format."""
+    return worst >= (_INFINITE if codec.format in _PLAIN else _TOO_LARGE)
+
+
+def _type(dtype: torch.dtype) -> Any:
+    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
+
+
+# ---------------------------------------------------------------------- decode
+
+
+@triton.jit
+def _decoded(units, codes, at, rows, numel, FORMAT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """The fp32 values [ROWS, BLOCK] behind a tile of a payload."""
+    if FORMAT == "plain":
+        return tl.load(codes + at, at < numel, 0.0).to(tl.float32)
+    unit = tl.load(units + rows, rows * BLOCK < numel, 127).to(tl.int32)[:, None]
+    if FORMAT == "int8":
+        number = tl.load(codes + at, at < numel, 0).to(tl.int8, bitcast=True)
+        return number.to(tl.float32) * (unit << 23).to(tl.float32, bitcast=True)
+    pair = rows[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+    both = tl.load(codes + pair, pair * 2 < numel, 0).to(tl.int32)
+    # A code in the highest four bits, anything below. An arithmetic shift takes it to where fp32 has sign, exponent and
+    # mantissa: a small float, which is the level but for a factor.
+    high = tl.reshape(tl.join(both << 28, both << 24), [ROWS, BLOCK])
+    if FORMAT == "int4":
+        level = (high >> 28).to(tl.float32)
+    elif FORMAT == "e3m0":
+        level = ((high >> 5) & -0x7C800000).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+    else:
+        level = ((high >> 6) & -0x7E400000).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
+    return level * (unit << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _decode_mean(
+    units, codes, shares, mean, numel, begin, end, units_stride, codes_stride,
+    MEMBERS: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    count: tl.constexpr = TILE // BLOCK
+    rows = begin // BLOCK + tl.program_id(0).to(tl.int64) * count + tl.arange(0, count)
+    at = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    total = _decoded(units, codes, at, rows, numel, FORMAT, BLOCK, count) * tl.load(shares)
+    for member in tl.static_range(1, MEMBERS):
+        units += units_stride
+        codes += codes_stride
+        total += _decoded(units, codes, at, rows, numel, FORMAT, BLOCK, count) * tl.load(shares + member)
+    tl.store(mean + at - begin, total, at < end)
+
+
+def decode_mean(
+    codec: Codec, payloads: Tensor, weights: Sequence[float], numel: int, piece: slice, mean: Tensor
+) -> None:
+    """Write values [piece] of the weighted mean, fp32, of the vectors [numel] behind payloads [members, bytes].
+
+    A piece begins on a block boundary. Summed in the order given, with the bits of `weighted_mean`.
+    """
+    blocks = -(-numel // BLOCK)
+    plain = _PLAIN.get(codec.format)
+    codes = payloads.view(plain) if plain else payloads[:, blocks:]
+    shares = torch.tensor([weight / sum(weights) for weight in weights], dtype=torch.float32)
+    size = piece.stop - piece.start
+    kernel: Any = _decode_mean
+    kernel[(-(-size // _DECODE["TILE"]),)](
+        payloads, codes, shares.to(payloads.device, non_blocking=True), mean, numel, piece.start, piece.stop,
+        payloads.stride(0), codes.stride(0), MEMBERS=len(payloads), FORMAT="plain" if plain else codec.format,
+        BLOCK=BLOCK, enable_fp_fusion=False, **_DECODE,
+    )  # fmt: skip

@@ -1,0 +1,28 @@
+"""The twin of `core.flat.fingerprint`: the sums of all pieces in one pass."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE = 4096
+
+
+@triton.jit
+def _sums(words, sums, numel, PIECE: tl.constexpr, TILE: tl.constexpr):
+    tile = tl.program_id(0).to(tl.int64)
+    at = tile * TILE + tl.arange(0, TILE)
+    word = tl.load(words + at, at < numel, 0)
+    place = (at % PIECE + 1) * -7046029254386353131
+    factor = (place ^ (place >> 29)) | 1
+    tl.atomic_add(sums + tile * TILE // PIECE, tl.sum((word ^ (word >> 32)) * factor, 0))
+
+
+def sums_of_pieces(words: Tensor, piece: int) -> Tensor:
+    """Of int64 words [n]: for each piece, the wrapping sum of its words by place, int64 [pieces]."""
+    sums = torch.zeros(-(-words.numel() // piece), dtype=torch.int64, device=words.device)
+    kernel: Any = _sums
+    kernel[(-(-words.numel() // _TILE),)](words, sums, words.numel(), PIECE=piece, TILE=_TILE)
+    return sums

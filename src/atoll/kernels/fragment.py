@@ -1,0 +1,56 @@
+"""All kernels of one fragment together, as its exchange and its replica ask for them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from atoll.core.codec import Codec
+from atoll.core.flat import PIECE, Window, joined_sums, local_part, words_of
+from atoll.core.outer import OuterOptimizer, Slots
+from atoll.kernels import codec as coding
+from atoll.kernels import outer as stepping
+from atoll.kernels.fingerprint import sums_of_pieces
+from atoll.kernels.live import Live, live
+
+
+class Fused:
+    """The kernels for the fragment behind a window, whose anchor is fp32, and for a codec that has twins."""
+
+    def __init__(self, window: Window, codec: Codec) -> None:
+        self._window = window
+        self._codec = codec
+        self._live: Live | None = None
+
+    def live(self) -> Live | None:
+        """The parameters where they are; None if they do not lie in memory as the kernels need it."""
+        tensors = [local_part(parameter) for parameter in self._window.parameters()]
+        if self._live is None or not self._live.is_of(tensors):
+            self._live = live(tensors)
+        return self._live
+
+    def encode(self, start: Tensor, local: Live, anchor: Tensor) -> tuple[Tensor, int] | None:
+        """The payload of start - local, and the anchor's fingerprint; None if a value cannot be sent.
+
+        Waits for the device, once.
+        """
+        payload = torch.empty(self._codec.payload_bytes(start.numel()), dtype=torch.uint8, device=start.device)
+        worst = torch.zeros(1, dtype=torch.int32, device=start.device)
+        coding.encode(self._codec, start, local, payload, worst)
+        found, *sums = torch.cat([worst, sums_of_pieces(words_of(anchor), PIECE)]).tolist()
+        return None if coding.is_bad(self._codec, found) else (payload, joined_sums(sums))
+
+    def mean(self, payloads: Tensor, weights: Sequence[float], piece: slice) -> Tensor:
+        """Values [piece] of the weighted mean of what is behind payloads [members, bytes]."""
+        mean = torch.empty(piece.stop - piece.start, dtype=torch.float32, device=payloads.device)
+        coding.decode_mean(self._codec, payloads, weights, self._window.numel, piece, mean)
+        return mean
+
+    def step(
+        self, outer: OuterOptimizer, anchor: Tensor, slots: Slots, mean: Tensor, piece: slice, local: Live | None,
+        alpha: float,
+    ) -> None:  # fmt: skip
+        """Let a mean delta [piece] move anchor and velocity, in place, and blend the anchor into `local`, if given."""
+        stepping.outer_merge(outer, anchor, slots[0] if slots else None, mean, piece, local, alpha)
+        if local is not None:
+            torch.autograd.graph.increment_version(local.tensors)  # as any write by torch would have

@@ -1,0 +1,49 @@
+"""Live parameters as one vector, without copying them: a table of where each stretch of it lies in memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LONGEST = 128
+"""Values of a stretch at most: those that share a unit in a block format."""
+_SHORTEST = 16  # below, the table would cost a good part of the traffic that it saves
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Tensors of one dtype, end to end, as stretches of `grain` values each."""
+
+    table: Tensor
+    """[numel / grain] int64: the address of each stretch."""
+    grain: int
+    dtype: torch.dtype
+    numel: int
+    tensors: tuple[Tensor, ...]
+    """What the addresses are of; kept, so that nobody else gets the memory."""
+
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these tensors still lie where the table says."""
+        return [t.data_ptr() for t in tensors] == [t.data_ptr() for t in self.tensors]
+
+
+def live(tensors: Sequence[Tensor]) -> Live | None:
+    """The table of some tensors on one device; None if they differ in dtype, or do not fall into stretches."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16}:
+        return None
+    if not all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in tensors):
+        return None
+    grain = LONGEST
+    while any(tensor.numel() % grain for tensor in tensors):
+        grain //= 2
+    if grain < _SHORTEST:
+        return None
+    dtype = dtypes.pop()
+    stretch_bytes = grain * dtype.itemsize
+    addresses = torch.cat(
+        [torch.arange(t.numel() // grain, dtype=torch.int64) * stretch_bytes + t.data_ptr() for t in tensors]
+    )
+    numel = sum(tensor.numel() for tensor in tensors)
+    return Live(addresses.to(tensors[0].device), grain, dtype, numel, tuple(tensors))

@@ -1,0 +1,74 @@
+"""The twin of outer step and blend of `core.outer`, bit for bit: one pass over anchor, velocity and parameters."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atoll.core.outer import SGD, Adam, Momentum, Nesterov, OuterOptimizer
+from atoll.kernels.live import Live
+
+_TILE = 1024
+
+
+@triton.jit
+def _outer_merge(
+    anchor, velocity, mean, table, begin, numel, lr, momentum, keep, take,
+    KIND: tl.constexpr, BLEND: tl.constexpr, LOCAL: tl.constexpr, GRAIN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    stretches: tl.constexpr = TILE // GRAIN
+    first = tl.program_id(0).to(tl.int64) * TILE
+    stretch = tl.arange(0, stretches)
+    at = first + stretch[:, None] * GRAIN + tl.arange(0, GRAIN)[None, :]
+    inside = at < numel
+    move = tl.load(mean + at, inside, 0.0)
+    if KIND != "sgd":
+        speed = momentum * tl.load(velocity + begin + at, inside, 0.0) + move
+        tl.store(velocity + begin + at, speed, inside)
+        move = momentum * speed + move if KIND == "nesterov" else speed
+    agreed = tl.load(anchor + begin + at, inside, 0.0) - lr * move
+    tl.store(anchor + begin + at, agreed, inside)
+    if LOCAL is not None:
+        there = first + stretch * GRAIN < numel
+        address = tl.multiple_of(tl.load(table + (begin + first) // GRAIN + stretch, there, 0), 16)
+        local = address.to(tl.pointer_type(LOCAL))[:, None] + tl.arange(0, GRAIN)[None, :]
+        if BLEND:
+            agreed = keep * tl.load(local, inside, 0.0).to(tl.float32) + take * agreed
+        tl.store(local, agreed.to(LOCAL), inside)
+
+
+def has_twin(outer: OuterOptimizer) -> bool:
+    """Whether the kernel knows this outer optimizer."""
+    return not isinstance(outer, Adam)
+
+
+def outer_merge(
+    outer: OuterOptimizer,
+    anchor: Tensor,
+    velocity: Tensor | None,
+    mean: Tensor,
+    piece: slice,
+    local: Live | None,
+    alpha: float,
+) -> None:
+    """Let the mean delta [piece] of a round move the anchor and velocity, fp32 [numel], in place.
+
+    With `local`, the live parameters become alpha * themselves + (1 - alpha) * anchor, rounded to their dtype. A piece
+    begins on a block boundary.
+    """
+    assert not isinstance(outer, Adam)
+    kind = "nesterov" if isinstance(outer, Nesterov) else "momentum" if isinstance(outer, Momentum) else "sgd"
+    size = piece.stop - piece.start
+    kernel: Any = _outer_merge
+    kernel[(-(-size // _TILE),)](
+        anchor, velocity, mean, None if local is None else local.table, piece.start, size,
+        outer.lr, 0.0 if isinstance(outer, SGD) else outer.momentum, alpha, 1 - alpha,
+        KIND=kind, BLEND=alpha != 0, LOCAL=None if local is None else _type(local.dtype),
+        GRAIN=128 if local is None else local.grain, TILE=_TILE, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _type(dtype: torch.dtype) -> Any:
+    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32

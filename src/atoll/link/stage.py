@@ -1,0 +1,76 @@
+"""Between the memory that payloads are used in and the host's, from which they are sent.
+
+On a GPU, copies go on a stream of their own through pinned memory, in the thread that carries the round: neither the
+training thread nor the stream it trains on waits for them. Pinned memory comes from torch's cache, so that after the
+first rounds none is made.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+class Stage:
+    """For payloads in the host's memory: nothing is to be done."""
+
+    pinned = False
+    """Whether what arrives should be received into pinned memory."""
+
+    def down(self, payload: Tensor) -> Tensor:
+        """The payload in the host's memory; waits for it."""
+        return payload
+
+    def up(self, payload: Tensor) -> Tensor:
+        """The payload where it is used, once `arrive` has been called."""
+        return payload
+
+    def arrive(self) -> None:
+        """Let whatever this thread does from now on with the payloads wait until they are there."""
+
+
+class _GpuStage(Stage):
+    """For one round of payloads on a GPU; made by the thread that trains, when what it sends has been queued."""
+
+    pinned = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = _side_stream(device)
+        self._queued = torch.cuda.Event()
+        self._queued.record(torch.cuda.current_stream(device))
+        self._there = torch.cuda.Event()
+        self._brought: list[Tensor] = []
+
+    def down(self, payload: Tensor) -> Tensor:
+        host = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True)
+        done = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._queued)
+            host.copy_(payload, non_blocking=True)
+            done.record(self._stream)
+        done.synchronize()
+        return host
+
+    def up(self, payload: Tensor) -> Tensor:
+        with torch.cuda.stream(self._stream):
+            brought = payload.to(self._stream.device, non_blocking=True)
+            self._there.record(self._stream)
+        self._brought.append(brought)
+        return brought
+
+    def arrive(self) -> None:
+        here = torch.cuda.current_stream(self._stream.device)
+        here.wait_event(self._there)
+        for payload in self._brought:
+            payload.record_stream(here)  # its memory is the side stream's, which must not give it away meanwhile
+        self._brought = []
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def stage(device: torch.device) -> Stage:
+    """For one round whose payloads are used on this device."""
+    return _GpuStage(device) if device.type == "cuda" else Stage()

@@ -1,0 +1,84 @@
+"""From the last layer's values to the loss: the product with the vocabulary's matrix, and cross-entropy with z-loss.
+
+With a vocabulary of 32,000 the logits of a batch are its largest tensor by far. On a GPU they are made in parts, in the
+precision of the matmul, and become their own gradients in place.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from atoll import kernels
+
+PART_BYTES = 1 << 30
+"""Of logits at a time, on a GPU."""
+
+
+def head_loss(hidden: Tensor, matrix: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """Cross-entropy plus z-loss, and cross-entropy alone and detached: means over all tokens, in nats.
+
+    Of predicting `targets` [batch, time] from `hidden` [batch, time, width], where `matrix` is [vocabulary, width].
+    """
+    if kernels.usable(hidden.device) and hidden.dtype != torch.float64:
+        total, cross_entropy = _InParts.apply(hidden.flatten(0, 1), matrix, targets.flatten(), z_loss)  # type: ignore[no-untyped-call]
+        return total, cross_entropy
+    return loss_of_logits(functional.linear(hidden, matrix), targets, z_loss)
+
+
+def loss_of_logits(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """What `head_loss` gives, from logits [batch, time, vocabulary]."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bf16 is too coarse for the sums below
+    log_total = logits.logsumexp(-1)
+    cross_entropy = (log_total - logits.gather(-1, targets[..., None]).squeeze(-1)).mean()
+    return cross_entropy + z_loss * log_total.square().mean(), cross_entropy.detach()
+
+
+class _InParts(torch.autograd.Function):
+    """Takes the gradients on the way forward, while a part's logits are there."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, matrix: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+        from atoll.kernels.cross_entropy import cross_entropy_  # needs Triton
+
+        device, tokens, vocabulary = hidden.device.type, len(hidden), len(matrix)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        gradients = any(ctx.needs_input_grad)
+        with torch.autocast(device, enabled=False):
+            inputs, weights = hidden.to(dtype), matrix.to(dtype)
+            losses = torch.empty(2, tokens, dtype=torch.float32, device=hidden.device)
+            to_hidden = torch.empty_like(inputs) if gradients else None
+            to_matrix: Tensor | None = None
+            rows = max(1024, PART_BYTES // (vocabulary * dtype.itemsize) // 1024 * 1024)  # whole tiles of a matmul
+            for first in range(0, tokens, rows):
+                part = slice(first, first + rows)
+                logits = inputs[part] @ weights.T
+                cross_entropy_(
+                    logits, targets[part], losses[0, part], losses[1, part],
+                    scale=1 / tokens, z_loss=z_loss, gradients=gradients,
+                )  # fmt: skip
+                if to_hidden is not None:
+                    torch.mm(logits, weights, out=to_hidden[part])
+                    to_matrix = _added(to_matrix, logits.T, inputs[part])
+        if gradients:
+            ctx.save_for_backward(to_hidden, to_matrix)
+            ctx.dtypes = hidden.dtype, matrix.dtype
+        cross_entropy = losses[0].mean()
+        ctx.mark_non_differentiable(cross_entropy)
+        return cross_entropy + z_loss * losses[1].square().mean(), cross_entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        scale = gradients[0]
+        (to_hidden, to_matrix), dtypes = ctx.saved_tensors, ctx.dtypes
+        return (to_hidden * scale).to(dtypes[0]), (to_matrix * scale).to(dtypes[1]), None, None
+
+
+def _added(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """total + left @ right in fp32: many parts of bf16 would lose what each adds."""
+    if left.dtype == torch.float32:
+        return left @ right if total is None else torch.addmm(total, left, right)
+    if total is None:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.addmm(total, left, right, out_dtype=torch.float32)

@@ -1,0 +1,199 @@
+"""The Triton kernels against the plain torch they are twins of, on a GPU, or on the CPU by Triton's interpreter."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from atoll.core.codec import BLOCK, Codec
+from atoll.core.flat import PIECE, fingerprint, joined_sums, words_of
+from atoll.core.outer import SGD, Momentum, Nesterov, OuterOptimizer, blend, weighted_mean
+from atoll.errors import NonFiniteError
+from atoll.kernels import codec as coding
+from atoll.kernels import outer as stepping
+from atoll.kernels.cross_entropy import cross_entropy_
+from atoll.kernels.fingerprint import sums_of_pieces
+from atoll.kernels.live import Live, live
+from atoll.train.head import loss_of_logits
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROUNDED = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter cuts off what a GPU rounds to bf16")
+FORMATS = [pytest.param(name, marks=ROUNDED) if name == "bf16" else name for name in coding.FORMATS]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NAMES = ["fp32", pytest.param("bf16", marks=ROUNDED)]
+SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=4)  # parameters, in stretches of 16 values
+SCALES = st.sampled_from([1e-42, 1e-38, 1e-7, 1e-3, 1.0, 1e5, 1e38])
+# NumPy, which interprets kernels, warns of casts that a GPU just makes.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")
+
+
+def drawn(sizes: Sequence[int], seed: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Parameters of 16 * sizes values, a few of them zero or tiny, so that no format sees only ordinary ones."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = []
+    for size in sizes:
+        values = torch.randn(16 * size, generator=generator) * scale
+        values[torch.rand(values.shape, generator=generator) < 0.1] = 0
+        tensors.append((values * 2.0 ** -torch.randint(0, 12, values.shape, generator=generator)).to(DEVICE, dtype))
+    return tensors
+
+
+def tabled(tensors: Sequence[Tensor]) -> Live:
+    table = live(tensors)
+    assert table is not None
+    return table
+
+
+def encoded(codec: Codec, start: Tensor, local: Live | None) -> tuple[Tensor, int]:
+    payload = torch.full((codec.payload_bytes(start.numel()),), 77, dtype=torch.uint8, device=DEVICE)
+    worst = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    coding.encode(codec, start, local, payload, worst)
+    return payload, int(worst)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("codec_name", FORMATS)
+@settings(max_examples=15)
+@given(sizes=SIZES, seed=st.integers(0, 99), scale=SCALES)
+def test_a_delta_is_encoded_as_if_it_had_been_written_down(
+    codec_name: str, name: str, sizes: list[int], seed: int, scale: float
+) -> None:
+    codec, dtype = Codec(codec_name), DTYPES[name]
+    local = drawn(sizes, seed, scale, dtype)
+    start = torch.cat([t.float() for t in drawn(sizes, seed + 100, scale)])
+    delta = start.to(dtype).float() - torch.cat(local).float()
+    payload, worst = encoded(codec, start, tabled(local))
+    try:
+        expected = codec.encode(delta)
+    except NonFiniteError:
+        assert coding.is_bad(codec, worst)
+        return
+    assert not coding.is_bad(codec, worst)
+    assert torch.equal(payload, expected)
+
+
+@pytest.mark.parametrize("codec_name", FORMATS)
+@settings(max_examples=10)
+@given(numel=st.integers(1, 3 * 4096), seed=st.integers(0, 99))
+def test_a_vector_of_any_length_is_encoded_and_decoded(codec_name: str, numel: int, seed: int) -> None:
+    codec = Codec(codec_name)
+    vector = torch.cat(drawn([-(-numel // 16)], seed))[:numel].contiguous()
+    payload, _ = encoded(codec, vector, None)
+    assert torch.equal(payload, codec.encode(vector))
+    decoded = torch.full((numel,), math.nan, device=DEVICE)
+    coding.decode_mean(codec, payload[None], [3.0], numel, slice(0, numel), decoded)
+    assert torch.equal(decoded.view(torch.int32), codec.decode(payload, numel).view(torch.int32))
+
+
+@pytest.mark.parametrize("codec_name", FORMATS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
+def test_what_cannot_be_sent_is_noticed(codec_name: str, bad: float) -> None:
+    codec = Codec(codec_name)
+    for place in (0, 4095, 5000):
+        vector = torch.cat(drawn([400], 5))
+        vector[place] = bad
+        _, worst = encoded(codec, vector, None)
+        in_range = math.isfinite(bad) and codec_name in ("fp32", "bf16")
+        assert coding.is_bad(codec, worst) != in_range
+
+
+@pytest.mark.parametrize("codec_name", FORMATS)
+@settings(max_examples=10)
+@given(
+    blocks=st.integers(1, 70),
+    rest=st.integers(0, 127),
+    weights=st.lists(st.floats(0.1, 1e6), min_size=1, max_size=5),
+    seed=st.integers(0, 99),
+    cut=st.integers(0, 40),
+)
+def test_payloads_are_decoded_into_their_mean(
+    codec_name: str, blocks: int, rest: int, weights: list[float], seed: int, cut: int
+) -> None:
+    codec, numel = Codec(codec_name), blocks * BLOCK + rest
+    vectors = [torch.cat(drawn([-(-numel // 16)], seed + k))[:numel] for k in range(len(weights))]
+    payloads = torch.stack([codec.encode(vector) for vector in vectors])
+    expected = weighted_mean([codec.decode(payload, numel) for payload in payloads], weights)
+    edge = min(cut, blocks) * BLOCK
+    for piece in (slice(0, edge), slice(edge, numel)):
+        if piece.stop == piece.start:
+            continue
+        mean = torch.full((piece.stop - piece.start,), math.nan, device=DEVICE)
+        coding.decode_mean(codec, payloads, weights, numel, piece, mean)
+        assert torch.equal(mean.view(torch.int32), expected[piece].view(torch.int32))
+
+
+OUTERS: list[OuterOptimizer] = [SGD(0.7), Momentum(0.3, 0.8), Nesterov(0.4, 0.9)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("outer", OUTERS, ids=lambda outer: type(outer).__name__)
+@settings(max_examples=10)
+@given(sizes=SIZES, seed=st.integers(0, 99), alpha=st.sampled_from([None, 0.0, 0.5, 0.3]), cut=st.integers(0, 5))
+def test_an_outer_step_and_its_blend_are_one_pass(
+    outer: OuterOptimizer, name: str, sizes: list[int], seed: int, alpha: float | None, cut: int
+) -> None:
+    local = drawn(sizes, seed, 1.0, DTYPES[name])
+    anchor, velocity, mean = (torch.cat(drawn(sizes, seed + k)) for k in (1, 2, 3))
+    slots = (velocity,) if outer.slot_names else ()
+    wanted_anchor, wanted_slots = outer.step(anchor.clone(), tuple(s.clone() for s in slots), mean.clone(), 1)
+    before = torch.cat(local)
+    wanted = before
+    if alpha is not None:
+        wanted = (blend(before.float(), wanted_anchor, alpha) if alpha else wanted_anchor).to(before.dtype)
+    table = tabled(local) if alpha is not None else None
+    edge = min(cut * BLOCK, mean.numel())
+    for piece in (slice(0, edge), slice(edge, mean.numel())):
+        if piece.stop > piece.start:
+            stepping.outer_merge(
+                outer, anchor, velocity if slots else None, mean[piece].clone(), piece, table, alpha or 0.0
+            )
+    assert torch.equal(anchor, wanted_anchor)
+    assert not slots or torch.equal(velocity, wanted_slots[0])
+    assert torch.equal(torch.cat(local), wanted)
+
+
+@settings(max_examples=10)
+@given(numel=st.one_of(st.integers(1, 9000), st.integers(2 * PIECE - 3, 2 * PIECE + 9)), seed=st.integers(0, 9))
+def test_a_fingerprint_is_the_same_by_kernel(numel: int, seed: int) -> None:
+    vector = torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    assert joined_sums(sums_of_pieces(words_of(vector), PIECE).tolist()) == fingerprint(vector)
+
+
+def test_parameters_that_do_not_fall_into_stretches_have_no_table() -> None:
+    good = torch.zeros(64, 32, device=DEVICE)
+    assert tabled([good]).grain == 128
+    assert tabled([good, torch.zeros(48, device=DEVICE)]).grain == 16
+    for bad in (
+        torch.zeros(40, device=DEVICE),  # 40 is no multiple of 16
+        torch.zeros(32, 64, device=DEVICE).T,
+        torch.zeros(129, device=DEVICE)[1:],
+        torch.zeros(64, device=DEVICE, dtype=torch.bfloat16),
+        torch.zeros(64, device=DEVICE, dtype=torch.float64),
+    ):
+        assert live([good, bad]) is None
+    table = tabled([good])
+    assert table.is_of([good]) and not table.is_of([good.clone()])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("vocabulary", [7, 257, 5000])
+def test_cross_entropy_and_its_gradient_are_those_of_autograd(vocabulary: int, name: str) -> None:
+    dtype = DTYPES[name]
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = (torch.randn(5, vocabulary, generator=generator) * 4).to(DEVICE, dtype)
+    targets = torch.randint(0, vocabulary, (5,), generator=generator).to(DEVICE)
+    exact = logits.double().requires_grad_()
+    total, cross_entropy = loss_of_logits(exact[None], targets[None], 0.01)
+    total.backward()
+    assert exact.grad is not None
+    losses = torch.empty(2, 5, device=DEVICE)
+    cross_entropy_(logits, targets, losses[0], losses[1], scale=0.2, z_loss=0.01, gradients=True)
+    assert losses[0].double().mean().item() == pytest.approx(cross_entropy.item(), rel=1e-5)
+    rounding = 2**-8 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(logits.double(), exact.grad, rtol=rounding, atol=1e-6)
