@@ -28,7 +28,7 @@ from atoll.train.tokens import TokenData
 from atoll.train.trainer import Trainer
 
 LOCK = ".lock"
-FREE_TO_CHANGE = ("out", "name", "log.", "link.", "train.keep", "train.save_every")
+FREE_TO_CHANGE = ("out", "name", "log.", "link.", "train.keep", "train.save_every", "sync.offload")
 """Settings that a resumed run may have otherwise, for they change nothing that is computed."""
 
 

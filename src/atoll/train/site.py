@@ -21,7 +21,7 @@ from atoll.train.tokenizer import FILE
 from atoll.train.tokens import TokenData
 
 OWN_CHOICE = (
-    *("out", "name", "device", "threads", "precision", "compile", "log.", "link.", "model.hf"),
+    *("out", "name", "device", "threads", "precision", "compile", "log.", "link.", "model.hf", "sync.offload"),
     *("data.source", "data.field", "data.cache", "data.limit"),
     *("train.keep", "train.accumulate", "train.eval_every", "train.eval_tokens", "train.log_every"),
 )
