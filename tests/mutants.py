@@ -28,6 +28,7 @@ TESTS = [
     "tests/property/test_codec.py",
     "tests/property/test_shots.py",
     "tests/property/test_oracle.py",
+    "tests/unit/test_kernels.py",
 ]
 
 
@@ -68,16 +69,17 @@ MUTANTS = [
             "        return self.codec.decode_piece(")),
     # faults
     Mutant("a lost round merges anyway", "loop.py",
-           "if flight.left_out or any(m.worker == self.link.worker for m in completed.members):", "if True:"),
+           "flight.left_out or any(m.worker == self.link.worker for m in completed.members)", "True"),
+    Mutant("what was blended away is sent again at the end", "loop.py", "flight.held *= keep", "pass"),
     Mutant("a lost eager delta is forgotten", "replica.py",
            "if lost and lost.contribution and not lost.forgotten else None", "if False else None"),
     Mutant("a joiner keeps its random parameters", "state.py",
            "        self.newest = None\n        self.window.write(self.anchor)\n", "        self.newest = None\n"),
     Mutant("a joiner keeps its old momentum", "state.py",
-           "self.own = None if self.own is None else torch.zeros_like(self.own)", "pass"),
+           "for vector in (self.residual, self.own):", "for vector in (self.residual,):"),
     Mutant("residual kept when the payload is lost", "loop.py", "state.residual.add_(lost.restore)", "pass"),
-    Mutant("residual undone under eager too", "state.py", "return before - self.residual if self.own is None else None",
-           "return before - self.residual",
+    Mutant("residual undone under eager too", "state.py", "undoes = self.residual - lost if self.own is None else None",
+           "undoes = self.residual - lost",
            ("replica.py", "        local = torch.empty_like(state.anchor)\n",
             "        local = torch.empty_like(state.anchor)\n        if lost and lost.restore is not None:\n"
             "            state.residual.add_(lost.restore)\n")),
@@ -115,6 +117,18 @@ MUTANTS = [
     Mutant("embeddings in no fragment", "core/fragments.py", "    if rest:\n        groups.append",
            "    if False:\n        groups.append"),
     Mutant("checkpoint data not checked", "checkpoint.py", "if sha256_of(data) != manifest", "if False and manifest"),
+    # kernels, as Triton's interpreter runs them
+    Mutant("a kernel's unit is one too small", "kernels/codec.py", "((peak - LIMIT) >> 23) + 128",
+           "((peak - LIMIT) >> 23) + 127"),
+    Mutant("a kernel packs halves the other way round", "kernels/codec.py", "even | (odd << 4)", "odd | (even << 4)"),
+    Mutant("a kernel weighs all members like the first", "kernels/codec.py", "tl.load(shares + member)", "tl.load(shares)"),
+    Mutant("a kernel's NaN goes unnoticed", "kernels/codec.py", "tl.atomic_max(worst, tl.max(peak, 0))", "pass"),
+    Mutant("a kernel's Nesterov is heavy ball", "kernels/outer.py",
+           'move = momentum * speed + move if KIND == "nesterov" else speed', "move = speed"),
+    Mutant("a kernel blends by the wrong share", "kernels/outer.py", "keep * tl.load(local, inside, 0.0)",
+           "take * tl.load(local, inside, 0.0)"),
+    Mutant("a table of parameters that have moved", "kernels/live.py",
+           "return [t.data_ptr() for t in tensors] == [t.data_ptr() for t in self.tensors]", "return True"),
 ]  # fmt: skip
 
 
