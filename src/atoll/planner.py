@@ -7,23 +7,25 @@ programs (`as_json`) and for the eye (`report.planned`).
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
-from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from atoll.checks import check_whole
 from atoll.errors import ConfigError
-from atoll.plan import paper
-from atoll.plan.advise import Recommendation, advise
+from atoll.plan import cost, paper
+from atoll.plan.advise import Advice, Recommendation, advise
 from atoll.plan.laws import Defaults, defaults
 from atoll.plan.link import Link
-from atoll.plan.method import FRAGMENT_LAYERS, LABELS, Method, Model, methods
+from atoll.plan.measured import Penalty, penalty
+from atoll.plan.method import FRAGMENT_LAYERS, LABELS, Method, Model, methods, shares, with_rest
 from atoll.plan.outlook import Outlook, bandwidth_needed, outlook
 from atoll.plan.simulate import Layers, dealt
 
-LEVELS = paper.LEVELS
-"""Utilisations for which a bandwidth is worked out."""
 LONGEST_PERIOD = 10_000
 """Inner steps; the simulator looks at every step of several periods."""
+MOST_WORKERS, MOST_STEPS = 4096, 10**12
+"""As in run files."""
+MOST_STEP_S, MOST_PRICE = 1e9, 1e12
+"""Beyond, sums would not be numbers any more."""
 OWN = "run"
 """What the method of a run file is called beside the others."""
 
@@ -31,31 +33,41 @@ OWN = "run"
 
 FLOPS_PER_PARAMETER = 6
 """For every token: 2 forward, 4 backward."""
+
+
+class Chip(NamedTuple):
+    """What a maker states."""
+
+    flops: float
+    """Dense FLOP/s in bf16 (V100: fp16)."""
+    memory_bytes: float
+    """Of the largest version."""
+
+
 CHIPS = {
-    "v100": 125e12,
-    "a100": 312e12,
-    "h100": 989e12,
-    "h100-pcie": 756e12,
-    "h200": 989e12,
-    "b200": 2250e12,
-    "l4": 121e12,
-    "l40s": 362e12,
-    "a10": 125e12,
-    "a6000": 155e12,
-    "rtx3090": 71e12,
-    "rtx4090": 165e12,
-    "mi250x": 383e12,
-    "mi300x": 1307e12,
-    "tpu-v4": 275e12,
-    "tpu-v5e": 197e12,
-    "tpu-v5p": 459e12,
-    "tpu-v6e": 918e12,
+    "v100": Chip(125e12, 32e9),
+    "a100": Chip(312e12, 80e9),
+    "h100": Chip(989e12, 80e9),
+    "h100-pcie": Chip(756e12, 80e9),
+    "h200": Chip(989e12, 141e9),
+    "b200": Chip(2250e12, 180e9),
+    "l4": Chip(121e12, 24e9),
+    "l40s": Chip(362e12, 48e9),
+    "a10": Chip(125e12, 24e9),
+    "a6000": Chip(155e12, 48e9),
+    "rtx3090": Chip(71e12, 24e9),
+    "rtx4090": Chip(165e12, 24e9),
+    "mi250x": Chip(383e12, 128e9),
+    "mi300x": Chip(1307e12, 192e9),
+    "tpu-v4": Chip(275e12, 32e9),
+    "tpu-v5e": Chip(197e12, 16e9),
+    "tpu-v5p": Chip(459e12, 95e9),
+    "tpu-v6e": Chip(918e12, 32e9),
 }
-"""Dense FLOP/s in bf16 as the makers state them (V100: fp16)."""
 
 
-def chip_flops(name: str) -> float:
-    """The peak of a chip, FLOP/s."""
+def chip_named(name: str) -> Chip:
+    """A chip by its name, in any case."""
     if name.lower() not in CHIPS:
         raise ConfigError(f"chip must be one of {', '.join(CHIPS)}, got {name!r}; for another, give its --flops")
     return CHIPS[name.lower()]
@@ -88,15 +100,13 @@ class Fragmented(Method):
 
 
 def in_fragments(method: Method, model: Model, count: int) -> Fragmented:
-    """The same with so many fragments, as far as layers can be dealt to them evenly."""
+    """The same with so many fragments of layers, dealt as evenly as can be; what is in no layer is one more."""
     check_whole("fragments", count)
     if count > model.layers:
         raise ConfigError(f"fragments must be at most {model.layers}, the layers of the model, got {count}")
     layers = dealt(model.layers, count)
-    edges = accumulate((len(group) for group in layers), initial=0)
-    values = tuple(end - start for start, end in pairwise(model.parameters * e // model.layers for e in edges))
     settings = {name: getattr(method, name) for name in Method.__dataclass_fields__}
-    return Fragmented(**settings, own_layers=layers, own_values=values)
+    return Fragmented(**settings, own_layers=with_rest(layers, model), own_values=shares(layers, model))
 
 
 def chosen_methods(names: Sequence[str], model: Model, period: int | None, fragments: int | None) -> list[Method]:
@@ -130,15 +140,28 @@ class Asked:
     """Of one worker for an hour."""
     target: float = 0.95
     """Utilisation to be reached, 0 to 1."""
+    memory_bytes: float | None = None
+    """Of one chip of a worker, if known."""
+    chips: int = 1
+    """Of a worker."""
 
     def __post_init__(self) -> None:
         check_whole("workers", self.workers)
+        if self.workers > MOST_WORKERS:
+            raise ConfigError(f"workers must be at most {MOST_WORKERS}, got {self.workers}")
+        if self.model.step_s > MOST_STEP_S:
+            raise ConfigError(
+                f"the time of a step must be at most {MOST_STEP_S:.0e} seconds, got {self.model.step_s:g}"
+            )
         if not 0 < self.target < 1:
             raise ConfigError(f"target must be a share of the time above 0 and below 1, got {self.target:g}")
-        if self.price is not None and not 0 <= self.price < math.inf:
-            raise ConfigError(f"price must be a finite number of at least 0, got {self.price:g}")
+        if self.price is not None and not 0 <= self.price <= MOST_PRICE:
+            raise ConfigError(f"price must be a number from 0 to {MOST_PRICE:.0e}, got {self.price:g}")
         if self.steps is not None:
             check_whole("steps", self.steps)
+            if self.steps > MOST_STEPS:
+                raise ConfigError(f"steps must be at most {MOST_STEPS:.0e}, got {self.steps:.3g}")
+        check_whole("chips", self.chips, why="they compute the steps of one worker")
         for method in self.methods:
             if method.period > LONGEST_PERIOD:
                 raise ConfigError(
@@ -152,6 +175,8 @@ class Plan:
 
     asked: Asked
     outlooks: Mapping[str, Outlook]
+    penalties: Mapping[str, Penalty]
+    """How much higher the papers' losses ended than data-parallel's."""
     needed: Mapping[str, Mapping[float, float]]
     """Bits per second for every level, as atoll sends, at the link's latency; inf: no rate is enough."""
     on_grid: Mapping[str, Mapping[float, float | None]]
@@ -159,26 +184,38 @@ class Plan:
     recommendation: Recommendation
     defaults: Defaults
 
-    def cost(self, name: str) -> float | None:
+    def cost(self, seen: Outlook) -> float | None:
         """Of a whole run of all workers."""
         asked = self.asked
         if asked.price is None or asked.steps is None:
             return None
-        return self.outlooks[name].run_s / 3600 * asked.workers * asked.price
+        return seen.run_s / 3600 * asked.workers * asked.price
+
+    def device_bytes(self, seen: Outlook) -> int:
+        """What a worker holds before activations: parameters, gradients, AdamW's moments, and what the method adds."""
+        return cost.training_bytes(self.asked.model) + seen.memory_bytes
+
+    def fits(self, seen: Outlook) -> bool | None:
+        """Whether that is less than all chips of a worker have together; None: nobody has said what they have."""
+        asked = self.asked
+        return None if asked.memory_bytes is None else self.device_bytes(seen) < asked.chips * asked.memory_bytes
 
 
 def make(asked: Asked) -> Plan:
     """Work everything out; takes a second or two."""
-    model, workers, link = asked.model, asked.workers, asked.link
+    model, workers, link, steps = asked.model, asked.workers, asked.link, asked.steps or 0
     return Plan(
         asked=asked,
-        outlooks={m.name: outlook(model, m, workers, link, asked.steps or 0) for m in asked.methods},
+        outlooks={m.name: outlook(model, m, workers, link, steps) for m in asked.methods},
+        penalties={m.name: penalty(model, workers, m) for m in asked.methods},
         needed={
-            m.name: {level: bandwidth_needed(model, m, workers, level, latency_s=link.latency_s) for level in LEVELS}
+            m.name: {
+                level: bandwidth_needed(model, m, workers, level, latency_s=link.latency_s) for level in paper.LEVELS
+            }
             for m in asked.methods
         },
         on_grid={m.name: paper.on_the_grid(model, m) for m in asked.methods},
-        recommendation=advise(model, workers, link, asked.target),
+        recommendation=advise(model, workers, link, asked.target, steps=steps),
         defaults=defaults(model.parameters, workers),
     )
 
@@ -198,10 +235,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "model": plain(asked.model) | {"step_from": asked.step_from, "tokens_per_step": asked.tokens},
         "link": {**plain(asked.link), "text": str(asked.link)},
         "workers": asked.workers,
+        "chips": asked.chips,
+        "memory_of_a_chip_bytes": asked.memory_bytes,
         "steps": asked.steps,
         "target": asked.target,
         "methods": {name: _method_json(plan, name) for name in plan.outlooks},
-        "advice": [_advice_json(advice) for advice in plan.recommendation.choices],
+        "advice": [_advice_json(plan, advice) for advice in plan.recommendation.choices],
         "target_reached": plan.recommendation.reached,
         "next_level": plan.recommendation.next_level,
         "defaults": plain(plan.defaults),
@@ -209,34 +248,36 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _method_json(plan: Plan, name: str) -> dict[str, Any]:
-    seen = plan.outlooks[name]
-    known = plan.asked.steps is not None
+    loss, source = plan.penalties[name]
     return {
-        **_outlook_json(seen),
-        "bytes_of_run": seen.bytes_of_run if known else None,
-        "run_s": plain(seen.run_s) if known else None,
-        "cost": plan.cost(name),
+        **_outlook_json(plan, plan.outlooks[name]),
+        "loss_penalty": loss,
+        "source": source,
         "bandwidth_for": {_percent(level): rate for level, rate in plan.on_grid[name].items()},
         "bandwidth_needed": {_percent(level): plain(rate) for level, rate in plan.needed[name].items()},
     }
 
 
-def _outlook_json(seen: Outlook) -> dict[str, Any]:
-    method = seen.method
+def _advice_json(plan: Plan, advice: Advice) -> dict[str, Any]:
+    seen = advice.outlook
+    told = {name: plain(value) for name, value in _fields(advice).items() if name != "outlook"}
+    return {"method": seen.method.name, "settings": seen.method.settings(), **told, **_outlook_json(plan, seen)}
+
+
+def _outlook_json(plan: Plan, seen: Outlook) -> dict[str, Any]:
+    method, known = seen.method, plan.asked.steps is not None
     return {
         "label": label(method),
-        "period": 1 if method.gradients else method.period,
-        "delay": 0 if method.gradients else method.delay,
+        "period": method.period,
+        "delay": method.delay,
         "codec": method.codec.format,
         **{name: plain(value) for name, value in _fields(seen).items() if name != "method"},
+        "bytes_of_run": seen.bytes_of_run if known else None,
+        "run_s": plain(seen.run_s) if known else None,
+        "cost": plan.cost(seen),
+        "device_bytes": plan.device_bytes(seen),
+        "fits": plan.fits(seen),
     }
-
-
-def _advice_json(advice: Any) -> dict[str, Any]:
-    seen: Outlook = advice.outlook
-    told = {name: plain(value) for name, value in _fields(advice).items() if name != "outlook"}
-    of_runs = {"bytes_of_run": None, "run_s": None}  # it was asked for settings, not for a run
-    return {"method": seen.method.name, **told, **_outlook_json(seen), **of_runs}
 
 
 def _percent(level: float) -> str:

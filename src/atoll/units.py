@@ -70,10 +70,10 @@ def ratio_text(fewer: float | None) -> str:
 
 
 def percent_text(share: float | None) -> str:
-    """A signed difference: 0.0634 -> '+6.3 %'."""
+    """A signed difference: 0.0634 -> '+6.3 %'; what rounds to nothing is '+0.0 %'."""
     if share is None:
         return "-"
-    return f"{share * 100:+.1f} %"
+    return f"{round(share * 100, 1) + 0.0:+.1f} %"
 
 
 def share_text(share: float) -> str:

@@ -13,16 +13,17 @@ from atoll.plan.method import Method, Model
 
 @st.composite
 def methods(draw: st.DrawFn) -> tuple[Model, Method]:
-    layers, period = draw(st.integers(1, 14)), draw(st.integers(1, 12))
+    layers, gradients = draw(st.integers(1, 14)), draw(st.booleans())
+    period = 1 if gradients else draw(st.integers(1, 12))
     model = Model(parameters=draw(st.integers(1, 5000)), layers=layers, step_s=1.0)
     method = Method(
         name="any",
         period=period,
         each=draw(st.none() | st.integers(1, layers)),
-        delay=draw(st.integers(0, period)),
+        delay=0 if gradients else draw(st.integers(0, period)),
         codec=Codec(draw(st.sampled_from(["fp32", "bf16", "int8", "e3m0"]))),
         eager=draw(st.booleans()),
-        gradients=draw(st.booleans()),
+        gradients=gradients,
     )
     return model, method
 
@@ -44,15 +45,14 @@ def test_bytes_of_a_run_are_those_of_its_rounds(chosen: tuple[Model, Method], wo
 @given(methods(), st.integers(1, 6))
 def test_bytes_per_step_are_those_of_a_period(chosen: tuple[Model, Method], workers: int) -> None:
     model, method = chosen
-    a_period = 1 if method.gradients else method.period
     sent = [
         time_of(Job(
-            steps=periods * a_period, step_s=1.0, period=method.period, payload_bytes=method.payload_bytes(model),
+            steps=periods * method.period, step_s=1.0, period=method.period, payload_bytes=method.payload_bytes(model),
             delay=0, workers=workers, gradients=method.gradients, finish=False,
         ), Link(1e6)).bytes_per_worker
         for periods in (4, 5)
     ]  # fmt: skip
-    assert round(cost.bytes_per_step(model, method, workers) * a_period, 6) == sent[1] - sent[0]
+    assert round(cost.bytes_per_step(model, method, workers) * method.period, 6) == sent[1] - sent[0]
 
 
 @given(methods())

@@ -23,7 +23,8 @@ from oracle import layers as oracle
 
 few = settings(max_examples=25)
 
-times = st.integers(0, 40).map(lambda quarters: quarters / 4)
+# Odd, so that nothing begins at the very moment of an outage: there the exact oracle and floats may disagree.
+times = st.integers(0, 40).map(lambda quarters: quarters / 4 + 0.0712345)
 rates = st.sampled_from([400.0, 1e3, 3.3e3, 2e4, 1e6])
 latencies = st.sampled_from([0.0, 0.25, 3.0])
 
@@ -203,15 +204,16 @@ def test_more_delay_never_delays(run: tuple[Job, list[Place], Layers | None], mo
 @st.composite
 def choices(draw: st.DrawFn) -> tuple[Model, Method, int, float, float]:
     """A model, a method, workers, a rate around that which the line must carry, and a latency."""
-    layers, period = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    layers, gradients = draw(st.integers(1, 9)), draw(st.sampled_from([False, False, False, True]))
+    period = 1 if gradients else draw(st.integers(1, 9))
     model = Model(parameters=draw(st.integers(1, 50)) * 4 * layers, layers=layers, step_s=1.0)
     method = Method(
         name="any",
         period=period,
         each=draw(st.none() | st.integers(1, min(3, layers))),
-        delay=draw(st.integers(0, period)),
+        delay=0 if gradients else draw(st.integers(0, period)),
         codec=Codec(draw(st.sampled_from(["fp32", "bf16"]))),
-        gradients=draw(st.sampled_from([False, False, False, True])),
+        gradients=gradients,
     )
     workers = draw(st.integers(2, 4))
     rate = cost.average_bits_per_s(model, method, workers) * draw(
@@ -228,15 +230,14 @@ def busy(model: Model, method: Method, workers: int, rate: float, latency_s: flo
 @given(choices(), st.booleans())
 def test_steady_is_what_a_long_run_comes_to(choice: tuple[Model, Method, int, float, float], layered: bool) -> None:
     model, method, workers, rate, latency_s = choice
-    period = 1 if method.gradients else method.period
     long = simulate(
-        method.job(model, workers, 160 * period),
+        method.job(model, workers, 160 * method.period),
         [Place(up_bits_per_s=rate, down_bits_per_s=rate, latency_s=latency_s)],
         layers=method.layers(model) if layered else None,
         layer_count=model.layers,
     )
     rate = rate if layered else rate / GOODPUT
-    at_last = long.utilisation(since=100 * period)[0]
+    at_last = long.utilisation(since=100 * method.period)[0]
     assert busy(model, method, workers, rate, latency_s, layered) == pytest.approx(at_last, rel=2e-3)
 
 
@@ -245,8 +246,8 @@ def test_the_closed_form_is_exact_for_rounds_apart_and_never_too_much(
     choice: tuple[Model, Method, int, float, float],
 ) -> None:
     model, method, workers, rate, latency_s = choice
-    period = 1 if method.gradients else method.period
-    waits = cost.exposed_s(model, method, workers, Link(rate, latency_s))
+    period = method.period
+    waits = float(cost.exposed_at(model, method, workers, np.array([rate]), latency_s=latency_s)[0])
     place = Place(up_bits_per_s=rate, down_bits_per_s=rate, latency_s=latency_s)
     run = simulate(method.job(model, workers, 40 * period), [place])
     seen = (run.ends_s[-1, 0, 0] - run.ends_s[4 * period, 0, 0]) / 36 - period
@@ -270,6 +271,7 @@ def test_delay_never_lowers_utilisation(
     choice: tuple[Model, Method, int, float, float], more: int, layered: bool
 ) -> None:
     model, method, workers, rate, latency_s = choice
+    assume(not method.gradients)
     longer = replace(method, delay=min(method.delay + more, method.period))
     assert busy(model, longer, workers, rate, latency_s, layered) >= busy(*choice, layered) - 1e-6
 
@@ -287,6 +289,7 @@ def test_a_multiple_of_the_period_never_lowers_utilisation(
 ) -> None:
     """Sends are then further apart, every two of them; of other longer periods that is not true, as the next has it."""
     model, method, workers, rate, latency_s = choice
+    assume(not method.gradients)
     longer = replace(method, period=times * method.period)
     assert busy(model, longer, workers, rate, latency_s, layered) >= busy(*choice, layered) - 1e-6
 

@@ -3,12 +3,16 @@
 import numpy as np
 import pytest
 
+from atoll.config import parse
 from atoll.core.codec import Codec
+from atoll.core.fragments import Blocks, Whole
+from atoll.core.outer import Blend
 from atoll.errors import ConfigError
-from atoll.plan.advise import advise, candidates, in_words, sweep
-from atoll.plan.link import Link
+from atoll.plan.advise import advise, candidates, in_words, reaching, sweep
+from atoll.plan.link import Link, parse_link
 from atoll.plan.method import METHODS, Method, Model
 from atoll.plan.outlook import outlook
+from atoll.sync import Gradients, Sync
 
 MODEL = Model(parameters=10**9, layers=24, step_s=0.1)
 
@@ -34,11 +38,33 @@ def test_a_home_line_takes_four_bits_and_a_delay() -> None:
     )
 
 
+def test_one_worker_has_nothing_to_exchange() -> None:
+    found = advise(MODEL, 1, Link(1e3))
+    assert found.reached and not found.choices
+    assert found.next_level == "One worker has nothing to exchange."
+
+
+def test_what_another_choice_beats_is_not_offered() -> None:
+    """Up to 30 steps the papers' loss is the same: 30 send less than 5, 10 and 20, and wait less."""
+    fast = Link(1e12)
+    found = [choice.outlook for choice in advise(MODEL, 2, fast, 0.9).choices]
+    options = list(candidates(MODEL))
+    reached = [m.period for m in reaching(MODEL, 2, fast, 0.9, options, sweep(MODEL, 2, fast, options))]
+    assert reached[:4] == [5, 10, 20, 30]
+    assert [ahead.method.period for ahead in found] == [30, 50, 100]
+
+
+def test_a_run_of_so_many_steps() -> None:
+    first = advise(MODEL, 2, Link(1e9, 0.02), steps=1000).choices[0].outlook
+    assert first == outlook(MODEL, first.method, 2, Link(1e9, 0.02), 1000)
+    assert first.bytes_of_run > 0 and first.run_s >= 1000 * MODEL.step_s
+
+
 def test_one_bit_a_second() -> None:
     found = advise(MODEL, 2, Link(1.0))
     assert not found.reached
     assert len(found.choices) == 3
-    assert found.next_level.startswith("50 % takes 47 Mbit/s")
+    assert found.next_level.startswith("50 % takes 46.7 Mbit/s")
     assert "no settings reach it" in found.next_level
 
 
@@ -47,6 +73,8 @@ def test_the_next_level_holds() -> None:
     first = found.choices[0].outlook
     assert 0.5 <= first.utilisation_with_atoll < 0.8
     assert found.next_level.startswith("80 % takes ")
+    rate = parse_link(found.next_level.removeprefix("80 % takes ").partition(" with")[0])
+    assert outlook(MODEL, first.method, 2, Link(rate.bits_per_s, 0.05)).utilisation_with_atoll >= 0.8, "it is enough"
     assert "On this link it takes other settings: " in found.next_level
     assert advise(MODEL, 2, Link(1e15)).next_level.startswith("Nothing is left to gain")
 
@@ -77,6 +105,18 @@ def test_small_models_have_few_fragments() -> None:
     tiny = Model(parameters=1000, layers=2, step_s=0.1)
     assert {method.each for method in candidates(tiny)} == {None, 1}
     assert advise(Model(parameters=10, layers=1, step_s=0.1), 2, Link(1e9)).reached
+
+
+@pytest.mark.parametrize("method", list(candidates(MODEL))[::19], ids=in_words)
+def test_settings_are_accepted_by_run_files_and_mean_the_choice(method: Method) -> None:
+    sync = parse({}, [f"{key}={value}" for key, value in method.settings().items()]).synchronisation()
+    assert sync is not None and sync.codec == method.codec
+    assert isinstance(sync, Gradients) == method.gradients
+    if isinstance(sync, Sync):
+        assert (sync.period, sync.delays, sync.eager) == (method.period, (method.delay,), method.eager)
+        assert sync.fragments == (Whole() if method.each is None else Blocks(each=method.each))
+        if isinstance(sync.merge, Blend):  # what comes back at once is not blended
+            assert (sync.merge.alpha > 0) == (method.delay > 0)
 
 
 @pytest.mark.parametrize(

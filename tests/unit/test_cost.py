@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from atoll.core.codec import Codec
@@ -15,6 +16,10 @@ TEN = Model(parameters=1000, layers=10, step_s=1.0)
 FP32 = Codec("fp32")
 WHOLE = Method(name="whole", period=10, codec=FP32)
 HALVES = Method(name="halves", period=10, each=5, codec=FP32)
+
+
+def exposed_s(model: Model, method: Method, workers: int, link: Link) -> float:
+    return float(cost.exposed_at(model, method, workers, np.array([link.bits_per_s]), latency_s=link.latency_s)[0])
 
 
 def test_bytes_of_a_period() -> None:
@@ -35,42 +40,53 @@ def test_a_run_sends_what_it_has_not_sent_yet_at_its_end() -> None:
     assert cost.bytes_of_run(TEN, WHOLE, 2, 0) == 0
 
 
+def test_what_is_in_no_layer_is_a_fragment_of_its_own() -> None:
+    """Ten layers of 60 and an embedding of 400."""
+    model = replace(TEN, rest=400)
+    assert HALVES.values(model) == (300, 300, 400) and HALVES.layers(model)[-1] == (1,)
+    assert WHOLE.values(model) == (1000,)
+    assert cost.bytes_per_step(model, HALVES, 2) == cost.bytes_per_step(TEN, HALVES, 2)
+
+
 def test_waiting() -> None:
     line = Link(8000, latency_s=0.5)  # 4 s for everything
-    assert cost.exposed_s(TEN, WHOLE, 2, line) == 4.5
-    assert cost.exposed_s(TEN, replace(WHOLE, delay=3), 2, line) == 1.5
-    assert cost.exposed_s(TEN, replace(WHOLE, delay=5), 2, line) == 0
-    assert cost.exposed_s(TEN, HALVES, 2, line) == 5.0
-    assert cost.exposed_s(TEN, HALVES, 1, line) == 0
+    assert exposed_s(TEN, WHOLE, 2, line) == 4.5
+    assert exposed_s(TEN, replace(WHOLE, delay=3), 2, line) == 1.5
+    assert exposed_s(TEN, replace(WHOLE, delay=5), 2, line) == 0
+    assert exposed_s(TEN, HALVES, 2, line) == 5.0
+    assert exposed_s(TEN, HALVES, 1, line) == 0
 
 
 def test_rounds_that_leave_together_wait_together() -> None:
     """Ten fragments in five steps: five pairs, each of them on its way once."""
     crowded = Method(name="crowded", period=5, each=1, codec=FP32)
-    assert cost.exposed_s(TEN, crowded, 2, Link(8000, latency_s=0.5)) == 4 + 5 * 0.5
+    assert exposed_s(TEN, crowded, 2, Link(8000, latency_s=0.5)) == 4 + 5 * 0.5
 
 
 def test_what_hides_behind_another_s_waiting_is_not_counted_twice() -> None:
     """Ten rounds, one a step, four of which are under way together: every fifth can wait on its own account."""
     crowded = Method(name="crowded", period=10, each=1, delay=4, codec=FP32)
     assert not cost.rounds_apart(TEN, crowded)
-    assert cost.exposed_s(TEN, crowded, 2, Link(math.inf, latency_s=6.0)) == 2 * (6.0 - 4.0)
+    assert exposed_s(TEN, crowded, 2, Link(math.inf, latency_s=6.0)) == 2 * (6.0 - 4.0)
 
 
 def test_a_line_that_is_never_free() -> None:
     slow = Link(2000)  # 16 s for everything
-    assert cost.exposed_s(TEN, replace(WHOLE, delay=10), 2, slow) == 16 - 10
+    assert exposed_s(TEN, replace(WHOLE, delay=10), 2, slow) == 16 - 10
 
 
 def test_memory_by_hand() -> None:
     vectors = 2 * 4 * 1000
     assert cost.bare_bytes(TEN) == 12_000
+    assert cost.training_bytes(TEN) == 16_000
     assert cost.extra_bytes(TEN, WHOLE, 2) == vectors + 2 * 4000
     assert cost.extra_bytes(TEN, WHOLE, 4) == vectors + 2 * 4000
     assert cost.extra_bytes(TEN, replace(WHOLE, eager=True), 2) == vectors + 4 * 1000 + 2 * 4000
     assert cost.extra_bytes(TEN, HALVES, 3) == vectors + 3 * 2000
     assert cost.extra_bytes(TEN, replace(HALVES, delay=5), 3) == vectors + 3 * 4000
     assert cost.extra_bytes(TEN, HALVES, 3, offload=True) == vectors // 2 + 3 * 2000
+    assert cost.extra_bytes(TEN, replace(WHOLE, velocities=0), 2) == 4 * 1000 + 2 * 4000
+    assert cost.extra_bytes(TEN, replace(WHOLE, velocities=2), 2) == 3 * 4 * 1000 + 2 * 4000
     # The next round of a fragment leaves before its last one, a whole period old, is applied.
     assert cost.extra_bytes(TEN, replace(WHOLE, delay=10), 2) == vectors + 2 * 2 * 4000
 
@@ -94,6 +110,8 @@ def test_memory_of_the_streaming_paper_s_example() -> None:
         ({"period": 0}, "period must be a whole number of at least 1, got 0"),
         ({"delay": 11}, r"delay must be between 0 and period \(10\), got 11"),
         ({"delay": -1}, "delay must be a whole number of at least 0, got -1"),
+        ({"gradients": True}, "on every step and used at once: period must be 1 and delay 0, got 10 and 0"),
+        ({"gradients": True, "period": 1, "delay": 1}, "period must be 1 and delay 0, got 1 and 1"),
     ],
 )
 def test_refused_methods(settings: dict[str, int], message: str) -> None:
@@ -106,6 +124,7 @@ def test_refused_methods(settings: dict[str, int], message: str) -> None:
     [
         ({"parameters": 0}, "parameters must be a whole number of at least 1, got 0"),
         ({"layers": 0}, "layers must be a whole number of at least 1, got 0"),
+        ({"rest": 1000}, "rest must be less than parameters"),
         ({"step_s": 0.0}, "the time of a step must be a finite number of seconds above 0, got 0.0"),
         ({"step_s": math.inf}, "the time of a step must be a finite number"),
     ],

@@ -2,13 +2,14 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from atoll import Crew
 from atoll.core.shots import sent_bytes
 from atoll.errors import ConfigError
-from atoll.plan.job import Job, run_time, stops, time_of, transfer_s
+from atoll.plan.job import Job, RunTime, stops, time_of, transfer_s
 from atoll.plan.link import Link, parse_link
 from atoll.sync import DataParallel, Gradients, Sync
 from harness import PRESETS, Problem, train, train_data_parallel
@@ -43,12 +44,13 @@ def test_links_in_words(text: str, bits_per_s: float, latency_s: float) -> None:
         ("5 MB", "'MB' is ambiguous; say Mbit/s"),
         ("10 parsec", "unknown unit 'parsec' of the rate; write it like '100 Mbit/s'"),
         ("10", "unknown unit '' of the rate"),
+        ("\u0661 Mbit/s", "is not a rate"),
         ("0 Mbit/s", "link '0 Mbit/s': a link needs a rate above 0 bit/s, got 0"),
         ("-5 Mbit/s", "a link needs a rate above 0 bit/s"),
         ("1e999 Mbit/s", "too large"),
         ("fast", "'fast' is not a rate"),
         ("", "'' is not a rate"),
-        ("1 Gbit/s, 50", "'50' is not a latency; write it like '50 ms'"),
+        ("1 Gbit/s, 50", "'50' is not a latency; write it like '50 ms' or '0.05 s', one way: half of ping"),
         ("1 Gbit/s, 50 MB", "'50 MB' is not a latency"),
         ("1 Gbit/s, -50 ms", "a link's latency must be 0 s or more"),
         ("1 Gbit/s, 50 ms, 3", "is not a latency"),
@@ -71,20 +73,27 @@ def test_seconds_of_a_round() -> None:
     assert transfer_s(1000, 4, link) == 1.5 + 2 * 0.25  # two shots travel twice
 
 
+TWENTY = Job(steps=20, step_s=1.0, period=10, payload_bytes=(500,), delay=0, workers=2)
+
+
+def taken(**changes: Any) -> RunTime:
+    """20 steps of 1 s, a round of 4 s after each 10, but for some changes."""
+    return time_of(replace(TWENTY, **changes), Link(1e3))
+
+
 def test_diloco_waits_for_the_whole_round() -> None:
-    """20 steps of 1 s, a round of 4 s after each 10: nothing of it is hidden."""
-    time = run_time(20, 1.0, 10, [500], 0, 2, Link(1e3))
-    assert time == (28.0, 20.0, 8.0, 1000, 20 / 28)
+    """Nothing of it is hidden."""
+    assert taken() == (28.0, 20.0, 8.0, 1000, 20 / 28)
 
 
 def test_data_parallel_waits_on_every_step() -> None:
-    assert run_time(20, 1.0, 10, [500], 0, 2, Link(1e3), gradients=True) == (100.0, 20.0, 80.0, 10_000, 0.2)
+    assert taken(gradients=True) == (100.0, 20.0, 80.0, 10_000, 0.2)
 
 
 def test_a_delay_hides_what_fits_into_it() -> None:
     """A round of 4 s with 3 steps of 1 s to hide in shows 1 s; the last one, at the very end, shows all."""
-    assert run_time(20, 1.0, 10, [500], 3, 2, Link(1e3)).exposed_s == 1 + 4
-    assert run_time(20, 1.0, 10, [500], 4, 2, Link(1e3)).exposed_s == 0 + 4
+    assert taken(delay=3).exposed_s == 1 + 4
+    assert taken(delay=4).exposed_s == 0 + 4
 
 
 def test_rounds_queue_on_the_link() -> None:
@@ -122,9 +131,9 @@ def test_a_patient_worker_is_not_held_up_by_its_own_delay() -> None:
 
 
 def test_one_worker_or_no_rounds_cost_nothing() -> None:
-    assert run_time(10, 0.5, 5, [500], 0, 1, Link(1e3, latency_s=1.0)) == (5.0, 5.0, 0.0, 0, 1.0)
-    assert run_time(10, 0.5, 5, [], 0, 4, Link(1e3)) == (5.0, 5.0, 0.0, 0, 1.0)
-    assert run_time(0, 0.5, 5, [500], 0, 4, Link(1e3)) == (0.0, 0.0, 0.0, 0, 1.0)
+    assert taken(workers=1) == (20.0, 20.0, 0.0, 0, 1.0)
+    assert taken(payload_bytes=()) == (20.0, 20.0, 0.0, 0, 1.0)
+    assert taken(steps=0) == (0.0, 0.0, 0.0, 0, 1.0)
 
 
 @pytest.mark.parametrize("steps", [12, 13, 20])
@@ -136,9 +145,10 @@ def test_bytes_are_those_that_the_loop_sends(sync: Sync | Gradients, steps: int)
     loops = Problem(workers=2, steps=steps).loops(sync)
     (train if isinstance(sync, Sync) else train_data_parallel)(loops, steps, 0.07)
     Crew(loops).finish()
-    payloads = [sync.codec.payload_bytes(fragment.numel) for fragment in loops[0].fragments]
+    payloads = tuple(sync.codec.payload_bytes(fragment.numel) for fragment in loops[0].fragments)
     period, delay = (sync.period, sync.delay) if isinstance(sync, Sync) else (1, 0)
-    time = run_time(steps, 1.0, period, payloads, delay, 2, Link(1e6), gradients=isinstance(sync, Gradients))
+    gradients = isinstance(sync, Gradients)
+    time = taken(steps=steps, period=period, payload_bytes=payloads, delay=delay, gradients=gradients)
     assert time.bytes_per_worker == loops[0].counters.bytes_sent > 0
 
 

@@ -21,12 +21,30 @@ def test_everything_that_is_said() -> None:
     ahead = outlook(MODEL, WHOLE, 2, Link(8000 / GOODPUT), steps=100)
     assert ahead.utilisation_with_atoll == pytest.approx(10 / 14)
     assert ahead.wait_s_per_period == pytest.approx(4.0)
-    assert ahead.run_s == pytest.approx(140.0)
+    assert ahead.run_s == pytest.approx(140.0)  # the last exchange is at the end
     assert (ahead.bytes_per_round, ahead.bytes_per_step, ahead.bytes_of_run) == (4000, 400, 40_000)
     assert (ahead.average_bits_per_s, ahead.peak_bits_per_s) == (3200, 32_000)
-    assert ahead.memory_bytes == 8000 + 2 * 4000
+    assert ahead.memory_bytes == ahead.memory_offloaded_bytes == 8000 + 2 * 4000
     # Layer by layer, most of the backward hides it: the last layer leaves 17 pieces of 29 before the end.
     assert ahead.utilisation == pytest.approx(10 / (10 + 4 * GOODPUT - 17 / 29))
+
+
+@pytest.mark.parametrize(
+    ("steps", "delay", "total_s"),
+    [
+        (10, 0, 10 + 4),
+        (5, 0, 5 + 4),  # what was not sent yet is, at the end
+        (15, 0, 15 + 2 * 4),
+        (15, 10, 15 + 4),  # the first is hidden
+        (10, 10, 10 + 4),  # still on its way when all is computed
+        (100_005, 0, 100_005 + 10_001 * 4),
+        (0, 0, 0),
+    ],
+)
+def test_a_run_ends_with_an_exchange(steps: int, delay: int, total_s: float) -> None:
+    """4 s on the line for everything."""
+    ahead = outlook(MODEL, replace(WHOLE, delay=delay), 2, Link(8000 / GOODPUT), steps=steps)
+    assert ahead.run_s == pytest.approx(total_s)
 
 
 def test_a_line_faster_than_needed_is_never_waited_for() -> None:
@@ -39,6 +57,7 @@ def test_one_worker_needs_no_line() -> None:
     for method in METHODS.values():
         ahead = outlook(MODEL, replace(method, each=None), 1, Link(1.0, latency_s=9.0), steps=10)
         assert (ahead.utilisation, ahead.utilisation_with_atoll, ahead.bytes_of_run) == (1, 1, 0)
+        assert (ahead.memory_offloaded_bytes is None) == method.gradients, "nothing to put away"
 
 
 def test_layer_by_layer_is_never_worse_than_after_the_step() -> None:
@@ -53,7 +72,7 @@ def test_bandwidth_for_a_level() -> None:
     assert bandwidth_needed(MODEL, WHOLE, 2, 0.9) == pytest.approx(32_000 * 0.9 / GOODPUT, rel=0.011)
     late = bandwidth_needed(MODEL, WHOLE, 2, 0.9, latency_s=2.0)
     assert late == math.inf  # 2 s in 10 are too long, however fast the line
-    assert bandwidth_needed(MODEL, WHOLE, 1, 0.9) == 1e3  # the lowest that is looked at
+    assert bandwidth_needed(MODEL, WHOLE, 1, 0.9) == 0  # nobody to send to
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from atoll.plan.paper import PRINTED
 
 MAIN = ("--params", "10e9", "--layers", "48", "--step-time", "0.8", "--workers", "8", "--link", "1Gbit/s,40ms")
 ONE = ("--params", "1e9", "--layers", "24", "--step-time", "0.1")
+TINY = ("--preset", "tiny")
 
 
 def plan(*arguments: str | Path) -> Result:
@@ -52,8 +54,71 @@ def test_json_has_every_number_for_every_method() -> None:
         assert set(method["bandwidth_for"]) == set(method["bandwidth_needed"]) == {"50", "80", "90", "95", "99"}
         assert method["bytes_of_run"] > method["bytes_per_step"] > 0 and method["memory_bytes"] > 0
         assert method["cost"] == pytest.approx(method["run_s"] / 3600 * 8 * 20)
-        assert method["run_s"] == pytest.approx(1000 * 0.8 / method["utilisation_with_atoll"])
+        assert method["run_s"] >= 1000 * 0.8
+        assert method["loss_penalty"] is None or abs(method["loss_penalty"]) < 0.1
+        assert method["source"]
+    assert found["methods"]["data-parallel"]["loss_penalty"] == 0
+    assert found["methods"]["eager"]["loss_penalty"] is None, "nobody has measured it with 8 workers"
     assert found["advice"] and found["next_level"] is not None and found["defaults"]
+    for choice in found["advice"]:
+        assert choice["run_s"] == pytest.approx(1000 * 0.8 / choice["utilisation_with_atoll"], rel=0.15)
+        assert choice["cost"] == pytest.approx(choice["run_s"] / 3600 * 8 * 20)
+        assert choice["bytes_of_run"] >= 1000 * choice["bytes_per_step"] * 0.9
+
+
+def test_advice_can_be_pasted_and_is_then_the_run(run_file: Path) -> None:
+    """The line is what a shell makes of it; the run file's own column is then the advice, to the byte."""
+    alike = (run_file, "--step-time", "0.1", "--target", "0.9")
+    words, choice = plan(*alike).stdout, planned(*alike)["advice"][0]
+    (first, *_) = re.findall(r"--set(?:[^\n]+\\\n)*[^\n]+", words)
+    changes = shlex.split(first.replace("\\\n", ""))
+    assert changes == [part for key, value in choice["settings"].items() for part in ("--set", f"{key}={value}")]
+    own = planned(*alike, *changes)["methods"][planner.OWN]
+    told = {name for name in choice if name not in ("method", "settings", "why", "label")}
+    assert {name: own[name] for name in told} == {name: choice[name] for name in told}
+
+
+def test_advice_knows_that_an_embedding_is_a_fragment_of_its_own(run_file: Path) -> None:
+    """A vocabulary of 32,000 is half of a small model: a sixth of it would be far less to send at once."""
+    large = ("--set", "model.preset=35M", "--set", "data.tokenizer=bpe", "--set", "data.vocabulary=32000")
+    alike = (run_file, *large, "--step-time", "0.3", "--link", "20Mbit/s")
+    for choice in planned(*alike)["advice"]:
+        changes = [part for key, value in choice["settings"].items() for part in ("--set", f"{key}={value}")]
+        own = planned(*alike, *changes)["methods"][planner.OWN]
+        assert own["utilisation_with_atoll"] == choice["utilisation_with_atoll"] >= 0.95
+
+
+@pytest.mark.parametrize("name", ["tiny", "7M"])
+def test_a_preset_has_the_fragments_of_its_model(name: str) -> None:
+    from atoll.core.fragments import Blocks, split
+    from atoll.shapes import preset
+    from atoll.train.model import Decoder
+
+    asked = asked_for(Options(preset=name, step_time="1", methods=["streaming"]))
+    counted = asked_for(Options(preset=name, step_time="1", methods=["streaming"], fragments=2))
+    for plan_, policy in ((asked, Blocks()), (counted, Blocks(count=2))):
+        fragments = split(Decoder(preset(name)), policy)
+        assert plan_.methods[0].values(plan_.model) == tuple(fragment.numel for fragment in fragments)
+
+
+def test_memory_is_that_of_the_run_file_s_outer_optimizer(run_file: Path) -> None:
+    def added(*changes: str) -> int:
+        sets = [part for change in changes for part in ("--set", change)]
+        return int(planned(run_file, "--step-time", "1", *sets)["methods"][planner.OWN]["memory_bytes"])
+
+    vector = 4 * planned(run_file, "--step-time", "1")["model"]["parameters"]
+    assert added("sync.outer=sgd") == added() - vector
+    assert added("sync.outer=adam") == added() + vector
+    offloaded = planned(run_file, "--step-time", "1")["methods"][planner.OWN]["memory_offloaded_bytes"]
+    assert added("sync.offload=true") == offloaded < added()
+
+
+def test_one_worker_needs_no_line_and_is_offered_nothing() -> None:
+    found = planned(*ONE, "--workers", "1")
+    assert found["advice"] == [] and found["methods"]["diloco"]["bandwidth_needed"]["95"] == 0
+    words = plan(*ONE, "--workers", "1").stdout
+    assert "One worker has nothing to exchange." in words and "--set sync.method=none" in words
+    assert re.search(r"bit/s for 95 % busy( +-){6}", words)
 
 
 def test_the_published_comparison_is_what_json_says_of_its_model() -> None:
@@ -94,8 +159,48 @@ def test_the_table_fits_and_names_what_matters() -> None:
     result = plan(*MAIN, "--steps", "24000", "--price", "20")
     assert result.exit_code == 0, result.output
     assert max(map(len, result.stdout.splitlines())) <= 100
-    for words in ("DiLoCo", "Eager", "busy, with atoll", "99 % busy", "with offload", "cost of the run", "8 workers"):
+    for words in ("DiLoCo", "Eager", "busy, with atoll", "99 % busy", "with sync.offload", "8 workers"):
         assert words in result.stdout
+
+    assert re.search(r"loss, against data-parallel +\+0.0 %( +\S+ %){4} +- ", result.stdout)
+    assert re.search(r"with sync.offload +- ", result.stdout), "data-parallel has nothing to put away"
+    assert re.search(r"The run takes \S+ \S+ sends \S+ [TG]B\s+and\s+costs [0-9,]+\.", result.stdout)
+
+
+def test_it_says_where_the_table_is_for_another_batch_than_advised() -> None:
+    advised = planned(*ONE)["defaults"]["batch_tokens"] // 2  # of one of two workers
+    assert "The table is for" not in plan(*ONE, "--tokens", str(advised)).stdout
+    words = " ".join(plan(*ONE, "--tokens", str(2 * advised)).stdout.split())
+    assert f"The table is for another batch: {4 * advised:,} tokens in a step of all workers" in words
+    assert "The table is for another batch" in " ".join(plan(*ONE, "--tokens", str(advised // 2)).stdout.split())
+
+
+def test_a_plan_names_the_learning_rate_that_a_run_would_use() -> None:
+    words = " ".join(plan("--preset", "tiny", "--step-time", "1").stdout.split())
+    assert "inner learning rate 0.003," in words and "capped at 0.003" in words and "a guess" in words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "fits"),
+    [
+        (("--memory", "80GB"), "", True),
+        (("--memory", "27GB"), "Too large for 27.0 GB, before activations, with DiLoCo, 16 bits; Eager", False),
+        (("--memory", "10GB"), "with any of these methods: parameters, gradients and AdamW's moments take 16.0", False),
+        (("--memory", "20GB", "--chips", "8"), "Too large for one chip of 8 x 20.0 GB", True),
+        ((), "", None),
+    ],
+)
+def test_too_little_memory_is_said(arguments: tuple[str, ...], words: str, fits: bool | None) -> None:
+    said = " ".join(plan(*ONE, *arguments).stdout.split())
+    assert words in said and ("Too large" in said) == bool(words)
+    assert planned(*ONE, *arguments)["methods"]["eager"]["fits"] is fits
+
+
+def test_a_chip_has_its_memory() -> None:
+    found = planned("--preset", "4B", "--tokens", "1e5", "--chip", "rtx4090", "--method", "diloco")
+    assert found["memory_of_a_chip_bytes"] == 24e9 and found["methods"]["diloco"]["fits"] is False
+    own = planned("--preset", "4B", "--tokens", "1e5", "--chip", "rtx4090", "--memory", "1TB", "--method", "diloco")
+    assert own["methods"]["diloco"]["fits"] is True
 
 
 def test_what_is_not_known_is_not_shown() -> None:
@@ -112,7 +217,7 @@ def test_the_papers_table_side_by_side() -> None:
 
 
 def test_a_picture_is_written(tmp_path: Path) -> None:
-    file = tmp_path / "new" / "plan.png"
+    file = tmp_path / "plan.png"
     result = plan(*ONE, "--plot", file, "--json")
     assert file.read_bytes().startswith(b"\x89PNG")
     json.loads(result.stdout)
@@ -226,8 +331,32 @@ def test_every_option_is_explained() -> None:
         ((*ONE, "--steps", "0"), "steps must be"),
         ((*ONE, "--tokens-total", "1B"), "tokens-total needs --tokens"),
         ((*ONE, "--plot", "plan.jpg"), "PNG"),
+        ((*ONE, "--plot", "nowhere/plan.png"), "there is no folder nowhere"),
+        ((*ONE, "--workers", "1000000000"), "workers must be at most 4096"),
+        ((*ONE, "--price", "1e308"), "price must be"),
+        ((*ONE, "--steps", "1e18"), "steps must be"),
+        ((*ONE, "--steps", "10.5"), "steps must be a whole number"),
+        ((*ONE[:2], "--layers", "24.5", *ONE[4:]), "layers must be a whole number from 1 to 256"),
+        ((*ONE[:4], "--step-time", "1e300"), "time of a step must be at most"),
+        ((*ONE[:4], "--tokens", "1e6", "--flops", ""), "flops must be a whole number"),
+        ((*ONE, "--method", "diloco", "--fragments", "5"), "--fragments is for streaming"),
+        (("--paper", "--workers", "3"), "--json and nothing else"),
+        (("--serve", "--probe-link", ":29600", "--json"), "nothing else"),
+        (("--preset", "nope", "--step-time", "1"), "got 'nope'; for another model give --params and --layers"),
         ((*ONE, "--probe-link", "nowhere"), "HOST:PORT"),
         ((*ONE, "--set", "sync.period=3"), "none is given"),
+        ((*TINY, "--step-time", "1", "--set", "sync.period=3"), "none is given"),
+        ((*ONE, "--probe"), "give --step-time or --probe, not both"),
+        ((*ONE, "--chip", "h100"), "give --step-time or --chip, not both"),
+        ((*ONE, "--flops", "1e12"), "give --step-time or --flops, not both"),
+        ((*ONE, "--mfu", "0.4"), "give --step-time or --mfu, not both"),
+        ((*TINY, "--probe", "--chip", "h100"), "give --probe or --chip, not both"),
+        ((*TINY, "--tokens", "128", "--chip", "h100", "--flops", "1e12"), "give --chip or --flops, not both"),
+        ((*ONE, "--steps", "9", "--tokens-total", "1B"), "give --steps or --tokens-total, not both"),
+        ((*ONE, "--link", "1Gbit/s", "--probe-link", "host:1"), "give --link or --probe-link, not both"),
+        ((*ONE, "--chips", "8"), "--chips is for"),
+        ((*ONE, "--memory", "80"), "memory must be"),
+        ((*ONE, "--memory", "1.2.3GB"), "memory must be"),
         (("--params", "0", *ONE[2:]), "params must be"),
         (("--params", "nan", *ONE[2:]), "params must be"),
         (("--params", "1e400", *ONE[2:]), "params must be"),
@@ -242,7 +371,7 @@ def test_every_option_is_explained() -> None:
         ((*ONE[:4], "--tokens", "1e6", "--chip", "abacus"), "chip must be one of"),
         ((*ONE[:4], "--tokens", "1e6", "--chip", "h100", "--mfu", "1.5"), "mfu must be"),
         ((*ONE[:4], "--probe"), "a run file, or --preset"),
-        (("--preset", "3B", "--step-time", "1"), "did you mean '4B'"),
+        (("--preset", "3B", "--step-time", "1"), "did you mean '4B'? For another model give --params and --layers"),
         ((), "say what is trained"),
         ((*ONE, "--preset", "1B"), "only one of them"),
         (("--serve",), "--probe-link :29600 --serve"),
@@ -251,6 +380,32 @@ def test_every_option_is_explained() -> None:
 )
 def test_nonsense_gets_one_clear_line(arguments: tuple[str, ...], words: str) -> None:
     assert words in complaint(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--target", "95"), "target must be"),
+        (("--method", "bogus"), "method must be one of"),
+        (("--steps", "abc"), "steps must be"),
+        (("--price", "-1"), "price must be"),
+        (("--tokens", "100"), "multiple of the sequence of 128"),
+        (("--memory", "much"), "memory must be"),
+        (("--link", "fast"), "not a rate"),
+    ],
+)
+def test_everything_is_checked_before_anything_is_measured(
+    arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atoll.train.probe.probe_step", lambda *_, **__: pytest.fail("a step was measured"))
+    monkeypatch.setattr("atoll.link.probe.measure", lambda *_, **__: pytest.fail("a line was measured"))
+    line = () if "--link" in arguments else ("--probe-link", "127.0.0.1:1")
+    assert words in complaint(*TINY, "--probe", *line, *arguments)
+
+
+def test_latency_is_said_to_be_one_way() -> None:
+    assert "one way" in " ".join(plan("-h").stdout.split())
+    assert "half of ping" in complaint(*ONE, "--link", "1Gbit/s,40")
 
 
 def test_a_plan_is_checked_without_a_command_line() -> None:

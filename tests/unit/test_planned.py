@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from atoll.plan.link import Link
@@ -26,6 +27,22 @@ def test_the_link_is_marked() -> None:
     upper = planned.draw(MODEL, NAMED, 2, Link(4e9, 0.01)).axes[0]
     assert "4 Gbit/s, 10 ms" in [text.get_text() for text in upper.texts]
     assert any(set(line.get_xdata()) == {4.0} for line in upper.lines)  # type: ignore[arg-type]
+
+
+def test_the_target_is_a_line_and_both_kinds_of_curves_are_named() -> None:
+    figure = planned.draw(MODEL, NAMED, 2, Link(4e9, 0.01), 0.8)
+    upper = figure.axes[0]
+    assert any(set(line.get_ydata()) == {0.8} for line in upper.lines)  # type: ignore[arg-type]
+    assert [upper.get_yticks()[0], upper.get_yticks()[-1]] == [0, 1]
+    named = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert named[-2:] == ["best possible", "as atoll sends"]
+
+
+def test_kinks_are_not_cut() -> None:
+    """Between two points of an axis of six decades a curve of one over the rate moves by 2 % at most."""
+    upper = planned.draw(MODEL, {"one": METHODS["eager"]}, 2, Link(1e9)).axes[0]
+    best = max(upper.lines, key=lambda line: line.get_linewidth()).get_ydata()
+    assert max(abs(np.diff(best))) < 0.03
 
 
 @pytest.mark.parametrize("link", [Link(1.0), Link(1e15), Link(math.inf), Link(1e6, 100.0)])
@@ -55,6 +72,6 @@ def test_small_models_have_an_axis_in_mbit() -> None:
 
 def test_the_same_plan_is_the_same_file(tmp_path: Path) -> None:
     for name in ("a.png", "b.png"):
-        planned.write(MODEL, {"one": METHODS["diloco"]}, 2, Link(1e9), tmp_path / name)
+        planned.write(MODEL, {"one": METHODS["diloco"]}, 2, Link(1e9), 0.95, tmp_path / name)
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     assert LIGHT.paper == "#ffffff"

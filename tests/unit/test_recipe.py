@@ -4,7 +4,8 @@ import pytest
 
 from atoll import config
 from atoll.errors import ConfigError
-from atoll.train.recipe import inner_lr, resolve
+from atoll.plan.laws import defaults
+from atoll.train.recipe import resolve
 
 
 def test_the_recipe_of_the_scaling_laws_paper() -> None:
@@ -28,8 +29,11 @@ def test_what_is_filled_in_says_the_same_as_what_was_left_out(method: str) -> No
     assert config.parse(filled.to_toml()) == filled
 
 
-def test_the_fitted_rate_falls_with_size_and_rises_with_workers() -> None:
-    assert inner_lr(10**9, 2) < inner_lr(10**8, 2) < inner_lr(10**8, 8) <= inner_lr(10**6, 8) == 3e-3
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+@pytest.mark.parametrize("parameters", [1000, 10**6, 35 * 10**6, 10**8, 10**9, 10**10])
+def test_a_run_uses_the_learning_rate_that_a_plan_names(parameters: int, workers: int) -> None:
+    run = resolve(config.parse({"device": "cpu", "sync": {"workers": workers}}), parameters=parameters, context=64)
+    assert run.train.lr == defaults(parameters, workers).learning_rate
 
 
 def test_sequences_are_as_long_as_the_model_allows_and_no_longer() -> None:

@@ -62,6 +62,7 @@ from atoll.units import (
         (ratio_text(1.01), "the same"),
         (ratio_text(None), "-"),
         (percent_text(-0.0634), "-6.3 %"),
+        (percent_text(-0.0001), "+0.0 %"),
         (share_text(0.9999), "99.9 %"),
         (share_text(1), "100 %"),
         (share_text(0.001), "<1 %"),

@@ -1,6 +1,7 @@
 """`atoll plan`: what a run costs before it is paid for."""
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,10 +75,13 @@ def plan(
     flops: Annotated[
         str | None, typer.Option(metavar="N", rich_help_panel=_TIME, help="Or the peak FLOP/s of a chip: 989e12.")
     ] = None,
-    chips: Annotated[int, typer.Option(metavar="N", rich_help_panel=_TIME, help="Chips of a worker.")] = 1,
+    chips: Annotated[
+        int | None, typer.Option(metavar="N", rich_help_panel=_TIME, help="Chips of a worker; left out: 1.")
+    ] = None,
     mfu: Annotated[
-        float, typer.Option(metavar="SHARE", rich_help_panel=_TIME, help="The part of the peak that is reached.")
-    ] = 0.4,
+        float | None,
+        typer.Option(metavar="SHARE", rich_help_panel=_TIME, help="The part of the peak that is reached: 0.4."),
+    ] = None,
     probe: Annotated[
         bool,
         typer.Option("--probe", rich_help_panel=_TIME, help="Measured: a few steps of the run file or preset, here."),
@@ -87,7 +91,8 @@ def plan(
         typer.Option(
             metavar="SPEED",
             rich_help_panel=_LINK,
-            help="What every worker has: 1Gbit/s,40ms; left out: the run file's link.emulate, or 1Gbit/s.",
+            help="What every worker has, latency one way (half of ping): 1Gbit/s,40ms; left out: the run file's "
+            "link.emulate, or 1Gbit/s.",
         ),
     ] = None,
     probe_link: Annotated[
@@ -97,6 +102,12 @@ def plan(
     serve: Annotated[
         bool, typer.Option("--serve", rich_help_panel=_LINK, help="Be that end: --probe-link :29600 --serve.")
     ] = False,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", rich_help_panel=_SHOWN, help="Of one chip, to be warned: 80GB; left out: the --chip's."
+        ),
+    ] = None,
     price: Annotated[
         float | None, typer.Option(metavar="X", rich_help_panel=_SHOWN, help="Of one worker for an hour.")
     ] = None,
@@ -127,12 +138,6 @@ def plan(
     """
     from atoll.commands.asked import Options
 
-    if serve:
-        _serve(probe_link)
-        return
-    if paper:
-        _paper(as_json)
-        return
     options = Options(
         run=run,
         changes=changes or (),
@@ -151,13 +156,23 @@ def plan(
         flops=flops,
         chips=chips,
         mfu=mfu,
+        memory=memory,
         probe=probe,
         steps=steps,
         tokens_total=tokens_total,
         price=price,
         target=target,
     )
-    _show(options, as_json, plot)
+    if serve:
+        if options != Options(probe_link=probe_link) or as_json or paper or plot is not None:
+            raise ConfigError("--serve only waits for who measures: it takes --probe-link :29600 and nothing else")
+        _serve(probe_link)
+    elif paper:
+        if options != Options() or plot is not None:
+            raise ConfigError("--paper shows the paper's own models: it takes --json and nothing else")
+        _paper(as_json)
+    else:
+        _show(options, as_json, plot)
 
 
 def _show(options: "Options", as_json: bool, plot: Path | None) -> None:
@@ -165,8 +180,8 @@ def _show(options: "Options", as_json: bool, plot: Path | None) -> None:
     from atoll.commands.asked import asked_for
     from atoll.commands.plan_words import show
 
-    if plot is not None and plot.suffix.lower() != ".png":
-        raise ConfigError(f"--plot {plot}: it is drawn as PNG, name it like plan.png")
+    if plot is not None:
+        _check_plot(plot)
     made = planner.make(asked_for(options))
     if as_json:
         typer.echo(json.dumps(planner.as_json(made), indent=2, allow_nan=False))
@@ -176,12 +191,23 @@ def _show(options: "Options", as_json: bool, plot: Path | None) -> None:
         from atoll.report.planned import write
 
         asked = made.asked
-        write(asked.model, {planner.label(m): m for m in asked.methods}, asked.workers, asked.link, plot)
+        named = {planner.label(m): m for m in asked.methods}
+        write(asked.model, named, asked.workers, asked.link, asked.target, plot)
         typer.echo(f"wrote {plot}", err=as_json)
 
 
+def _check_plot(file: Path) -> None:
+    """Before all the work, whether it can be written."""
+    if file.suffix.lower() != ".png":
+        raise ConfigError(f"--plot {file}: it is drawn as PNG, name it like plan.png")
+    if not file.parent.is_dir():
+        raise ConfigError(f"--plot {file}: there is no folder {file.parent}")
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"--plot {file}: it cannot be written")
+
+
 def _paper(as_json: bool) -> None:
-    from atoll.commands.plan_words import printed, show_paper
+    from atoll.commands.plan_words import show_paper
     from atoll.plan.paper import compare
 
     cells = list(compare())
@@ -196,7 +222,7 @@ def _paper(as_json: bool) -> None:
             "level": cell.level,
             "paper": cell.paper_bits_per_s,
             "ours": cell.bits_per_s,
-            "printed_gbit_per_s": printed(cell),
+            "printed_gbit_per_s": cell.printed_gbit_per_s,
             "steps_apart": cell.steps_apart,
         }
         for cell in cells

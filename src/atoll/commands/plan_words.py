@@ -1,22 +1,24 @@
 """A plan for people: one table, what to choose, and the settings to begin with. 100 columns."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
+from textwrap import wrap
 
 from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from atoll.plan import paper
+from atoll.plan import cost, paper
+from atoll.plan.advise import Advice
 from atoll.plan.laws import SEQUENCE
 from atoll.plan.outlook import Outlook
-from atoll.planner import LEVELS, OWN, Plan, label
-from atoll.units import bytes_text, count_text, count_words, loss_text, seconds_text, share_text
+from atoll.planner import OWN, Plan, label
+from atoll.units import bytes_text, count_text, count_words, loss_text, percent_text, seconds_text, share_text
 
 WIDTH = 100
+_ANOTHER_BATCH = 1.5  # times; up to there, times and bytes of a run are about the same
 
 
 def show(plan: Plan) -> None:
@@ -24,8 +26,9 @@ def show(plan: Plan) -> None:
     console = Console()
     console = Console(width=min(console.width, WIDTH)) if console.is_terminal else Console(width=WIDTH)
     console.print(Group(_heading(plan), _table(plan), Text("\n".join(_notes(plan)), style="dim")))
-    console.print(_advice(plan))
-    console.print(_defaults(plan))
+    for head, lines in (_advice(plan, console.width), _defaults(plan, console.width)):
+        # As they are: a backslash must be the last character of its line.
+        console.print(Text.assemble((head, "bold"), *(f"\n{line}" for line in lines)), soft_wrap=True)
 
 
 def _heading(plan: Plan) -> Text:
@@ -64,16 +67,17 @@ def _lines(plan: Plan) -> Iterable[Line]:
     yield "busy, best possible", lambda o: share_text(o.utilisation), False
     yield "busy, with atoll", lambda o: share_text(o.utilisation_with_atoll), False
     yield "waiting in a period", lambda o: seconds_text(o.wait_s_per_period), False
-    yield "period, steps", lambda o: "1" if o.method.gradients else f"{o.method.period}", True
+    yield "period, steps", lambda o: f"{o.method.period}", False
+    yield "loss, against data-parallel", lambda o: percent_text(plan.penalties[o.method.name].loss), True
     yield "sent per step", lambda o: bytes_text(o.bytes_per_step), False
     run = plan.asked.steps is not None
     yield "sent in a round", lambda o: bytes_text(o.bytes_per_round), not run
     yield "sent in the run", lambda o: bytes_text(o.bytes_of_run) if run else "", True
-    for level in LEVELS:
-        last = level == LEVELS[-1]
+    for level in paper.LEVELS:
+        last = level == paper.LEVELS[-1]
         yield f"bit/s for {100 * level:.0f} % busy", _needed(plan, level), last
     yield "memory added", lambda o: bytes_text(o.memory_bytes), False
-    yield "  with offload", lambda o: bytes_text(o.memory_offloaded_bytes), True
+    yield "  with sync.offload", _offloaded, True
     yield "time of the run", lambda o: seconds_text(o.run_s) if run else "", False
     yield "cost of the run", lambda o: _cost(plan, o), False
 
@@ -81,65 +85,126 @@ def _lines(plan: Plan) -> Iterable[Line]:
 def _needed(plan: Plan, level: float) -> Callable[[Outlook], str]:
     def cell(seen: Outlook) -> str:
         rate = plan.needed[seen.method.name][level]
-        return count_text(rate) if math.isfinite(rate) else "never"
+        return "-" if not rate else count_text(rate) if math.isfinite(rate) else "never"
 
     return cell
 
 
+def _offloaded(seen: Outlook) -> str:
+    return "-" if seen.memory_offloaded_bytes is None else bytes_text(seen.memory_offloaded_bytes)
+
+
 def _cost(plan: Plan, seen: Outlook) -> str:
-    cost = plan.cost(seen.method.name)
-    return "" if cost is None else f"{cost:,.0f}" if cost >= 100 else f"{cost:,.2f}"
+    total = plan.cost(seen)
+    return "" if total is None else f"{total:,.0f}" if total >= 100 else f"{total:,.2f}"
 
 
 def _notes(plan: Plan) -> Iterable[str]:
-    yield "Bytes, waiting and memory are one worker's. busy: the share of its time in which it computes; best"
-    yield "possible: every layer travels as soon as it can; with atoll, as bit/s: after the step."
+    yield "Bytes, waiting and memory are one worker's, the cost all workers'. busy: the share of its time in"
+    yield "which it computes; best possible: every layer travels as soon as it can; with atoll, as bit/s: after"
+    yield "the step. loss: what the papers measured at the nearest of their sizes, - where nobody has."
     if any(math.isinf(rate) for rates in plan.needed.values() for rate in rates.values()):
         yield "never: latency alone makes it wait longer."
     if OWN in plan.outlooks:
         yield "this run: the run file's own settings, with its model's fragments as they are."
+    if not plan.asked.model.rest:
+        yield "All layers are taken as equal and nothing as outside of them: a run file or --preset has its own."
     if plan.asked.steps is None:
         yield "For bytes, time and cost of a whole run: --steps, or --tokens (of a step of one worker)."
+    yield from _memory(plan)
     yield ""
+
+
+def _memory(plan: Plan) -> Iterable[str]:
+    """Where a worker's chips are too small."""
+    asked, seen = plan.asked, plan.outlooks.values()
+    if asked.memory_bytes is None or not seen:
+        return
+    chips = (
+        f"{bytes_text(asked.memory_bytes)}" if asked.chips == 1 else f"{asked.chips} x {bytes_text(asked.memory_bytes)}"
+    )
+    bare = f"parameters, gradients and AdamW's moments take {bytes_text(cost.training_bytes(asked.model))}"
+    if large := [label(each.method) for each in seen if not plan.fits(each)]:
+        which = "with any of these methods" if len(large) == len(seen) else f"with {'; '.join(large)}"
+        text = f"Too large for {chips}, before activations, {which}: {bare}, and what is added comes on top."
+    elif any(plan.device_bytes(each) >= asked.memory_bytes for each in seen):
+        text = f"Too large for one chip of {chips}: {bare}; share them between ranks, train.parallel = fsdp."
+    else:
+        return
+    yield from wrap(text, WIDTH)
 
 
 # ---------------------------------------------------------------------- advice
 
 
-def _advice(plan: Plan) -> Group:
+Passage = tuple[str, list[str]]
+"""A head, and lines that fit."""
+
+
+def _advice(plan: Plan, width: int) -> Passage:
     found, target = plan.recommendation, share_text(plan.asked.target)
+    if not found.choices:
+        return found.next_level, ["  --set sync.method=none", ""]
     head = f"To be busy {target} of the time, least risky first:"
     if not found.reached:
         head = f"Nothing is busy {target} of the time on this link; closest:"
-    choices = Table.grid(padding=(0, 1, 0, 0))
+    lines = []
     for place, advice in enumerate(found.choices, 1):
-        if advice.loss_penalty is None:
-            loss = f"Loss: {advice.source or 'nobody has measured it'}."
-        else:
-            loss = f"Loss {100 * advice.loss_penalty:+.1f} % against data-parallel ({advice.source})."
-        choices.add_row(f"{place}.", Text(f"{advice.why} {loss}"))
-    return Group(Text(head, style="bold"), _indented(choices), _indented(Text(found.next_level)), Text(""))
+        lines += _indented(_choice(plan, advice), width, first=f"  {place}. ", rest="     ")
+        lines += pasted(advice.outlook.method.settings(), width)
+    return head, [*lines, *_indented(found.next_level, width), ""]
 
 
-def _indented(what: RenderableType) -> Padding:
-    return Padding(what, (0, 0, 0, 2), expand=False)
+def _choice(plan: Plan, advice: Advice) -> str:
+    seen = advice.outlook
+    loss = f"Loss: {advice.source}."
+    if advice.loss_penalty is not None:
+        loss = f"Loss {percent_text(advice.loss_penalty)} against data-parallel ({advice.source})."
+    run = ""
+    if plan.asked.steps is not None:
+        price, sends = _cost(plan, seen), f"sends {bytes_text(seen.bytes_of_run)}"
+        run = f" The run takes {seconds_text(seen.run_s)}" + (
+            f", {sends} and costs {price}." if price else f" and {sends}."
+        )
+    large = "" if plan.fits(seen) is not False else " It does not fit into the memory given."
+    return f"{advice.why}{run} {loss}{large}"
 
 
-def _defaults(plan: Plan) -> Group:
-    values = plan.defaults
-    told = [
-        f"inner learning rate {values.learning_rate:.2g}",
-        f"batch {values.batch_sequences:,} sequences of {SEQUENCE} tokens over all workers",
-        f"outer learning rate {values.outer_learning_rate:.2g}" if values.outer_learning_rate is not None else "",
-        f"{count_text(values.tokens)} tokens in all",
-        f"a loss of about {loss_text(values.loss)}",
-    ]
-    limits = f" Beyond what was measured: {values.outside}." if values.outside else ""
-    limits += f" In doubt: {values.doubt}." if values.doubt else ""
-    return Group(
-        Text("To begin with, by the scaling laws of arXiv 2503.09799:", style="bold"),
-        _indented(Text(", ".join(part for part in told if part) + "." + limits)),
+def pasted(settings: Mapping[str, str | int], width: int) -> list[str]:
+    """Options for a run file's command, in lines that a shell reads as one."""
+    lines = _indented(" ".join(f"--set\0{key}={value}" for key, value in settings.items()), width - 2, first="     ")
+    return [line.replace("\0", " ") + " \\" for line in lines[:-1]] + [lines[-1].replace("\0", " ")]
+
+
+def _indented(text: str, width: int, first: str = "  ", rest: str | None = None) -> list[str]:
+    following = first if rest is None else rest
+    return wrap(
+        text, width, initial_indent=first, subsequent_indent=following, break_on_hyphens=False, break_long_words=False
     )
+
+
+def _defaults(plan: Plan, width: int) -> Passage:
+    values = plan.defaults
+    told = (
+        f"inner learning rate {values.learning_rate:g}, "
+        f"batch {values.batch_sequences:,} sequences of {SEQUENCE} tokens over all workers, "
+        f"outer learning rate {values.outer_learning_rate:.2g}, "
+        f"{count_text(values.tokens)} tokens in all, "
+        f"a loss of about {loss_text(values.loss)}."
+    )
+    told += f" Beyond what was measured, a guess: {values.outside}." if values.outside else ""
+    told += f" In doubt: {values.doubt}." if values.doubt else ""
+    return "To begin with, by the scaling laws of arXiv 2503.09799:", _indented(told + _other_batch(plan), width)
+
+
+def _other_batch(plan: Plan) -> str:
+    """The table's batch, where the advice is another one."""
+    if plan.asked.tokens is None:
+        return ""
+    tokens, advised = plan.asked.tokens * plan.asked.workers, plan.defaults.batch_tokens
+    if max(tokens, advised) <= _ANOTHER_BATCH * min(tokens, advised):
+        return ""
+    return f" The table is for another batch: {tokens:,} tokens in a step of all workers, not {advised:,}."
 
 
 # ---------------------------------------------------------------------- the paper's table
@@ -165,14 +230,9 @@ def show_paper(cells: list[paper.Comparison]) -> None:
 
 
 def _both(cell: paper.Comparison) -> Text:
-    theirs = f"{printed(cell):.1f}"
+    theirs = f"{cell.printed_gbit_per_s:.1f}"
     ours = "-" if cell.bits_per_s is None else f"{cell.bits_per_s / 1e9:.1f}"
     return Text(theirs) if cell.steps_apart == 0 else Text(f"{theirs} / {ours}", style="yellow")
-
-
-def printed(cell: paper.Comparison) -> float:
-    """What the paper has there, Gbit/s."""
-    return paper.PRINTED[cell.model][cell.method][paper.LEVELS.index(cell.level)]
 
 
 def summary(cells: list[paper.Comparison]) -> str:

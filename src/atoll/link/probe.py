@@ -5,6 +5,7 @@ of text; at the end of the bytes, the end that received them knows the rate. Not
 """
 
 import json
+import os
 import re
 import socket
 import time
@@ -113,7 +114,8 @@ def serve(host: str, port: int, tell: Callable[[str], None] = _say) -> None:
     try:
         listening = socket.create_server((host, port), family=family)
     except OSError as error:
-        raise LinkError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        why = os.strerror(error.errno) if error.errno else str(error)  # its own text has the address once more
+        raise LinkError(f"cannot listen on {host}:{port}: {why}") from error
     with listening:
         tell(f"waiting on port {port}; at the other end: atoll plan --probe-link THIS-MACHINE:{port} ...")
         while True:

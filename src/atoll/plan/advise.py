@@ -2,12 +2,15 @@
 
 Risk is how far a choice is from what everybody does, in this order: data-parallel; the outer loop, the shorter its
 period the better, then the smaller its delay, then the more bits; at last Eager Updates. The order does not depend on
-the link, so a better link never leads to riskier advice. `plan.measured` says what a choice cost in the papers.
+the link, so on a better link nothing riskier is needed. `plan.measured` says what a choice cost in the papers. What
+another choice beats in that, in bytes and in utilisation is not offered; but for data-parallel, which is what losses
+are measured against.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +23,7 @@ from atoll.plan.link import Link
 from atoll.plan.measured import penalty
 from atoll.plan.method import Method, Model
 from atoll.plan.outlook import Outlook, bandwidth_needed, outlook, steady_utilisation
+from atoll.plan.paper import LEVELS
 from atoll.units import bytes_text, seconds_text, share_text
 
 PERIODS = (5, 10, 20, 30, 50, 100, 200, 300, 500, 1000)
@@ -29,7 +33,6 @@ DELAYS = (0, 1, 2, 3, 5, 10)
 """The Streaming paper advises up to 5, and saw less than 0.2 % up to 10."""
 FORMATS = ("fp32", "bf16", "int8", "e3m0")
 """Of the 4-bit formats the papers'; others take as many bytes."""
-LEVELS = (0.5, 0.8, 0.9, 0.95, 0.99)
 
 _NEARLY = 1e-3  # a sweep rounds bytes; what it sees this far below the target is looked at exactly
 _AS_GOOD = 0.99  # of the best: then risk decides
@@ -54,7 +57,7 @@ class Recommendation:
 
     choices: tuple[Advice, ...]
     """Those that reach the target, least risky first, no two with the same period and merge; if there is none, those
-    that come closest, best first."""
+    that come closest, best first. None for one worker, who has nothing to exchange."""
     reached: bool
     """Whether `utilisation_with_atoll` of the choices is at least the target."""
     next_level: str
@@ -67,25 +70,29 @@ def advise(
     link: Link,
     target: float = 0.95,
     *,
+    steps: int = 0,
     most: int = 3,
     memory_limit_bytes: int | None = None,
 ) -> Recommendation:
     """Settings with which workers compute for at least `target` (0 to 1) of their time, or come as close as can be.
 
-    With `memory_limit_bytes`, only those that add no more than that on a worker's device.
+    What is said of runs is for so many steps. With `memory_limit_bytes`, only those that add no more than that on a
+    worker's device.
     """
     check_whole("workers", workers)
     check_whole("most", most, why="it counts choices")
     if not 0 < target < 1:
         raise ConfigError(f"target must be between 0 and 1, both excluded, got {target!r}: it is a part of the time")
+    if workers == 1:
+        return Recommendation(choices=(), reached=True, next_level="One worker has nothing to exchange.")
     options = _fitting(model, workers, memory_limit_bytes)
     swept = sweep(model, workers, link, options)
-    found = _reaching(model, workers, link, target, most, options, swept)
-    reached = bool(found)
-    outlooks = found or [outlook(model, method, workers, link) for method in _closest(most, options, swept)]
+    found = reaching(model, workers, link, target, options, swept)
+    kept = _unbeaten(model, workers, link, found or _closest(options, swept))[:most]
+    outlooks = [outlook(model, method, workers, link, steps) for method in kept]
     return Recommendation(
         choices=tuple(_advice(model, workers, ahead) for ahead in outlooks),
-        reached=reached,
+        reached=bool(found),
         next_level=_next_level(model, workers, link, outlooks[0], options, swept),
     )
 
@@ -139,7 +146,7 @@ def sweep(model: Model, workers: int, link: Link, options: Sequence[Method]) -> 
         }
         first = options[members[0]]
         sizes = np.array([size_of[options[n].codec] for n in members], dtype=float)
-        rates = link.bits_per_s * (sizes[0] / np.maximum(sizes, 1.0)) if workers > 1 else np.ones(len(members))
+        rates = link.bits_per_s * (sizes[0] / np.maximum(sizes, 1.0))
         found[members] = steady_utilisation(model, first, workers, rates, latency_s=link.latency_s, layered=False)
     return found
 
@@ -147,33 +154,60 @@ def sweep(model: Model, workers: int, link: Link, options: Sequence[Method]) -> 
 # ---------------------------------------------------------------------- what to choose
 
 
-def _reaching(
-    model: Model, workers: int, link: Link, target: float, most: int, options: Sequence[Method], swept: Array
-) -> list[Outlook]:
-    """The least risky of each period and merge, up to so many."""
-    found: dict[tuple[int, bool, bool], Outlook] = {}
+def reaching(
+    model: Model, workers: int, link: Link, target: float, options: Sequence[Method], swept: Array
+) -> list[Method]:
+    """Of each period and merge the least risky that reaches the target, least risky first."""
+    found: dict[_Kind, Method] = {}
     for n in np.flatnonzero(swept >= target - _NEARLY):
         method = options[int(n)]
-        if len(found) < most and _sort(method) not in found:
-            ahead = outlook(model, method, workers, link)
-            if ahead.utilisation_with_atoll >= target:
-                found[_sort(method)] = ahead
+        if _kind(method) not in found and _busy(model, workers, link, method) >= target:
+            found[_kind(method)] = method
     return list(found.values())
 
 
-def _closest(most: int, options: Sequence[Method], swept: Array) -> list[Method]:
+def _closest(options: Sequence[Method], swept: Array) -> list[Method]:
     """The best of each period and merge; of those that are as good as the best, the least risky first."""
     left = swept.copy()
     chosen: list[Method] = []
-    while len(chosen) < most and left.max() >= 0:
+    while left.max() >= 0:
         method = options[int(np.flatnonzero(left >= _AS_GOOD * left.max())[0])]
         chosen.append(method)
-        left[[_sort(other) == _sort(method) for other in options]] = -1
+        left[[_kind(other) == _kind(method) for other in options]] = -1
     return chosen
 
 
-def _sort(method: Method) -> tuple[int, bool, bool]:
-    return method.period, method.eager, method.gradients
+class _Kind(NamedTuple):
+    period: int
+    eager: bool
+    gradients: bool
+
+
+def _kind(method: Method) -> _Kind:
+    return _Kind(method.period, method.eager, method.gradients)
+
+
+def _busy(model: Model, workers: int, link: Link, method: Method) -> float:
+    rates = np.array([link.bits_per_s])
+    return float(steady_utilisation(model, method, workers, rates, latency_s=link.latency_s, layered=False)[0])
+
+
+def _unbeaten(model: Model, workers: int, link: Link, chosen: Sequence[Method]) -> list[Method]:
+    """Those that no other beats in something and equals in the rest, in the same order; and data-parallel."""
+    costs = [_cost(model, workers, link, method) for method in chosen]
+    return [
+        method
+        for method, mine in zip(chosen, costs, strict=True)
+        if method.gradients
+        or not any(theirs != mine and all(t <= m for t, m in zip(theirs, mine, strict=True)) for theirs in costs)
+    ]
+
+
+def _cost(model: Model, workers: int, link: Link, method: Method) -> tuple[float, float, float]:
+    """What should be small: loss, of which not to know is the worst; bytes; waiting."""
+    loss = penalty(model, workers, method).loss
+    sent, busy = cost.bytes_per_step(model, method, workers), _busy(model, workers, link, method)
+    return math.inf if loss is None else loss, sent, 1 - busy
 
 
 # ---------------------------------------------------------------------- in words
@@ -181,7 +215,7 @@ def _sort(method: Method) -> tuple[int, bool, bool]:
 
 def _advice(model: Model, workers: int, ahead: Outlook) -> Advice:
     method, wait_s = ahead.method, ahead.wait_s_per_period
-    loss, source = penalty(model.parameters, workers, method)
+    loss, source = penalty(model, workers, method)
     every = "step" if method.gradients else f"{method.period} steps"
     waits = f"waits {seconds_text(wait_s)} in every {every}" if wait_s > 0 else "never waits"
     busy = f"is busy {share_text(ahead.utilisation_with_atoll)} of the time"
@@ -204,13 +238,22 @@ def _next_level(model: Model, workers: int, link: Link, ahead: Outlook, options:
     level = next((level for level in LEVELS if level > ahead.utilisation_with_atoll), None)
     if level is None:
         return f"Nothing is left to gain: workers are busy {share_text(ahead.utilisation_with_atoll)} of the time."
-    needed = bandwidth_needed(model, ahead.method, workers, level, latency_s=link.latency_s)
-    if math.isfinite(needed):
-        line = f"{share_text(level)} takes {Link(float(f'{needed:.2g}'))} with the first of these choices"
-    else:
-        line = f"{share_text(level)} is out of reach of the first of these choices at any bandwidth, for latency alone"
+    first = _rate_for(model, workers, link, ahead.method, level)
     enough = np.flatnonzero(swept >= level + _NEARLY)
     if not enough.size:
-        return f"{line}; on this link no settings reach it."
+        return f"{first or share_text(level)}; on this link no settings reach it."
     words = in_words(options[enough[0]])
-    return f"{line}. On this link it takes other settings: {words[0].lower()}{words[1:]}."
+    other = f"it takes other settings: {words[0].lower()}{words[1:]}."
+    return f"{first}. On this link {other}" if first else f"For {share_text(level)} {other}"
+
+
+def _rate_for(model: Model, workers: int, link: Link, method: Method, level: float) -> str:
+    """What the first choice needs for a level; empty if the link has it, for then the line is not what is missing."""
+    needed = bandwidth_needed(model, method, workers, level, latency_s=link.latency_s)
+    if math.isinf(needed):
+        return f"{share_text(level)} is out of reach of the first of these choices at any bandwidth, for latency alone"
+    unit = 10.0 ** (math.floor(math.log10(needed)) - 2)
+    enough = Link(math.ceil(needed / unit) * unit)  # to three digits, upwards: less would not do
+    if enough.bits_per_s <= link.bits_per_s:
+        return ""
+    return f"{share_text(level)} takes {enough} with the first of these choices"

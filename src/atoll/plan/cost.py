@@ -12,7 +12,6 @@ import numpy as np
 from atoll.core.schedule import Schedule
 from atoll.core.shots import ONE_SHOT_MEMBERS, sent_bytes, shots
 from atoll.plan.lines import Array
-from atoll.plan.link import Link
 from atoll.plan.method import Method, Model
 
 FP32_BYTES = 4
@@ -28,7 +27,7 @@ def round_bytes(model: Model, method: Method, workers: int) -> tuple[int, ...]:
 
 def bytes_per_step(model: Model, method: Method, workers: int) -> float:
     """What one worker sends, on average over a period."""
-    return sum(round_bytes(model, method, workers)) / _period(method)
+    return sum(round_bytes(model, method, workers)) / method.period
 
 
 def bytes_of_run(model: Model, method: Method, workers: int, steps: int) -> int:
@@ -55,42 +54,32 @@ def peak_bits_per_s(model: Model, method: Method, workers: int) -> float:
 # ---------------------------------------------------------------------- time
 
 
-def exposed_s(model: Model, method: Method, workers: int, link: Link) -> float:
-    """Seconds of waiting in every period (data-parallel: every step), as atoll sends: after the step.
+def exposed_at(model: Model, method: Method, workers: int, rates: Array, *, latency_s: float = 0.0) -> Array:
+    """[rates]: seconds of waiting in every period (data-parallel: every step), as atoll sends: after the step.
 
     Exact if `rounds_apart`; otherwise rounds queue and hide behind each other, and this is the least that is waited.
     """
-    rates = np.array([link.bits_per_s])
-    return float(exposed_at(model, method, workers, rates, latency_s=link.latency_s)[0])
-
-
-def exposed_at(model: Model, method: Method, workers: int, rates: Array, *, latency_s: float = 0.0) -> Array:
-    """[rates]: `exposed_s` at many rates at once."""
     sent = sent_together(model, method, workers)
-    hidden_s = 0.0 if method.gradients else method.delay * model.step_s
+    hidden_s = method.delay * model.step_s
     latency_s *= shots(workers)
     waits = [np.maximum(0.0, 8 * size / rates + latency_s - hidden_s) for size in sent.values()]
     carried_s = 8 * sum(sent.values()) / rates
     chains: list[Array] = [sum(chain, np.zeros_like(rates)) for chain in _apart(method, list(sent), waits)]
-    least: Array = np.max([carried_s - _period(method) * model.step_s, *chains, np.zeros_like(rates)], axis=0)
+    least: Array = np.max([carried_s - method.period * model.step_s, *chains, np.zeros_like(rates)], axis=0)
     return least
 
 
 def rounds_apart(model: Model, method: Method) -> bool:
     """Whether every round has been applied before the next one leaves, so that none ever waits for another."""
     steps = list(sent_together(model, method, 1))
-    gap = min((later - step for step, later in pairwise([*steps, steps[0] + _period(method)])), default=0)
-    return method.gradients or method.delay == 0 or method.delay < gap
-
-
-def _period(method: Method) -> int:
-    return 1 if method.gradients else method.period
+    gap = min((later - step for step, later in pairwise([*steps, steps[0] + method.period])), default=0)
+    return method.delay == 0 or method.delay < gap
 
 
 def sent_together(model: Model, method: Method, workers: int) -> dict[int, int]:
     """By step of the period, ascending: bytes that a worker sends after it. They are applied together, too."""
     sizes = round_bytes(model, method, workers)
-    schedule = Schedule(_period(method), len(sizes), 0)
+    schedule = Schedule(method.period, len(sizes), 0)
     together: dict[int, int] = {}
     for fragment, size in enumerate(sizes):
         together[schedule.offset(fragment)] = together.get(schedule.offset(fragment), 0) + size
@@ -99,7 +88,7 @@ def sent_together(model: Model, method: Method, workers: int) -> dict[int, int]:
 
 def _apart(method: Method, steps: list[int], waits: list[Array]) -> Iterator[list[Array]]:
     """Ways to pick sends of which each is applied before the next one leaves: their waits add up."""
-    period, delay, count = _period(method), 0 if method.gradients else method.delay, len(steps)
+    period, delay, count = method.period, method.delay, len(steps)
     later = [*steps, *(step + period for step in steps)]
     stride = next((k for k in range(1, count + 1) if all(later[i + k] - later[i] > delay for i in range(count))), None)
     if stride is not None:
@@ -115,15 +104,20 @@ def bare_bytes(model: Model) -> int:
     return 3 * FP32_BYTES * model.parameters
 
 
+def training_bytes(model: Model) -> int:
+    """The same with gradients: what a worker's device must hold with any method, activations aside."""
+    return bare_bytes(model) + FP32_BYTES * model.parameters
+
+
 def extra_bytes(model: Model, method: Method, workers: int, *, offload: bool = False) -> int:
     """What the outer loop adds on a worker's device.
 
-    Anchor and velocity in fp32, Eager's own momentum, feedback's residual, and the payloads of rounds on their way.
+    Anchor and velocities in fp32, Eager's own momentum, feedback's residual, and the payloads of rounds on their way.
     With `offload`, they are in the machine's memory but for one fragment's.
     """
     if method.gradients:
         return sum(_payloads(size, workers) for size in method.payload_bytes(model))
-    vectors = 2 + method.eager + method.codec.feedback
+    vectors = 1 + method.velocities * (1 + method.eager) + method.codec.feedback
     values, payloads = method.values(model), method.payload_bytes(model)
     if offload:
         return vectors * FP32_BYTES * max(values) + _payloads(max(payloads), workers)

@@ -126,30 +126,6 @@ class RunTime(NamedTuple):
     """compute_s / total_s, 0 to 1."""
 
 
-def run_time(
-    steps: int,
-    step_s: float,
-    period: int,
-    payload_bytes: Sequence[int],
-    delay: int | Sequence[int],
-    workers: int,
-    link: Link,
-    gradients: bool = False,
-) -> RunTime:
-    """How long a run of this many inner steps takes; units and meanings are those of `Job`."""
-    delays = delay if isinstance(delay, int) else tuple(delay)
-    job = Job(
-        steps=steps,
-        step_s=step_s,
-        period=period,
-        payload_bytes=tuple(payload_bytes),
-        delay=delays,
-        workers=workers,
-        gradients=gradients,
-    )
-    return time_of(job, link)
-
-
 def time_of(job: Job, link: Link) -> RunTime:
     """How long a job takes; its last rounds have arrived then if it finishes."""
     compute_s, sent = job.steps * job.step_s, 0

@@ -19,7 +19,8 @@ TOKENS_PER_PARAMETER = 20
 SMALLEST, LARGEST = 35_000_000, 10_000_000_000
 """Parameters between which the fits were measured or checked."""
 MOST_WORKERS = 8
-_DISAGREE = 2.5  # times by which two fits of the same may differ
+HIGHEST_LEARNING_RATE = 3e-3
+"""Of the inner optimizer: below 80 million parameters the fit goes above, and for small models past all use."""
 
 
 class _Power(NamedTuple):
@@ -34,32 +35,31 @@ class _Power(NamedTuple):
 
 class _Fits(NamedTuple):
     loss: _Power
-    learning_rate: _Power
     batch: _Power
 
 
-_DATA_PARALLEL = _Fits(_Power(18.129, -0.0953), _Power(16319.2, -0.819), _Power(0.22592, 0.281))
 _BY_WORKERS = {
-    1: _Fits(_Power(18.363, -0.0961), _Power(74620.6, -0.945), _Power(0.01361, 0.435)),
-    2: _Fits(_Power(18.768, -0.0969), _Power(3978.82, -0.780), _Power(0.00769, 0.479)),
-    4: _Fits(_Power(19.762, -0.0992), _Power(4512.99, -0.789), _Power(0.00535, 0.510)),
-    8: _Fits(_Power(21.051, -0.1018), _Power(618986.0, -1.102), _Power(0.01859, 0.455)),
+    1: _Fits(_Power(18.363, -0.0961), _Power(0.01361, 0.435)),
+    2: _Fits(_Power(18.768, -0.0969), _Power(0.00769, 0.479)),
+    4: _Fits(_Power(19.762, -0.0992), _Power(0.00535, 0.510)),
+    8: _Fits(_Power(21.051, -0.1018), _Power(0.01859, 0.455)),
 }
 _OUTER_LEARNING_RATES = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
 
 
 def _joint(workers: int) -> _Fits:
     """The fits over sizes and workers together, for numbers of workers that were not measured."""
-    return _Fits(
-        _Power(19.226 * workers**0.0116, -0.0985),
-        _Power(22256.0 * workers**0.2929, -0.8827),
-        _Power(0.00709 * workers**0.3399, 0.4695),
-    )
+    return _Fits(_Power(19.226 * workers**0.0116, -0.0985), _Power(0.00709 * workers**0.3399, 0.4695))
 
 
-def joint_learning_rate(parameters: int, workers: int) -> float:
-    """The peak of the inner learning rate by the joint fit, for any number of workers."""
-    return _joint(workers).learning_rate.at(parameters)
+def learning_rate(parameters: int, workers: int) -> float:
+    """The peak of the inner learning rate, to two digits: what a run uses that gives none, and what a plan says."""
+    return float(f"{min(HIGHEST_LEARNING_RATE, _fitted_rate(parameters, workers)):.2g}")
+
+
+def _fitted_rate(parameters: int, workers: int) -> float:
+    """The joint fit. The one for 8 workers alone falls so fast with size that at 1 billion it is a sixth of this."""
+    return _Power(22256.0 * workers**0.2929, -0.8827).at(parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +67,13 @@ class Defaults:
     """Settings to begin with, and the loss that they should come to."""
 
     learning_rate: float
-    """Peak of the inner optimizer's."""
+    """Peak of the inner optimizer's; see `learning_rate`."""
     batch_sequences: int
     """Sequences of 2048 tokens in a step of all workers together; each has its part of them."""
     batch_tokens: int
     """The same in tokens."""
-    outer_learning_rate: float | None
-    """Of Nesterov with a momentum of 0.9; None for data-parallel, which has none."""
+    outer_learning_rate: float
+    """Of Nesterov with a momentum of 0.9."""
     loss: float
     """Nats per token on C4, in the end."""
     tokens: int
@@ -81,26 +81,24 @@ class Defaults:
     outside: str
     """In what way this is beyond what was measured, in words; empty if it is not."""
     doubt: str
-    """Where the paper's own fits disagree about the learning rate, in words; empty if they do not. The joint fit counts
-    then: it knows all numbers of workers."""
+    """Where the learning rate is not what the fit says, in words; empty if it is."""
 
 
-def defaults(parameters: int, workers: int, data_parallel: bool = False) -> Defaults:
+def defaults(parameters: int, workers: int) -> Defaults:
     """Settings for a model of so many parameters on so many workers, by the fits for that number where there are."""
     check_whole("parameters", parameters, why="it counts what is trained")
     check_whole("workers", workers)
-    fits = _DATA_PARALLEL if data_parallel else _BY_WORKERS.get(workers) or _joint(workers)
+    fits = _BY_WORKERS.get(workers) or _joint(workers)
     sequences = max(1, round(fits.batch.at(parameters)))
-    doubt = "" if data_parallel else _doubt(parameters, workers, fits)
     return Defaults(
-        learning_rate=joint_learning_rate(parameters, workers) if doubt else fits.learning_rate.at(parameters),
+        learning_rate=learning_rate(parameters, workers),
         batch_sequences=sequences,
         batch_tokens=sequences * SEQUENCE,
-        outer_learning_rate=None if data_parallel else _outer_learning_rate(workers),
+        outer_learning_rate=_outer_learning_rate(workers),
         loss=fits.loss.at(parameters),
         tokens=TOKENS_PER_PARAMETER * parameters,
-        outside=_outside(parameters, 1 if data_parallel else workers),
-        doubt=doubt,
+        outside=_outside(parameters, workers),
+        doubt=_doubt(parameters, workers),
     )
 
 
@@ -123,9 +121,8 @@ def _outside(parameters: int, workers: int) -> str:
     return "; ".join(reasons)
 
 
-def _doubt(parameters: int, workers: int, fits: _Fits) -> str:
-    """For 8 workers the rate falls so fast with size that at 1 billion it is a sixth of what all others suggest."""
-    own, joint = fits.learning_rate.at(parameters), joint_learning_rate(parameters, workers)
-    if max(own, joint) <= _DISAGREE * min(own, joint):
+def _doubt(parameters: int, workers: int) -> str:
+    fitted = _fitted_rate(parameters, workers)
+    if fitted <= HIGHEST_LEARNING_RATE:
         return ""
-    return f"the learning rate is that of the joint fit; the one for {workers} workers alone has {own:.2g}"
+    return f"the learning rate is capped at {HIGHEST_LEARNING_RATE:g}, the fit has {fitted:.2g}"

@@ -8,7 +8,7 @@ from atoll.errors import ConfigError
 
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-_NUMBER = r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
+_NUMBER = r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
 _HOW = "write it like '100 Mbit/s', '20 MB/s' or '1 Gbit/s, 50 ms'"
 
 
@@ -26,7 +26,7 @@ class Link:
     bits_per_s: float
     """Bits per second, in each direction; math.inf is allowed."""
     latency_s: float = 0.0
-    """Seconds from the last bit's departure to its arrival."""
+    """Seconds from the last bit's departure to its arrival: one way, half of what ping shows."""
 
     def __post_init__(self) -> None:
         if not self.bits_per_s > 0:
@@ -75,5 +75,7 @@ def _parse_rate(text: str, rate: str) -> float:
 def _parse_latency(text: str, latency: str) -> float:
     match = re.fullmatch(_NUMBER + r"\s*([a-z]+)", latency)
     if match is None or match[2] not in _SECONDS:
-        raise ConfigError(f"link {text!r}: {latency!r} is not a latency; write it like '50 ms' or '0.05 s'")
+        raise ConfigError(
+            f"link {text!r}: {latency!r} is not a latency; write it like '50 ms' or '0.05 s', one way: half of ping"
+        )
     return float(match[1]) * _SECONDS[match[2]]

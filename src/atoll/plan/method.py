@@ -21,10 +21,16 @@ class Model:
     layers: int
     step_s: float
     """Seconds of computing of one inner step of one worker."""
+    rest: int = 0
+    """Parameters that are in no layer, such as an embedding: a last fragment of their own wherever layers are dealt to
+    fragments, as with `core.fragments.Blocks`."""
 
     def __post_init__(self) -> None:
         check_whole("parameters", self.parameters, why="it counts what is trained")
         check_whole("layers", self.layers, why="it counts what is computed one after the other")
+        check_whole("rest", self.rest, least=0, why="it counts what is outside layers")
+        if self.rest >= self.parameters:
+            raise ConfigError(f"rest must be less than parameters ({self.parameters}), got {self.rest}")
         if not 0 < self.step_s < math.inf:
             raise ConfigError(f"the time of a step must be a finite number of seconds above 0, got {self.step_s!r}")
 
@@ -35,7 +41,7 @@ class Method:
 
     name: str
     period: int
-    """Inner steps between two exchanges of the same parameters; of no meaning under `gradients`."""
+    """Inner steps between two exchanges of the same parameters."""
     each: int | None = None
     """Layers of a fragment; None: everything at once."""
     delay: int = 0
@@ -45,24 +51,32 @@ class Method:
     eager: bool = False
     """Whether a worker's own newest change is applied at once (Eager Updates)."""
     gradients: bool = False
-    """Data-parallel: gradients on every step."""
+    """Data-parallel: gradients on every step, a period of 1 without delay."""
+    velocities: int = 1
+    """Vectors as long as the model that the outer optimizer keeps: SGD none, Adam two, others one."""
+    offload: bool = False
+    """Whether anchor and velocities are in the machine's memory (`sync.offload`)."""
 
     def __post_init__(self) -> None:
         check_whole("period", self.period, why="it counts inner steps")
         check_whole("delay", self.delay, least=0, why="it counts inner steps")
         if self.delay > self.period:
             raise ConfigError(f"delay must be between 0 and period ({self.period}), got {self.delay}")
+        if self.gradients and (self.period, self.delay) != (1, 0):
+            raise ConfigError(
+                f"gradients are exchanged on every step and used at once: period must be 1 and delay 0, "
+                f"got {self.period} and {self.delay}"
+            )
 
     def layers(self, model: Model) -> Layers:
-        """The layers of every fragment."""
+        """The layers of every fragment; what is in none is needed and complete when the first is."""
         if self.each is None:
             return (tuple(range(1, model.layers + 1)),)
-        return strided(model.layers, self.each)
+        return with_rest(strided(model.layers, self.each), model)
 
     def values(self, model: Model) -> tuple[int, ...]:
         """Parameters of every fragment; together all of the model's."""
-        edges = accumulate((len(group) for group in self.layers(model)), initial=0)
-        return tuple(end - start for start, end in pairwise(model.parameters * e // model.layers for e in edges))
+        return (model.parameters,) if self.each is None else shares(strided(model.layers, self.each), model)
 
     def payload_bytes(self, model: Model) -> tuple[int, ...]:
         """One worker's payload of every fragment, exactly as it will travel."""
@@ -75,10 +89,37 @@ class Method:
             step_s=model.step_s,
             period=self.period,
             payload_bytes=self.payload_bytes(model),
-            delay=0 if self.gradients else self.delay,
+            delay=self.delay,
             workers=workers,
             gradients=self.gradients,
         )
+
+    def settings(self) -> dict[str, str | int]:
+        """What a run file says for it, by dotted key; all that the method depends on, whatever the file has."""
+        if self.gradients:
+            return {"sync.method": "data-parallel", "sync.codec": self.codec.format}
+        # Only what comes back late is blended with what was learnt meanwhile, and that is what "streaming" does.
+        name = "eager" if self.eager else "streaming" if self.delay else "diloco"
+        return {
+            "sync.method": name,
+            "sync.period": self.period,
+            "sync.fragments": "whole" if self.each is None else f"blocks:{self.each}",
+            **({} if self.eager else {"sync.delay": self.delay}),
+            "sync.codec": self.codec.format,
+        }
+
+
+def with_rest(dealt: Layers, model: Model) -> Layers:
+    """Fragments of layers, and that of what is in none."""
+    return dealt + (((1,),) if model.rest else ())
+
+
+def shares(dealt: Layers, model: Model) -> tuple[int, ...]:
+    """Parameters of each of them."""
+    edges = accumulate((len(group) for group in dealt), initial=0)
+    inside = model.parameters - model.rest
+    sizes = tuple(end - start for start, end in pairwise(inside * e // model.layers for e in edges))
+    return sizes + ((model.rest,) if model.rest else ())
 
 
 FRAGMENT_LAYERS = 3

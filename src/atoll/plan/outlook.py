@@ -7,12 +7,13 @@ import numpy as np
 
 from atoll.checks import check_whole
 from atoll.plan import cost, steady
+from atoll.plan.job import time_of
 from atoll.plan.lines import Array, Place
 from atoll.plan.link import GOODPUT, Link
 from atoll.plan.method import Method, Model
 from atoll.plan.simulate import simulate
 
-_FIRST, _LAST, _POINTS = 1e3, 1e15, 97  # rates between which one is looked for, in bits per second
+_FIRST, _LAST, _POINTS = 1.0, 1e30, 97  # rates between which one is looked for, in bits per second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +38,10 @@ class Outlook:
     """What it must carry for an exchange to be over in the time it has."""
     memory_bytes: int
     """On the device, beside parameters, gradients, inner optimizer and activations."""
-    memory_offloaded_bytes: int
-    """The same with anchors and velocities in the machine's memory."""
+    memory_offloaded_bytes: int | None
+    """The same with `sync.offload`: anchors and velocities in the machine's memory. None: data-parallel has none."""
     run_s: float
-    """Of a run of so many steps as were asked for, with atoll."""
+    """Of a run of so many steps as were asked for, with atoll; at its end all that was not sent yet is."""
 
 
 def outlook(model: Model, method: Method, workers: int, link: Link, steps: int = 0) -> Outlook:
@@ -52,7 +53,7 @@ def outlook(model: Model, method: Method, workers: int, link: Link, steps: int =
         float(steady_utilisation(model, method, workers, rates, latency_s=link.latency_s, layered=layered)[0])
         for layered in (True, False)
     )
-    period_s = (1 if method.gradients else method.period) * model.step_s
+    period_s = method.period * model.step_s
     return Outlook(
         method=method,
         utilisation=layered,
@@ -63,10 +64,18 @@ def outlook(model: Model, method: Method, workers: int, link: Link, steps: int =
         bytes_of_run=cost.bytes_of_run(model, method, workers, steps),
         average_bits_per_s=cost.average_bits_per_s(model, method, workers),
         peak_bits_per_s=cost.peak_bits_per_s(model, method, workers),
-        memory_bytes=cost.extra_bytes(model, method, workers),
-        memory_offloaded_bytes=cost.extra_bytes(model, method, workers, offload=True),
-        run_s=steps * model.step_s / with_atoll,
+        memory_bytes=cost.extra_bytes(model, method, workers, offload=method.offload),
+        memory_offloaded_bytes=None if method.gradients else cost.extra_bytes(model, method, workers, offload=True),
+        run_s=_run_s(model, method, workers, link, steps, with_atoll),
     )
+
+
+def _run_s(model: Model, method: Method, workers: int, link: Link, steps: int, busy: float) -> float:
+    """Seconds of a run, with its quiet beginning and the exchange at its end: what comes between repeats."""
+    period = method.period
+    repeated = max(0, steps // period - steady.WARM_UP - steady.REPEATS) * period
+    rest = method.job(model, workers, steps - repeated)
+    return repeated * model.step_s / busy + time_of(rest, Link(GOODPUT * link.bits_per_s, link.latency_s)).total_s
 
 
 def steady_utilisation(
@@ -77,8 +86,7 @@ def steady_utilisation(
     Layer by layer on a line that carries nothing else, or after the step as atoll does it, on one that also carries
     packet headers; see `plan.simulate` and `GOODPUT`.
     """
-    period = 1 if method.gradients else method.period
-    period_s = period * model.step_s
+    period, period_s = method.period, method.period * model.step_s
     if not layered:
         waited_s = steady.waited_s(model, method, workers, GOODPUT * rates, latency_s=latency_s)
         return period_s / (period_s + waited_s)
@@ -97,9 +105,14 @@ def steady_utilisation(
 def bandwidth_needed(
     model: Model, method: Method, workers: int, level: float, *, latency_s: float = 0.0, layered: bool = False
 ) -> float:
-    """Bits per second from which on utilisation is at least `level`, to 1 %; inf where latency alone prevents it."""
+    """Bits per second from which on utilisation is at least `level`, to 0.1 %.
+
+    Infinite where latency alone prevents it; 0 for one worker, who needs no line.
+    """
+    if workers == 1:
+        return 0.0
     low, high = _FIRST, _LAST
-    while high / low > 1.01:
+    while high / low > 1.001:
         rates = np.geomspace(low, high, _POINTS)
         reached = steady_utilisation(model, method, workers, rates, latency_s=latency_s, layered=layered)
         enough = np.flatnonzero(reached >= level)

@@ -75,8 +75,10 @@ class Comparison(NamedTuple):
     row: str
     """The paper's."""
     level: float
+    printed_gbit_per_s: float
+    """What the paper prints."""
     paper_bits_per_s: float
-    """The grid point that was printed, before rounding."""
+    """The grid point that it stands for, before rounding."""
     bits_per_s: float | None
     """Ours; None where no grid point reaches the level."""
     steps_apart: int | None
@@ -103,7 +105,7 @@ def compare() -> Iterator[Comparison]:
                 theirs = _grid_point(1e9 * printed)
                 found = ours[level]
                 apart = None if found is None else _grid_point(found) - theirs
-                yield Comparison(name, method, row, level, float(GRID_BITS_PER_S[theirs]), found, apart)
+                yield Comparison(name, method, row, level, printed, float(GRID_BITS_PER_S[theirs]), found, apart)
 
 
 def _grid_point(bits_per_s: float) -> int:

@@ -21,7 +21,8 @@ from atoll.report.canvas import LIGHT, Palette, dress, heading, shorten, to_png
 from atoll.report.clock import linear_time_axis
 from atoll.units import count_words, seconds_text, share_text
 
-_POINTS = 160
+_POINTS = 640  # of a curve; with fewer, its kinks are cut off
+_LEAST_RATE = 1e3  # of the axis, bits per second
 _PERIODS = 3
 _EDGES = (0.02, 0.999)  # utilisations between which the curves are worth seeing
 _MOST_STEPS = 20_000  # of data-parallel in a timeline
@@ -30,21 +31,29 @@ _COLOURS = {"data-parallel": 6, "diloco": 1, "streaming-blocking": 2, "streaming
 _OTHER = 7  # the colour of a run's own method
 
 
-def write(model: Model, methods: Mapping[str, Method], workers: int, link: Link, path: Path) -> None:
+def write(model: Model, methods: Mapping[str, Method], workers: int, link: Link, target: float, path: Path) -> None:
     """Draw methods, by what they are called, into a PNG."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(to_png(partial(draw, model, methods, workers, link)))
+    path.write_bytes(to_png(partial(draw, model, methods, workers, link, target)))
 
 
-def draw(model: Model, methods: Mapping[str, Method], workers: int, link: Link, palette: Palette = LIGHT) -> Figure:
-    """Curves above, timelines below; each method has its colour."""
+def draw(
+    model: Model,
+    methods: Mapping[str, Method],
+    workers: int,
+    link: Link,
+    target: float = 0.95,
+    palette: Palette = LIGHT,
+) -> Figure:
+    """Curves above, with a line at the utilisation to be reached; timelines below; each method has its colour."""
     lanes = 0.62 * len(methods)
     figure = Figure(figsize=(8.4, 4.6 + lanes), layout="constrained")
     upper, lower = figure.subplots(2, 1, height_ratios=[3.4, 0.7 + lanes])
+    upper.axhline(target, color=palette.muted, linewidth=0.8, zorder=1)
     _draw_curves(upper, palette, model, methods, workers, link)
     _draw_timelines(lower, palette, model, methods, workers, link)
     handles = [
         *(Line2D([], [], color=_colour(palette, m), linewidth=2, label=name) for name, m in methods.items()),
+        Line2D([], [], color=palette.muted, linewidth=2, label="best possible"),
         Line2D([], [], color=palette.muted, linewidth=1.3, linestyle=(0, (4, 2)), label="as atoll sends"),
     ]
     figure.legend(
@@ -78,7 +87,7 @@ def _draw_curves(
     axes.set_xscale("log")
     axes.set_xlim(rates[0] / unit, rates[-1] / unit)
     axes.set_ylim(-0.01, 1.03)
-    axes.yaxis.set_major_locator(FixedLocator([0, 0.25, 0.5, 0.75, 0.95]))
+    axes.yaxis.set_major_locator(FixedLocator([0, 0.2, 0.4, 0.6, 0.8, 1]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.0f} %"))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:g}"))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -98,6 +107,7 @@ def _rates(model: Model, methods: Mapping[str, Method], workers: int, link: Link
     low, high = 1e15, 1e3
     for method in methods.values():
         first, last = (bandwidth_needed(model, method, workers, level, latency_s=link.latency_s) for level in _EDGES)
+        first = max(first, _LEAST_RATE)  # one worker needs none
         low = min(low, first)
         high = max(high, last if np.isfinite(last) else 1e5 * first)
     if np.isfinite(link.bits_per_s):
@@ -149,7 +159,7 @@ class _Timeline(NamedTuple):
 
 def _timeline(model: Model, method: Method, workers: int, link: Link, longest: int) -> _Timeline:
     """Of several times more periods than are to be seen: others may be slower."""
-    period, since = (1, 4) if method.gradients else (method.period, 3 * method.period)
+    period, since = method.period, 4 if method.gradients else 3 * method.period
     seen = since + _PERIODS * (longest if method.gradients else period)
     steps = since + min(_PERIODS**2 * (longest if method.gradients else period), _MOST_STEPS)
     rate = GOODPUT * link.bits_per_s

@@ -1,7 +1,7 @@
 """What a run file leaves out, filled in: the recipe of the scaling-laws paper (arXiv 2503.09799).
 
 AdamW with a cosine to 5 % of the peak, weight decay 1 / steps, 20 tokens a parameter. Its fits are for 35 million
-parameters and more; below that its learning rate grows past all use and is capped.
+parameters and more; for small models its learning rate grows past all use and is capped (`plan.laws`).
 """
 
 import math
@@ -12,15 +12,8 @@ import torch
 from atoll.config import RunConfig
 from atoll.core.outer import Blend, Momentum, Nesterov
 from atoll.errors import ConfigError
-from atoll.plan.laws import TOKENS_PER_PARAMETER, joint_learning_rate
+from atoll.plan.laws import TOKENS_PER_PARAMETER, learning_rate
 from atoll.sync import Sync
-
-HIGHEST_LR = 3e-3
-
-
-def inner_lr(parameters: int, workers: int) -> float:
-    """The paper's joint fit over model size and workers, to two digits."""
-    return float(f"{min(HIGHEST_LR, joint_learning_rate(parameters, workers)):.2g}")
 
 
 def resolve(config: RunConfig, *, parameters: int, context: int | None) -> RunConfig:
@@ -41,7 +34,7 @@ def resolve(config: RunConfig, *, parameters: int, context: int | None) -> RunCo
         "device": device_of(config),
         "train.sequence": sequence,
         "train.steps": steps,
-        "train.lr": train.lr or inner_lr(parameters, workers),
+        "train.lr": train.lr or learning_rate(parameters, workers),
         "train.warmup": min(1000, steps // 10) if train.warmup is None else train.warmup,
         "train.weight_decay": 1 / steps if train.weight_decay is None else train.weight_decay,
         "train.eval_every": train.eval_every or max(1, steps // 20, min(steps, _meet_every(config))),
