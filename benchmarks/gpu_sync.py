@@ -7,12 +7,13 @@ kernels: bytes that each kernel must read and write, over the time it takes, as 
 that length is copied in the same run (medians of many).
 
 rounds: two worker processes on this GPU train the same preset with Streaming in e3m0, period 30, and exchange over
-loopback. Periods with an outer loop and periods without take turns, so both share the GPU with the other process in the
-same way; "added" is the difference in time, per step, as a share of the step without. "in flight" is how much slower
-steps were with a round under way. "host" is what outer.step() took of the training thread's time. Every outer.step()
-after which nothing is due runs with torch's synchronisation check set to raise an error, and one is profiled: the calls
-that wait for the device are counted. Memory is the peak of a bare run, and of runs with the outer loop with and without
-offload, in processes of their own.
+loopback. Periods with an outer loop and periods without take turns, and both processes begin each together, so both
+kinds share the GPU with the other process in the same way; "added" is the difference in time, per step, as a share of
+the step without. Like `atoll train`'s, the loops have an observer, which waits for the GPU once where a round is
+applied. "host" is what outer.step() took of the training thread's time. Every outer.step() after which nothing is due
+runs with torch's synchronisation check set to raise an error, and one is profiled: the CUDA calls in it are named.
+Memory is the peak of a bare run, and of runs of one worker with the outer loop with and without offload, in processes
+of their own; evaluating and finish() are not in it.
 """
 
 import argparse
@@ -58,6 +59,7 @@ def kernels(values: int) -> list[dict[str, Any]]:
         milliseconds: float = do_bench(act, warmup=25, rep=100, return_mode="median")
         return moved / (milliseconds / 1e3)
 
+    values = max(values, sum(tensor.numel() for tensor in parameters(values, torch.bfloat16)))
     start, anchor, velocity, mean = (torch.randn(values, device="cuda") for _ in range(4))
     copy_rate = rate(lambda: anchor.copy_(start), 8 * values)
     rows = [{"kernel": "copy", "share": 1.0, "bytes_per_s": copy_rate}]
@@ -98,7 +100,7 @@ def kernels(values: int) -> list[dict[str, Any]]:
 def parameters(values: int, dtype: torch.dtype) -> list[Tensor]:
     """About as many values in the tensors of a decoder's blocks."""
     block = [1024, 1024, 3 * 1024 * 1024, 64, 64, 1024 * 1024, 4 * 1024 * 1024, 4 * 1024 * 1024]
-    return [torch.randn(size, device="cuda").to(dtype) for size in block * (values // sum(block))]
+    return [torch.randn(size, device="cuda").to(dtype) for size in block * max(1, values // sum(block))]
 
 
 # ---------------------------------------------------------------------- rounds
@@ -139,8 +141,9 @@ def worker(name: str, number: int, address: str, periods: int, out: str, mode: s
             outer.step()
     else:
         with atoll.connect(address, worker=number, workers=2, deadline_s=120) as link:
-            outer = atoll.OuterLoop(training.model, sync, link)
-            found = Rounds(training, outer).measure(periods)
+            outer = atoll.OuterLoop(training.model, sync, link, observer=lambda applied: None)
+            outer.join()
+            found = Rounds(training, outer, lambda place: link.gather(place, place)).measure(periods)
     torch.cuda.synchronize()
     found["peak"] = torch.cuda.max_memory_allocated()
     Path(out).write_text(json.dumps(found))
@@ -149,11 +152,13 @@ def worker(name: str, number: int, address: str, periods: int, out: str, mode: s
 class Rounds:
     """Periods with and without an outer loop, in turns."""
 
-    def __init__(self, training: Training, outer: atoll.OuterLoop) -> None:
-        self._training, self._outer = training, outer
+    def __init__(self, training: Training, outer: atoll.OuterLoop, meet: Callable[[str], object]) -> None:
+        self._training, self._outer, self._meet = training, outer, meet
+        self._periods = 0
 
     def measure(self, periods: int) -> dict[str, Any]:
-        self._period(outer=True)  # warm up: graphs, kernels, pinned memory
+        for _ in range(3):  # warm up: graphs, every fragment's kernels, pinned memory
+            self._period(outer=True)
         bare, added, host, waited, syncs = [], [], [], [], []
         for _ in range(periods):
             bare.append(self._period(outer=False)["seconds"])
@@ -170,10 +175,15 @@ class Rounds:
             "waited_s_per_step": statistics.median(waited) / PERIOD,
             "steps_without_synchronising": sum(syncs),
             "calls_of_a_quiet_step": quiet,
-            "round_s": self._outer.counters.hidden_s / max(1, self._outer.counters.rounds_applied),
+            "hidden_s_per_round": self._outer.counters.hidden_s / max(1, self._outer.counters.rounds_applied),
         }
 
     def _period(self, *, outer: bool) -> dict[str, float]:
+        while outer and self._outer.is_due(self._outer.steps):  # nothing is to be on its way at the ends
+            self._training.step()
+            self._outer.step()
+        self._periods += 1
+        self._meet(f"period {self._periods}")
         torch.cuda.synchronize()
         began, host, watched = time.perf_counter(), 0.0, 0
         waited = self._outer.counters.wait_s
@@ -193,16 +203,18 @@ class Rounds:
 
     def _profiled(self) -> list[str]:
         """Names of the CUDA calls that outer.step() makes when nothing is due."""
-        from torch.profiler import ProfilerActivity, profile
+        from torch.profiler import ProfilerActivity, profile, record_function
 
         while self._outer.is_due(self._outer.steps + 1):
             self._training.step()
             self._outer.step()
         self._training.step()
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        name = "a quiet outer.step()"
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen, record_function(name):
             self._outer.step()
-        return sorted({event.name for event in seen.events() or () if event.name.startswith("cuda")})
+        found = next(event for event in seen.events() or () if event.name == name)
+        return sorted({child.name for child in found.cpu_children if child.name.startswith("cuda")})
 
 
 def rounds(name: str, periods: int) -> dict[str, Any]:
@@ -216,7 +228,7 @@ def rounds(name: str, periods: int) -> dict[str, Any]:
     print(
         f"  step {1e3 * step_s:.1f} ms without; the outer loop adds {row['added']:+.2%}, takes "
         f"{1e3 * row['host_s_per_step']:.2f} ms of the host and waits {1e3 * row['waited_s_per_step']:.2f} ms a step; "
-        f"a round takes {row['round_s']:.3f} s\n"
+        f"a round travels {row['hidden_s_per_round']:.3f} s behind training\n"
         f"  {row['steps_without_synchronising']} steps with nothing due, none waited for the GPU; CUDA calls of one: "
         f"{', '.join(row['calls_of_a_quiet_step']) or 'none'}\n"
         f"  memory {peaks['bare'] / 2**30:.1f} GiB bare, {peaks['outer'] / peaks['bare'] - 1:+.1%} with the outer "

@@ -39,6 +39,8 @@ BATCH, SEQUENCE, WORKERS = 32, 1024, 2
 TOKENS = 512_000_000
 """Of both workers together, at least."""
 STREAMING = {"method": "streaming", "delay": 1, "alpha": 0.5}
+INTERRUPTED = 130
+"""The exit code of a run that was stopped and saved."""
 REFERENCE = "data-parallel"
 METHODS: dict[str, dict[str, Any]] = {
     "data-parallel": {"method": "data-parallel"},
@@ -108,8 +110,10 @@ def train(arguments: argparse.Namespace) -> None:
             continue
         file = arguments.runs / f"{name}.toml"
         file.write_text(run_file.parse(table).to_toml())
-        begun = (folder / "run.toml").exists()
-        command = [sys.executable, "-m", "atoll", "train", *([str(folder), "--resume"] if begun else [str(file)])]
+        if arguments.again and folder.exists():
+            shutil.rmtree(folder)
+        begun = (folder / "run.toml").exists()  # if with other settings, it is refused
+        command = [sys.executable, "-m", "atoll", "train", str(file), *(["--resume"] if begun else [])]
         process = subprocess.Popen(command)
         try:
             code = process.wait(max(1.0, until - time.monotonic()))
@@ -119,7 +123,7 @@ def train(arguments: argparse.Namespace) -> None:
         if code == 0:
             arguments.results.mkdir(parents=True, exist_ok=True)
             shutil.copy(folder / "metrics.jsonl", kept)
-        elif time.monotonic() >= until:
+        elif code == INTERRUPTED:
             print(f"{name}: the time is over; call again to go on", flush=True)
             return
         else:

@@ -77,7 +77,7 @@ MUTANTS = [
            "        self.newest = None\n        self.window.write(self.anchor)\n", "        self.newest = None\n"),
     Mutant("a joiner keeps its old momentum", "state.py",
            "for vector in (self.residual, self.own):", "for vector in (self.residual,):"),
-    Mutant("residual kept when the payload is lost", "loop.py", "state.residual.add_(lost.restore)", "pass"),
+    Mutant("residual kept when the payload is lost", "state.py", "self.residual.add_(lost.restore)", "pass"),
     Mutant("residual undone under eager too", "state.py", "undoes = self.residual - lost if self.own is None else None",
            "undoes = self.residual - lost",
            ("replica.py", "        local = torch.empty_like(state.anchor)\n",

@@ -30,6 +30,7 @@ class Applied:
 
 
 Observer = Callable[[Applied], None]
+_AT_ONCE = 1 << 20  # values, for in fp64 they take twice the room
 
 
 class Products:
@@ -40,13 +41,18 @@ class Products:
 
     def add(self, decoded: Sequence[Tensor], mean: Tensor) -> None:
         """Take in the same piece, [values], of every member's delta that was seen here and of their mean."""
-        rows = torch.stack([mean, *decoded]).double()
-        square = (rows[0] @ rows[0]).view(1)
-        self._sums.append(torch.cat([square, (rows[1:] @ rows[1:].T).flatten()]) if decoded else square)
+        for parts in zip(*(vector.split(_AT_ONCE) for vector in (mean, *decoded)), strict=True):
+            rows = torch.stack(parts).double()
+            square = (rows[0] @ rows[0]).view(1)
+            self._sums.append(torch.cat([square, (rows[1:] @ rows[1:].T).flatten()]) if decoded else square)
 
     def applied(self, completed: Round, step: int) -> Applied:
         """What the round that was summed up looked like."""
-        sums = tuple(torch.stack(self._sums).sum(0).tolist())
+        sums = (
+            tuple(torch.stack(self._sums).sum(0).tolist())
+            if self._sums
+            else (0.0,) * (1 + len(completed.payloads) ** 2)
+        )
         norm, cosine = sizes(sums)
         return Applied(
             round_id=completed.round_id,

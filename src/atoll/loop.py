@@ -284,7 +284,7 @@ class OuterLoop:
             return None
         self.counters.rounds_missed += flight.contribution is not None
         if keep is not None:
-            self._restore_residual(round_id, flight)
+            self._states[round_id.fragment].restore(flight)
         return flight
 
     def _outer_step(self, outer: OuterOptimizer, completed: Round, keep: float | None = None) -> None:
@@ -305,14 +305,6 @@ class OuterLoop:
         for round_id, flight in self._flights.items():
             if round_id.fragment == fragment and not flight.applied:
                 flight.held *= keep
-
-    def _restore_residual(self, round_id: RoundId, lost: Flight) -> None:
-        """The live parameters still hold what was lost, so rounding has kept nothing back of it."""
-        state = self._states[round_id.fragment]
-        if state.residual is not None and lost.restore is not None and not lost.forgotten:
-            state.residual.add_(lost.restore)
-
-    # ------------------------------------------------------------------ start anew
 
     def _start_anew(self) -> None:
         """Join, come back or be rolled back: take the anchor, and nothing of one's own."""

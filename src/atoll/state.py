@@ -88,6 +88,11 @@ class FragmentState:
         self.residual.copy_(lost)
         return undoes
 
+    def restore(self, lost: "Flight") -> None:
+        """The live parameters still hold what a lost payload carried, so rounding has kept nothing back of it."""
+        if self.residual is not None and lost.restore is not None and not lost.forgotten:
+            self.residual.add_(lost.restore)
+
     def blend(self, alpha: float) -> None:
         """Mix the anchor into the live parameters, of which `alpha` stays."""
         if alpha == 0:

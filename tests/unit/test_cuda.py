@@ -1,6 +1,8 @@
 """The same bits on a GPU as on the CPU: a worker with one and a worker without must agree."""
 
 import copy
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from atoll import Crew, Delayed, DiLoCo, Eager, OuterLoop, Streaming, Sync, checkpoint, config, kernels, local
+from atoll import Crew, Delayed, DiLoCo, Eager, OuterLoop, Streaming, Sync, checkpoint, config, connect, kernels, local
+from atoll.applied import Applied
 from atoll.core.codec import Codec
 from atoll.core.flat import fingerprint
 from atoll.core.fragments import Balanced
@@ -115,6 +118,49 @@ def test_a_worker_on_a_gpu_and_one_without_train_together() -> None:
     assert torch.equal(here, there)
 
 
+@pytest.mark.parametrize("count", [2, 4])  # one shot and two
+def test_payloads_through_the_hosts_memory(count: int) -> None:
+    sync = Streaming(period=4, fragments=Balanced(count=2), delay=1)
+    expected = train("cuda", sync, stop=13, workers=count)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    start = model("cuda", torch.float32)
+
+    def work(worker: int) -> torch.Tensor:
+        with connect(address, worker=worker, workers=count, deadline_s=60, join_s=60) as link:
+            outer = OuterLoop(copy.deepcopy(start), sync, link)
+            walk([outer], 13)
+            outer.finish()
+        return torch.cat([p.detach().cpu().flatten() for p in outer.model.parameters()])
+
+    with ThreadPoolExecutor(count) as threads:
+        for found in threads.map(work, range(count)):
+            assert torch.equal(found, expected)
+
+
+def test_parameters_that_do_not_fall_into_stretches() -> None:
+    sync = Streaming(period=4, fragments=Balanced(count=2), delay=1)
+    assert torch.equal(train("cpu", sync, stop=13, width=51), train("cuda", sync, stop=13, width=51))
+
+
+def test_rolled_back_and_lent_with_offload() -> None:
+    for offload in (False, True):
+        outer = OuterLoop(
+            model("cuda", torch.float32),
+            Streaming(period=4, fragments=Balanced(count=2)),
+            local(1)[0],
+            leave_out_nonfinite=True,
+            offload=offload,
+        )
+        walk([outer], 9)
+        with outer.anchor() as lent:
+            anchor = [p.detach().clone() for p in lent.parameters()]
+        outer.model.get_parameter("0.weight").data[0, 0] = float("nan")
+        walk([outer], 4)
+        assert outer.counters.roll_backs == 1
+        assert all(p.isfinite().all() for p in outer.model.parameters()) and anchor
+
+
 def test_nothing_waits_for_the_device_when_nothing_is_due() -> None:
     outer = OuterLoop(model("cuda", torch.float32), Streaming(period=6, fragments=Balanced(count=2)), local(1)[0])
     quiet = 0
@@ -141,7 +187,7 @@ def test_a_nan_is_told_with_its_parameter() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_heads_loss_in_parts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(head, "PART_BYTES", 1)  # parts of 1024 tokens
+    monkeypatch.setattr(head, "LOGITS_BYTES", 1)  # parts of 1024 tokens
     torch.manual_seed(0)
     hidden = torch.randn(3, 700, 64, device="cuda", requires_grad=True)
     matrix = torch.randn(1000, 64, device="cuda", requires_grad=True)
@@ -157,7 +203,7 @@ def test_the_heads_loss_in_parts(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     for ours, theirs in ((hidden.grad, exact[0].grad), (matrix.grad, exact[1].grad)):
         assert theirs is not None
         error = (ours.double() - theirs).norm() / theirs.norm()
-        assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+        assert error < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
 def trainer(*, compiled: bool) -> Trainer:
@@ -189,6 +235,7 @@ def final_loss(training: Trainer) -> float:
     return training.best
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # of torch, by torch's compiler
 @pytest.mark.parametrize("compiled", [False, True])
 def test_two_runs_agree_and_a_resumed_one_goes_on(compiled: bool) -> None:
     """To 0.1 %: attention and embedding add up gradients in any order, in bf16."""
@@ -203,9 +250,9 @@ def test_two_runs_agree_and_a_resumed_one_goes_on(compiled: bool) -> None:
     torch.compiler.reset()
 
 
-def model(device: str, dtype: torch.dtype) -> nn.Module:
+def model(device: str, dtype: torch.dtype, width: int = 64) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(device, dtype)
+    return nn.Sequential(nn.Linear(width, 256), nn.GELU(), nn.Linear(256, width)).to(device, dtype)
 
 
 def train(
@@ -217,22 +264,30 @@ def train(
     workers: int = 3,
     dtype: torch.dtype = torch.float32,
     offload: bool = False,
+    width: int = 64,
 ) -> torch.Tensor:
     """The final parameters after 13 steps; with a folder, by way of checkpoints written after step `stop`."""
-    start = model(device, dtype)
-    loops = [OuterLoop(copy.deepcopy(start), sync, link, offload=offload) for link in local(workers)]
+    start = model(device, dtype, width)
+    seen: list[Applied] = []
+
+    def made() -> list[OuterLoop]:
+        ends = local(workers)
+        return [OuterLoop(copy.deepcopy(start), sync, end, offload=offload, observer=seen.append) for end in ends]
+
+    loops = made()
     walk(loops, stop)
     if folder is not None:
         for loop in loops:
             state = {"model": loop.model.state_dict(), "outer": loop.state_dict()}
             checkpoint.save(folder / str(loop.link.worker), loop.steps, state)
-        loops = [OuterLoop(copy.deepcopy(start), sync, link, offload=offload) for link in local(workers)]
+        loops = made()
         for loop in loops:
             _, state = checkpoint.load(folder / str(loop.link.worker))
             loop.model.load_state_dict(state["model"])
             loop.load_state_dict(state["outer"])
         walk(loops, 13 - stop)
     Crew(loops).finish()
+    assert seen
     return torch.cat([p.detach().cpu().flatten() for p in loops[0].model.parameters()])
 
 

@@ -25,7 +25,8 @@ assert PIECE % BLOCK == 0, "a piece holds whole blocks"
 
 _EXPONENT = 23  # fp32: where the exponent starts
 _MAGNITUDE = 0x7FFF_FFFF  # fp32: all but the sign
-_TOO_LARGE = 0x7F00_0000  # fp32 2 ** 127: rounding what lies beyond could give infinity
+TOO_LARGE = 0x7F00_0000
+"""Bits of fp32 2 ** 127: in block formats, rounding what lies beyond could give infinity."""
 _SQRT2 = 1.4142136573791504  # the smallest fp32 number above the square root of 2
 _LOWEST_UNIT, _HIGHEST_UNIT = 7, 254  # biased exponents: every level of every format is then a normal number
 
@@ -117,7 +118,7 @@ class _Blocks:
     def _unit(self, source: Tensor, values: Tensor, *, stochastic: bool) -> Tensor:
         """Biased exponents [rows, 1] int32 of the smallest unit with max |value| inside the range."""
         peak = (values.view(torch.int32) & _MAGNITUDE).amax(1, keepdim=True)
-        if int(peak.max()) >= _TOO_LARGE:
+        if int(peak.max()) >= TOO_LARGE:
             _refuse(source, "exceeds 4 and 8-bit formats, which end at 1.7e38")
         # Bits of positive floats are ordered like the floats, and doubling adds 1 << _EXPONENT. So the number of
         # doublings that bring `limit` above `peak` (for nearest) or up to it (for exact) is a subtraction and a shift.
@@ -235,6 +236,12 @@ def _refuse(values: Tensor, reason: str) -> None:
     if bad.numel():
         raise NonFiniteError(f"a value is {float(bad[0])}")
     raise NonFiniteError(f"the value {float(values[values.abs().argmax()]):.5g} {reason}")
+
+
+def nearest_limit(name: str) -> int | None:
+    """Of a block format: the bits of how many units a value must be below to round to a level, in fp32; else None."""
+    form = _FORMATS[name]
+    return _bits(form.nearest_range) if isinstance(form, _Blocks) else None
 
 
 # ---------------------------------------------------------------------- the public value

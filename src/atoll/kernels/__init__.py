@@ -4,6 +4,7 @@ Nothing here decides anything. Each function is the twin of a plain one, with th
 says where they can run, and whoever calls keeps the plain one for everywhere else.
 """
 
+import warnings
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -16,14 +17,27 @@ if TYPE_CHECKING:
     from atoll.kernels.fragment import Fused
 
 
+OLDEST = (8, 0)
+"""Compute capability of the first GPUs with bf16."""
+
+
 def usable(device: torch.device) -> bool:
-    """Whether kernels can run on tensors of this device: on a GPU, where Triton is installed."""
-    return device.type == "cuda" and _triton_is_there()
+    """Whether kernels can run on tensors of this device: on a GPU with bf16, where Triton is installed and works."""
+    return device.type == "cuda" and _works(device)
 
 
 @cache
-def _triton_is_there() -> bool:
-    return find_spec("triton") is not None
+def _works(device: torch.device) -> bool:
+    if find_spec("triton") is None or torch.cuda.get_device_capability(device) < OLDEST:
+        return False
+    from atoll.kernels.fingerprint import sums_of_pieces
+
+    try:  # Triton compiles what it runs, and not every machine has what that takes
+        sums_of_pieces(torch.zeros(8, dtype=torch.int64, device=device), 8)
+    except Exception as fault:
+        warnings.warn(f"Triton does not work here, so plain torch is used, which is slower: {fault}", stacklevel=2)
+        return False
+    return True
 
 
 def fused(window: "Window", codec: "Codec") -> "Fused | None":

@@ -4,22 +4,21 @@ Rounding at random has no twin here, and neither have fp64 and fp16.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from atoll.core.codec import BLOCK, Codec
+from atoll.core.codec import BLOCK, TOO_LARGE, Codec, nearest_limit
+from atoll.kernels.launch import TYPES, launch
 from atoll.kernels.live import Live
 
 _ENCODE = {"TILE": 2048, "num_warps": 8}  # values that one program works on, and by how many threads: as measured
 _DECODE = {"TILE": 1024, "num_warps": 4}
 _PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_LIMITS = {"e3m0": 0x3FB504F4, "e2m1": 0x40E00000, "int4": 0x40F00000, "int8": 0x42FF0000}  # bits of nearest_range
-_TOO_LARGE, _INFINITE = 0x7F000000, 0x7F800000
-FORMATS = (*_PLAIN, *_LIMITS)
+_INFINITE = 0x7F80_0000  # bits of fp32 infinity
+FORMATS = (*_PLAIN, "e3m0", "e2m1", "int4", "int8")
 """Formats that have a twin."""
 
 
@@ -72,7 +71,7 @@ def _encode(
         unit = unit[:, None]
         if FORMAT == "e3m0":
             # Nearest in log space: the exponent goes up from the mantissa of sqrt(2) on.
-            code = ((magnitude + (0x800000 - 0x3504F4)) >> 23) - (unit - 7)
+            code = ((magnitude + (0x800000 - (LIMIT & 0x7FFFFF))) >> 23) - (unit - 7)
             code = tl.minimum(tl.maximum(code, 0), 7) | ((bits >> 28) & 8)
         else:
             scaled = value * ((254 - unit) << 23).to(tl.float32, bitcast=True)
@@ -101,21 +100,17 @@ def encode(codec: Codec, start: Tensor, local: Live | None, payload: Tensor, wor
     blocks = -(-numel // BLOCK)
     plain = _PLAIN.get(codec.format)
     units, codes = (payload, payload.view(plain)) if plain else (payload[:blocks], payload[blocks:])
-    kernel: Any = _encode
-    kernel[(-(-numel // _ENCODE["TILE"]),)](
+    launch(
+        _encode, -(-numel // _ENCODE["TILE"]),
         start, None if local is None else local.table, units, codes, worst, numel,
-        FORMAT=codec.format, LIMIT=_LIMITS.get(codec.format), LOCAL=None if local is None else _type(local.dtype),
+        FORMAT=codec.format, LIMIT=nearest_limit(codec.format), LOCAL=None if local is None else TYPES[local.dtype],
         GRAIN=BLOCK if local is None else local.grain, BLOCK=BLOCK, enable_fp_fusion=False, **_ENCODE,
     )  # fmt: skip
 
 
 def is_bad(codec: Codec, worst: int) -> bool:
     """Whether a value was not finite, or too large for the format."""
-    return worst >= (_INFINITE if codec.format in _PLAIN else _TOO_LARGE)
-
-
-def _type(dtype: torch.dtype) -> Any:
-    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
+    return worst >= (_INFINITE if codec.format in _PLAIN else TOO_LARGE)
 
 
 # ---------------------------------------------------------------------- decode
@@ -172,8 +167,8 @@ def decode_mean(
     codes = payloads.view(plain) if plain else payloads[:, blocks:]
     shares = torch.tensor([weight / sum(weights) for weight in weights], dtype=torch.float32)
     size = piece.stop - piece.start
-    kernel: Any = _decode_mean
-    kernel[(-(-size // _DECODE["TILE"]),)](
+    launch(
+        _decode_mean, -(-size // _DECODE["TILE"]),
         payloads, codes, shares.to(payloads.device, non_blocking=True), mean, numel, piece.start, piece.stop,
         payloads.stride(0), codes.stride(0), MEMBERS=len(payloads), FORMAT="plain" if plain else codec.format,
         BLOCK=BLOCK, enable_fp_fusion=False, **_DECODE,

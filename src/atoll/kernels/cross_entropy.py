@@ -1,10 +1,10 @@
 """Loss and gradient of logits in one kernel, in place: a head of many tokens has its logits in memory once."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from atoll.kernels.launch import launch
 
 _TILE, _WARPS = 4096, 8
 
@@ -45,8 +45,7 @@ def cross_entropy_(
 
     With `gradients`, the logits become `scale` times those of cross_entropy + z_loss * logsumexp^2, by row.
     """
-    kernel: Any = _cross_entropy
-    kernel[(len(logits),)](
-        logits, targets, losses, log_totals, logits.stride(0), scale, z_loss,
+    launch(
+        _cross_entropy, len(logits), logits, targets, losses, log_totals, logits.stride(0), scale, z_loss,
         VOCABULARY=logits.shape[1], GRADIENTS=gradients, TILE=_TILE, num_warps=_WARPS,
     )  # fmt: skip

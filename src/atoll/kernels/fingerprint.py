@@ -1,11 +1,11 @@
 """The twin of `core.flat.fingerprint`: the sums of all pieces in one pass."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from atoll.kernels.launch import launch
 
 _TILE = 4096
 
@@ -23,6 +23,5 @@ def _sums(words, sums, numel, PIECE: tl.constexpr, TILE: tl.constexpr):
 def sums_of_pieces(words: Tensor, piece: int) -> Tensor:
     """Of int64 words [n]: for each piece, the wrapping sum of its words by place, int64 [pieces]."""
     sums = torch.zeros(-(-words.numel() // piece), dtype=torch.int64, device=words.device)
-    kernel: Any = _sums
-    kernel[(-(-words.numel() // _TILE),)](words, sums, words.numel(), PIECE=piece, TILE=_TILE)
+    launch(_sums, -(-words.numel() // _TILE), words, sums, words.numel(), PIECE=piece, TILE=_TILE)
     return sums

@@ -25,6 +25,8 @@ class Fused:
     def live(self) -> Live | None:
         """The parameters where they are; None if they do not lie in memory as the kernels need it."""
         tensors = [local_part(parameter) for parameter in self._window.parameters()]
+        if tensors[0].device != self._window.device:
+            return None  # the model was moved after its anchors were made
         if self._live is None or not self._live.is_of(tensors):
             self._live = live(tensors)
         return self._live

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LONGEST = 128
-"""Values of a stretch at most: those that share a unit in a block format."""
+from atoll.core.codec import BLOCK
+
 _SHORTEST = 16  # below, the table would cost a good part of the traffic that it saves
 
 
@@ -29,13 +29,13 @@ class Live:
 
 
 def live(tensors: Sequence[Tensor]) -> Live | None:
-    """The table of some tensors on one device; None if they differ in dtype, or do not fall into stretches."""
-    dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16}:
+    """The table of some tensors; None if they differ in device or dtype, or do not fall into stretches."""
+    dtypes, devices = {tensor.dtype for tensor in tensors}, {tensor.device for tensor in tensors}
+    if len(devices) != 1 or len(dtypes) != 1 or not dtypes <= {torch.float32, torch.bfloat16}:
         return None
     if not all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in tensors):
         return None
-    grain = LONGEST
+    grain = BLOCK  # at most: values that share a unit lie in one row
     while any(tensor.numel() % grain for tensor in tensors):
         grain //= 2
     if grain < _SHORTEST:

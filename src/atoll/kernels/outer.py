@@ -1,13 +1,12 @@
 """The twin of outer step and blend of `core.outer`, bit for bit: one pass over anchor, velocity and parameters."""
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from atoll.core.codec import BLOCK
 from atoll.core.outer import SGD, Adam, Momentum, Nesterov, OuterOptimizer
+from atoll.kernels.launch import TYPES, launch
 from atoll.kernels.live import Live
 
 _TILE = 1024
@@ -39,11 +38,6 @@ def _outer_merge(
         tl.store(local, agreed.to(LOCAL), inside)
 
 
-def has_twin(outer: OuterOptimizer) -> bool:
-    """Whether the kernel knows this outer optimizer."""
-    return not isinstance(outer, Adam)
-
-
 def outer_merge(
     outer: OuterOptimizer,
     anchor: Tensor,
@@ -61,14 +55,10 @@ def outer_merge(
     assert not isinstance(outer, Adam)
     kind = "nesterov" if isinstance(outer, Nesterov) else "momentum" if isinstance(outer, Momentum) else "sgd"
     size = piece.stop - piece.start
-    kernel: Any = _outer_merge
-    kernel[(-(-size // _TILE),)](
-        anchor, velocity, mean, None if local is None else local.table, piece.start, size,
-        outer.lr, 0.0 if isinstance(outer, SGD) else outer.momentum, alpha, 1 - alpha,
-        KIND=kind, BLEND=alpha != 0, LOCAL=None if local is None else _type(local.dtype),
-        GRAIN=128 if local is None else local.grain, TILE=_TILE, enable_fp_fusion=False,
+    launch(
+        _outer_merge, -(-size // _TILE),
+        anchor, velocity, mean, None if local is None else local.table, piece.start, size, outer.lr,
+        0.0 if isinstance(outer, SGD) else outer.momentum, alpha, 1 - alpha,
+        KIND=kind, BLEND=alpha != 0, LOCAL=None if local is None else TYPES[local.dtype],
+        GRAIN=BLOCK if local is None else local.grain, TILE=_TILE, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def _type(dtype: torch.dtype) -> Any:
-    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32

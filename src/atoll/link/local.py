@@ -142,7 +142,8 @@ class _Board:
             arrived = [c for _, c in sorted(posted.items()) if c is not None]
             payloads, who = tuple(c.payload for c in arrived), tuple(c.member for c in arrived)
             if arrived and shots(len(members)) == 2 and round_id not in self.reduced:
-                self.reduced[round_id] = cargo.mean_of(payloads, [m.weight for m in who], len(members))
+                here = [payload.to(cargo.device) for payload in payloads]
+                self.reduced[round_id] = cargo.mean_of(here, [m.weight for m in who], len(members))
             passage = Passage(opened_s, self.last_s[round_id])
             completed = Round(round_id, who, payloads, self.reduced.get(round_id), passage)
             self.taken.setdefault(round_id, set()).add(worker)

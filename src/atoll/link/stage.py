@@ -43,7 +43,7 @@ class _GpuStage(Stage):
 
     def down(self, payload: Tensor) -> Tensor:
         host = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True)
-        done = torch.cuda.Event()
+        done = torch.cuda.Event(blocking=True)  # leaves the core to others meanwhile
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._queued)
             host.copy_(payload, non_blocking=True)

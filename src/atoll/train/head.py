@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from atoll import kernels
 
-PART_BYTES = 1 << 30
+LOGITS_BYTES = 1 << 30
 """Of logits at a time, on a GPU."""
 
 
@@ -21,8 +22,13 @@ def head_loss(hidden: Tensor, matrix: Tensor, targets: Tensor, z_loss: float) ->
 
     Of predicting `targets` [batch, time] from `hidden` [batch, time, width], where `matrix` is [vocabulary, width].
     """
-    if kernels.usable(hidden.device) and hidden.dtype != torch.float64:
-        total, cross_entropy = _InParts.apply(hidden.flatten(0, 1), matrix, targets.flatten(), z_loss)  # type: ignore[no-untyped-call]
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    # Not in fp16, in which the gradients of single logits would vanish.
+    if kernels.usable(hidden.device) and dtype in (torch.float32, torch.bfloat16):
+        total, cross_entropy = _InParts.apply(  # type: ignore[no-untyped-call]
+            hidden.flatten(0, 1), matrix, targets.flatten(), z_loss, dtype, torch.is_grad_enabled()
+        )
         return total, cross_entropy
     return loss_of_logits(functional.linear(hidden, matrix), targets, z_loss)
 
@@ -39,18 +45,18 @@ class _InParts(torch.autograd.Function):
     """Takes the gradients on the way forward, while a part's logits are there."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, matrix: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, matrix: Tensor, targets: Tensor, z_loss: float, dtype: torch.dtype, gradients: bool
+    ) -> tuple[Tensor, Tensor]:
         from atoll.kernels.cross_entropy import cross_entropy_  # needs Triton
 
-        device, tokens, vocabulary = hidden.device.type, len(hidden), len(matrix)
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        gradients = any(ctx.needs_input_grad)
-        with torch.autocast(device, enabled=False):
+        tokens, vocabulary = len(hidden), len(matrix)
+        with torch.autocast(hidden.device.type, enabled=False):
             inputs, weights = hidden.to(dtype), matrix.to(dtype)
             losses = torch.empty(2, tokens, dtype=torch.float32, device=hidden.device)
             to_hidden = torch.empty_like(inputs) if gradients else None
             to_matrix: Tensor | None = None
-            rows = max(1024, PART_BYTES // (vocabulary * dtype.itemsize) // 1024 * 1024)  # whole tiles of a matmul
+            rows = max(1024, LOGITS_BYTES // (vocabulary * dtype.itemsize) // 1024 * 1024)  # whole tiles of a matmul
             for first in range(0, tokens, rows):
                 part = slice(first, first + rows)
                 logits = inputs[part] @ weights.T
@@ -69,10 +75,11 @@ class _InParts(torch.autograd.Function):
         return cross_entropy + z_loss * losses[1].square().mean(), cross_entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         scale = gradients[0]
         (to_hidden, to_matrix), dtypes = ctx.saved_tensors, ctx.dtypes
-        return (to_hidden * scale).to(dtypes[0]), (to_matrix * scale).to(dtypes[1]), None, None
+        return (to_hidden * scale).to(dtypes[0]), (to_matrix * scale).to(dtypes[1]), None, None, None, None
 
 
 def _added(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:

@@ -22,29 +22,30 @@ from atoll.train.head import head_loss
 
 
 class Turns:
-    """By how much RoPE turns each pair of values in a head: cosine and sine [time, head_width], signed for `turned`.
+    """By how much RoPE turns each pair of values in a head: cosine and sine [context, head_width], signed for `turned`.
 
     At token t, pair i turns by t * base^(-2i / head_width) radians. An object and no tensors, or FSDP's mixed precision
     would round them on their way into a block; not made by blocks, or a compiled one would make them for every head.
     """
 
-    def __init__(self, time: int, head_width: int, base: float, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, context: int, head_width: int, base: float, device: torch.device, dtype: torch.dtype) -> None:
         pairs = torch.arange(0, head_width, 2, device=device, dtype=dtype)
-        angles = torch.arange(time, device=device, dtype=dtype)[:, None] * base ** (-pairs / head_width)
+        angles = torch.arange(context, device=device, dtype=dtype)[:, None] * base ** (-pairs / head_width)
         cos, sin = angles.cos(), angles.sin()
         self.cos, self.sin = torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
 
     def turned(self, x: Tensor) -> Tensor:
         """[..., time, heads, head_width] with its pairs (i, i + head_width / 2) turned, in the tables' dtype."""
         # Both halves read each other's place: a graph of one look-up, where parts put together would be two.
-        return x * self.cos[:, None] + x.roll(x.shape[-1] // 2, -1) * self.sin[:, None]
+        cos, sin = self.cos[: x.shape[-3], None], self.sin[: x.shape[-3], None]
+        return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
 @lru_cache(maxsize=16)
-def turns(time: int, head_width: int, base: float, device: torch.device, dtype: torch.dtype) -> Turns:
-    """The tables for a model of this dtype, in fp32 or its fp64: bf16 cannot tell token 256 from 257."""
+def turns(context: int, head_width: int, base: float, device: torch.device, dtype: torch.dtype) -> Turns:
+    """The tables for all tokens of a model of this dtype, in fp32 or its fp64: bf16 cannot tell token 256 from 257."""
     with torch.inference_mode(False), torch.no_grad():
-        return Turns(time, head_width, base, device, torch.promote_types(dtype, torch.float32))
+        return Turns(context, head_width, base, device, torch.promote_types(dtype, torch.float32))
 
 
 class Norm(nn.RMSNorm):
@@ -191,7 +192,7 @@ class Decoder(nn.Module):
             )
         own = self.embedding.weight.dtype
         stream = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else own
-        angles = turns(time, config.head_width, config.rope_base, tokens.device, own)
+        angles = turns(config.context, config.head_width, config.rope_base, tokens.device, own)
         return (self._compiled or self._body)(tokens, angles, stream)
 
     def _body(self, tokens: Tensor, angles: Turns, stream: torch.dtype) -> Tensor:

@@ -27,8 +27,8 @@ def resolve(config: RunConfig, *, parameters: int, context: int | None) -> RunCo
             f"shorten it{'' if config.model.hf else ', or give the model a larger model.context'}"
         )
     steps = train.steps or max(1, math.ceil(TOKENS_PER_PARAMETER * parameters / (workers * train.batch * sequence)))
-    if config.sync.offload and device_of(config) == "cpu":
-        raise ConfigError("sync.offload: is for GPUs, and this run trains on the CPU: leave it out")
+    if config.sync.offload and not device_of(config).startswith("cuda"):
+        raise ConfigError(f"sync.offload: is for GPUs, and this run trains on {device_of(config)}: leave it out")
     filled: dict[str, Any] = {
         "threads": config.threads or torch.get_num_threads(),
         "device": device_of(config),
