@@ -28,7 +28,7 @@ from atoll.train.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results" / "mfu.json"
 SEQUENCE = 1024
-BATCHES = {"35M": 128, "100M": 64, "300M": 32, "1B": 16}
+BATCHES = {"35M": 256, "100M": 64, "300M": 32, "1B": 16}
 """Sequences a step that fill an H200."""
 
 

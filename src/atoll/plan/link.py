@@ -15,7 +15,7 @@ _HOW = "write it like '100 Mbit/s', '20 MB/s' or '1 Gbit/s, 50 ms'"
 GOODPUT = 0.87
 """Of a line's rate, what payloads get between machines: packet headers take 0.046, pauses between messages the rest.
 
-benchmarks/wire.py has measured 0.82 to 0.93, with two to four members at 20 and 100 Mbit/s.
+benchmarks/wire.py has measured 0.82 to 0.94, with two to four members at 20 and 100 Mbit/s.
 """
 
 
