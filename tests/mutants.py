@@ -63,14 +63,14 @@ MUTANTS = [
     Mutant("weights ignored", "core/outer.py", "[weight / sum(weights) for weight", "[1 / len(weights) for weight"),
     Mutant("stale own share in eager", "replica.py", "remember(known, newest)", "remember(known, state.own[piece])"),
     Mutant("own share counted whole", "core/outer.py", "(outer.lr * share)", "outer.lr"),
-    Mutant("own delta un-decoded", "loop.py", "state.newest = sent.payload\n", "state.newest = delta.clone()\n",
+    Mutant("own delta un-decoded", "rounds.py", "state.newest = sent.payload\n", "state.newest = delta.clone()\n",
            ("exchange.py", "        return self.codec.decode_piece(",
             "        if payload.dtype != torch.uint8:\n            return payload[piece]\n"
             "        return self.codec.decode_piece(")),
     # faults
-    Mutant("a lost round merges anyway", "loop.py",
-           "flight.left_out or any(m.worker == self.link.worker for m in completed.members)", "True"),
-    Mutant("what was blended away is sent again at the end", "loop.py", "flight.held *= keep", "pass"),
+    Mutant("a lost round merges anyway", "rounds.py",
+           "flight.left_out or any(member.worker == worker for member in completed.members)", "True"),
+    Mutant("what was blended away is sent again at the end", "rounds.py", "flight.held *= keep", "pass"),
     Mutant("a lost eager delta is forgotten", "replica.py",
            "if lost and lost.contribution and not lost.forgotten else None", "if False else None"),
     Mutant("a joiner keeps its random parameters", "state.py",
@@ -88,7 +88,7 @@ MUTANTS = [
     # resume
     Mutant("velocity not saved", "state.py", "            slot.copy_(state[\"slots\"][name])", "            pass"),
     Mutant("step inside the period forgotten", "loop.py", "        self.steps = state[\"steps\"]\n", ""),
-    Mutant("rounds in flight not saved", "loop.py", "for saved in state[\"flights\"]", "for saved in []"),
+    Mutant("rounds in flight not saved", "rounds.py", "for saved in flights:", "for saved in []:"),
     Mutant("own momentum not saved", "state.py", "            \"own\": _copy(self.own),",
            "            \"own\": None if self.own is None else torch.zeros_like(self.own),"),
     # vectors, bytes, members

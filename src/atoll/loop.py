@@ -24,18 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll.applied import Applied, Observer, Products
+from atoll.applied import Observer
 from atoll.core.flat import Window, check_coverage, fingerprint, scatter, state_dtype, trainable
 from atoll.core.fragments import Whole, describe, split, unsynchronised_buffers
-from atoll.core.outer import SGD, Blend, OuterOptimizer
+from atoll.core.outer import Blend
 from atoll.core.schedule import Schedule
 from atoll.errors import AtollError, ConfigError
 from atoll.exchange import Exchange
 from atoll.gradients import GradientAverage
-from atoll.link.base import Link, Round, RoundId, difference
+from atoll.link.base import Link, RoundId, difference
 from atoll.replica import Replica
+from atoll.rounds import Rounds
 from atoll.shelf import shelves
-from atoll.state import Counters, Flight, FragmentState, Outgoing
+from atoll.state import Counters, FragmentState, Outgoing
 from atoll.sync import Gradients, Sync
 
 
@@ -78,11 +79,9 @@ class OuterLoop:
         self._windows = [Window(model, fragment.parameters, dtype) for fragment in self.fragments]
         late = sync.late(link.workers) if isinstance(sync, Sync) else ()
         self._exchange = Exchange(link, sync.codec, float(weight), self._windows, late, tolerant=leave_out_nonfinite)
-        self._observer = observer
         self._gradients = GradientAverage(self._exchange, self._windows[0])
         self._states: list[FragmentState] = []
         self._replicas: list[Replica] = []
-        self._flights: dict[RoundId, Flight] = {}
         if isinstance(sync, Sync):
             self._schedule = Schedule(sync.period, len(self._windows), sync.delay_of(link.worker, link.workers))
             self._states = [
@@ -90,6 +89,7 @@ class OuterLoop:
                 for window in self._windows
             ]
             self._replicas = [Replica(s, self._exchange, n, sync.outer) for n, s in enumerate(self._states)]
+        self._rounds = Rounds(self._exchange, self._replicas, observer)
         self._shelves = shelves(self._states, offload=offload)
         self._due: set[int] = set()
         self._joined = self._lent = self._finished = False
@@ -130,8 +130,7 @@ class OuterLoop:
             here["starting parameters"] = f"checksum {zlib.crc32(sums.encode()):08x}"
         self.link.join({**self._terms(), **here}, self._exchange.weight)
         self._joined = True
-        for round_id, flight in self._flights.items():  # a resumed run takes up what was in flight
-            flight.pending = self._exchange.reopen(round_id, flight.contribution)
+        self._rounds.take_up()
 
     def step(self) -> None:
         """Count one inner step; send and apply what is due after it."""
@@ -173,7 +172,7 @@ class OuterLoop:
             raise AtollError("anchor() is already in use: leave the first `with` block before entering another")
         # The tensors themselves are kept: freezing the model inside must not keep its own values from coming back.
         self._shelves.settle()
-        own = [(state.window.parameters(), state.window.read()) for state in self._states]
+        own = [(state.window.parameters(), self._shelves.kept(state.window.read())) for state in self._states]
         self._lent = True
         try:
             for state in self._states:
@@ -208,12 +207,11 @@ class OuterLoop:
         del outgoing  # the deltas' memory
         yield
         keep = self.sync.merge.alpha if isinstance(self.sync.merge, Blend) else None
-        lost = {f: self._apply(RoundId(step - self._schedule.delay, f), keep) for f in due.apply}
+        lost = {f: self._rounds.apply(RoundId(step - self._schedule.delay, f), step, keep) for f in due.apply}
         if keep is None and self.link.present(step):
             for fragment in due.send:
                 self._replicas[fragment].restart(step, lost.get(fragment))
-        over = step - max(self.sync.delays)
-        self._flights = {round_id: flight for round_id, flight in self._flights.items() if round_id.step > over}
+        self._rounds.drop(step - max(self.sync.delays))
         if self.link.present(step + 1) and not self.link.present(step):
             self._start_anew()
         coming = self._schedule.due(step + 1)
@@ -244,67 +242,11 @@ class OuterLoop:
     def _send(self, outgoing: Sequence[Outgoing]) -> None:
         if self._spoilt(outgoing):
             self.roll_back()
-        for round_id, delta, contribution in outgoing:
-            state = self._states[round_id.fragment]
-            sent = None if state.left_out else contribution
-            flight = Flight(sent, left_out=state.left_out)
-            self.counters.rounds_left_out += state.left_out
-            state.left_out = False
-            if sent is not None and state.own is not None:
-                state.newest = sent.payload
-            if sent is not None and delta is not None and state.residual is not None:
-                flight.restore = state.hold_back(delta, self._exchange.decode(sent.payload, round_id.fragment))
-            flight.pending = self._exchange.open(round_id, sent)
-            self._flights[round_id] = flight
+        self._rounds.send(outgoing)
 
     def _spoilt(self, outgoing: Sequence[Outgoing]) -> bool:
         """Whether a delta could not be sent for not being finite; the work in the other fragments is no better then."""
         return any(o.contribution is None and self.link.present(o.round_id.step) for o in outgoing)
-
-    # ------------------------------------------------------------------ apply
-
-    def _apply(self, round_id: RoundId, keep: float | None = None) -> Flight | None:
-        """Let a round move the anchor; returns the flight if this worker's own payload did not arrive.
-
-        With `keep`, the anchor is blended into the live parameters, of which so much stays. A worker whose payload was
-        lost does not blend: it keeps its own, and its next delta carries the work.
-        """
-        assert isinstance(self.sync, Sync)
-        flight = self._flights[round_id]
-        assert flight.pending is not None
-        completed = self._exchange.collect(flight.pending)
-        flight.applied = True
-        if not self._exchange.is_complete(completed):
-            self._states[round_id.fragment].gap = round_id.step
-        arrived = flight.left_out or any(m.worker == self.link.worker for m in completed.members)
-        self._outer_step(self.sync.outer, completed, keep if arrived else None)
-        if arrived:
-            if keep is not None:
-                self._thin_out(round_id.fragment, keep)
-            return None
-        self.counters.rounds_missed += flight.contribution is not None
-        if keep is not None:
-            self._states[round_id.fragment].restore(flight)
-        return flight
-
-    def _outer_step(self, outer: OuterOptimizer, completed: Round, keep: float | None = None) -> None:
-        if not completed.members:
-            if keep is not None:
-                self._states[completed.round_id.fragment].blend(keep)
-            if self._observer:
-                nobody = Applied(completed.round_id, self.steps, (), norm=0.0, cosine=None, passage=completed.passage)
-                self._observer(nobody)
-            return
-        products = Products() if self._observer else None
-        self._replicas[completed.round_id.fragment].outer_step(outer, completed, products, keep)
-        if self._observer and products:
-            self._observer(products.applied(completed, self.steps))
-
-    def _thin_out(self, fragment: int, keep: float) -> None:
-        """Rounds in flight carry work of which the live parameters now hold less: an anchor was blended in."""
-        for round_id, flight in self._flights.items():
-            if round_id.fragment == fragment and not flight.applied:
-                flight.held *= keep
 
     def _start_anew(self) -> None:
         """Join, come back or be rolled back: take the anchor, and nothing of one's own."""
@@ -312,8 +254,7 @@ class OuterLoop:
         for state in self._states:
             state.forget()
         self._shelves.use(self._due)
-        for flight in self._flights.values():
-            flight.forgotten = True
+        self._rounds.forsake()
 
     # ------------------------------------------------------------------ the end
 
@@ -323,32 +264,43 @@ class OuterLoop:
             self._finished = True
             return
         check_coverage(self.model, self._windows)
-        self._use(set(range(len(self._states))))
         everything = [RoundId(self.steps, fragment, last=True) for fragment in range(len(self._states))]
-        deltas = [replica.delta() for replica in self._replicas]
-        outgoing = [self._last(round_id, deltas) for round_id in everything]  # what can be refused is refused now
+        deltas, spoilt = [], False
+        for round_id in everything:
+            delta = self._at(round_id).delta()
+            spoilt |= self._spoilt([self._at(round_id).outgoing_of(round_id, delta)])  # what can be is refused now
+            deltas.append(self._shelves.kept(delta))
         yield
         self._finished = True
-        if self._spoilt(outgoing):
+        if spoilt:
             self.roll_back()
             deltas = [torch.zeros_like(delta) for delta in deltas]
-        for round_id, flight in self._flights.items():
-            if not flight.applied:
-                lost = self._apply(round_id)
-                self._replicas[round_id.fragment].settle(deltas[round_id.fragment], flight, lost=lost is not None)
+        for round_id, flight in self._rounds.waiting():
+            replica, delta = self._at(round_id), self._measured(round_id, deltas)
+            lost = self._rounds.apply(round_id, self.steps)
+            replica.settle(delta, flight, lost=lost is not None)
+            deltas[round_id.fragment] = self._shelves.kept(delta)
         last = [round_id for round_id in everything if self._has_unsent(round_id.fragment)]
-        self._send([self._last(round_id, deltas) for round_id in last])
+        for round_id in last:
+            self._send([self._at(round_id).outgoing_of(round_id, self._measured(round_id, deltas))])
+        del deltas
         yield
         for round_id in last:
-            pending = self._flights[round_id].pending
-            assert pending is not None
-            self._outer_step(SGD(1.0), self._exchange.collect(pending))
+            self._at(round_id)
+            self._rounds.apply_last(round_id, self.steps)
+        self._shelves.settle()
         for state in self._states:
             state.window.write(state.anchor)
-        self._flights.clear()
+        self._rounds.drop(self.steps)
 
-    def _last(self, round_id: RoundId, deltas: Sequence[Tensor]) -> Outgoing:
-        return self._replicas[round_id.fragment].outgoing_of(round_id, deltas[round_id.fragment])
+    def _at(self, round_id: RoundId) -> Replica:
+        """The replica of a round's fragment, and nothing of the others where it would need room."""
+        self._shelves.turn_to({round_id.fragment})
+        self._use({round_id.fragment})
+        return self._replicas[round_id.fragment]
+
+    def _measured(self, round_id: RoundId, deltas: Sequence[Tensor]) -> Tensor:
+        return deltas[round_id.fragment].to(self._windows[round_id.fragment].device)
 
     def _has_unsent(self, fragment: int) -> bool:
         """Whether some worker holds work of this fragment that has not arrived: the same answer on every worker.
@@ -380,7 +332,7 @@ class OuterLoop:
             "worker": self.link.worker,
             "terms": self._terms(),
             "fragments": [state.state_dict() for state in self._states],
-            "flights": [{"id": tuple(round_id), **flight.state_dict()} for round_id, flight in self._flights.items()],
+            "flights": self._rounds.state_dict(),
             "counters": asdict(self.counters),
         }
 
@@ -398,12 +350,7 @@ class OuterLoop:
         self._shelves.settle()
         for fragment, saved in zip(self._states, state["fragments"], strict=True):
             fragment.load_state_dict(saved)
-        self._flights = {}
-        for saved in state["flights"]:
-            round_id = RoundId(*saved["id"])
-            device = self._windows[round_id.fragment].device
-            flight = Flight.from_state_dict(saved, self.link.worker, self._exchange.weight, device)
-            self._flights[round_id] = flight
+        self._rounds.load_state_dict(state["flights"])
         self._exchange.counters = Counters(**state["counters"])
 
     def _terms(self) -> dict[str, str]:

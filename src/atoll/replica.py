@@ -5,7 +5,7 @@ from torch import Tensor
 
 from atoll.applied import Products
 from atoll.core.flat import pieces
-from atoll.core.outer import Adam, LinearOuter, OuterOptimizer, eager_start
+from atoll.core.outer import SGD, Adam, LinearOuter, OuterOptimizer, eager_start
 from atoll.exchange import Exchange
 from atoll.link.base import Round, RoundId
 from atoll.state import Flight, FragmentState, Outgoing
@@ -15,7 +15,8 @@ class Replica:
     """A fragment's state, moved by what its exchange brings; vectors are worked on in pieces that fit a cache."""
 
     def __init__(self, state: FragmentState, exchange: Exchange, fragment: int, outer: OuterOptimizer) -> None:
-        self._state = state
+        self.state = state
+        """What is remembered of the fragment."""
         self._exchange = exchange
         self._fragment = fragment
         self._outer = outer
@@ -23,7 +24,7 @@ class Replica:
 
     def outgoing(self, round_id: RoundId) -> Outgoing:
         """What is to be sent; if a value cannot be, NonFiniteError names its parameter, or nothing is put in."""
-        state = self._state
+        state = self.state
         local = self._kernels.live() if self._kernels and state.residual is None else None
         if local is not None and self._exchange.link.present(round_id.step):
             start = state.anchor if state.newest is None else self._whole_start()
@@ -36,38 +37,40 @@ class Replica:
 
     def outgoing_of(self, round_id: RoundId, delta: Tensor) -> Outgoing:
         """What is to be sent of a delta that was measured before."""
-        state = self._state
+        state = self.state
         sent = self._exchange.contribution(round_id, delta, anchor=state.anchor, version=state.version)
         return Outgoing(round_id, delta, sent)
 
     def delta(self) -> Tensor:
         """Where the worker started minus where it is, plus what rounding has kept back."""
-        state = self._state
+        state = self.state
         delta = state.window.subtract_from(self._whole_start())
         return delta if state.residual is None else delta.add_(state.residual)
 
     def _whole_start(self) -> Tensor:
-        start = torch.empty_like(self._state.anchor)
+        start = torch.empty_like(self.state.anchor)
         for piece in pieces(start.numel(), start.device):
             start[piece] = self._start(piece)
         return start
 
     def _start(self, piece: slice) -> Tensor:
         """Where the work since the last send began: at the anchor, or at the worker's own start under eager."""
-        state = self._state
+        state = self.state
         if state.newest is None or state.own is None:
             return state.anchor[piece]
         newest = self._decoded(state.newest, piece)
         return eager_start(self._linear_outer, state.anchor[piece], state.own[piece], newest, state.share)
 
     def outer_step(
-        self, outer: OuterOptimizer, completed: Round, products: Products | None, keep: float | None = None
+        self, completed: Round, products: Products | None, keep: float | None = None, *, plainly: bool = False
     ) -> None:
         """Let a round that has members move the anchor; `products` sums up what they sent, if anybody asks.
 
-        With `keep`, blend the anchor into the live parameters, of which so much stays.
+        With `keep`, blend the anchor into the live parameters, of which so much stays. `plainly`: by the mean alone,
+        without momentum.
         """
-        state = self._state
+        state = self.state
+        outer = SGD(1.0) if plainly else self._outer
         state.version += 1
         if self._kernels is not None and not isinstance(outer, Adam):
             local = None if keep is None else self._kernels.live()
@@ -91,7 +94,7 @@ class Replica:
         If the delta before that was lost, it leaves the worker's own momentum, which may only know what the others
         will know, and stays in the live parameters as work not yet sent.
         """
-        state = self._state
+        state = self.state
         if state.newest is None or state.own is None:  # rolled back: nothing of its own is under way
             state.window.write(state.anchor)
             return
@@ -115,7 +118,7 @@ class Replica:
         """
         if flight.contribution is None or flight.forgotten:
             return
-        held = flight.held if self._state.own is None else 0.0
+        held = flight.held if self.state.own is None else 0.0
         delta.add_(self._exchange.decode(flight.contribution.payload, self._fragment), alpha=lost - held)
         if flight.restore is not None:
             delta.add_(flight.restore)

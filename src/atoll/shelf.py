@@ -62,6 +62,10 @@ class Shelves:
     def turn_to(self, fragments: Collection[int]) -> None:
         """Put all others away and begin to fetch these, which are due next."""
 
+    def kept(self, vector: Tensor) -> Tensor:
+        """A vector that is needed again later, where there is room for it."""
+        return vector
+
     def settle(self) -> None:
         """Have everything at home, to be read or written by whoever."""
 
@@ -83,6 +87,9 @@ class _HostShelves(Shelves):
                 shelf.put_away()
         for fragment in fragments:
             self._shelves[fragment].fetch()
+
+    def kept(self, vector: Tensor) -> Tensor:
+        return vector.cpu()
 
     def settle(self) -> None:
         self.turn_to(())

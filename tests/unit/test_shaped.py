@@ -1,5 +1,6 @@
 """The link behind a line: the same bits as without, later; errors instead of hangs. Times have lower bounds only."""
 
+import copy
 import gc
 import math
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from atoll import Crew, DataParallel, DiLoCo, Eager, OuterLoop, Streaming, Sync, local
-from atoll.applied import Applied
+from atoll.applied import Observer
 from atoll.core.cargo import Cargo
 from atoll.core.codec import Codec
 from atoll.core.shots import sent_bytes
@@ -33,11 +34,14 @@ CARGO = Cargo(Codec("fp32"), 1000)
 SECOND = RoundId(2, 0)
 
 
-def loops_on(problem: Problem, sync: Sync | Gradients, shape: Shape | None) -> list[OuterLoop]:
+def loops_on(
+    problem: Problem, sync: Sync | Gradients, shape: Shape | None, observer: Observer | None = None
+) -> list[OuterLoop]:
     links: Sequence[Link] = local(problem.workers, faults=problem.faults, timeout_s=30)
     if shape is not None:
         links = shaped(links, shape)
-    return [OuterLoop(Toy(problem.start, problem.sizes, problem.dtype), sync, link) for link in links]
+    model = Toy(problem.start, problem.sizes, problem.dtype)
+    return [OuterLoop(copy.deepcopy(model), sync, link, observer=observer) for link in links]
 
 
 def contribution(worker: int, value: int = 0) -> Contribution:
@@ -123,15 +127,6 @@ def test_threads_get_the_bits_of_one_caller_even_if_they_end_with_rounds_in_flig
 # ---------------------------------------------------------------------- later
 
 
-def passages(loops: Sequence[OuterLoop], seen: list[Passage]) -> None:
-    def observe(applied: Applied) -> None:
-        assert applied.passage is not None
-        seen.append(applied.passage)
-
-    for loop in loops:
-        loop._observer = observe  # given to the constructor by those who know it in time
-
-
 @pytest.mark.parametrize("workers", [2, 4])
 def test_diloco_waits_for_the_line(workers: int) -> None:
     problem, seen = Problem(workers=workers), list[Passage]()
@@ -139,8 +134,8 @@ def test_diloco_waits_for_the_line(workers: int) -> None:
     payload_bytes = sync.codec.payload_bytes(sum(problem.sizes))
     line = PlannedLink(5_000, 0.02)
     round_s = transfer_s(payload_bytes, workers, line)
-    loops = loops_on(problem, sync, Shape(bits_per_s=line.bits_per_s, latency_s=line.latency_s))
-    passages(loops, seen)
+    shape = Shape(bits_per_s=line.bits_per_s, latency_s=line.latency_s)
+    loops = loops_on(problem, sync, shape, lambda applied: seen.append(cast(Passage, applied.passage)))
     began = time.perf_counter()
     train(loops, 4, problem.inner)
     assert time.perf_counter() - began >= 2 * round_s

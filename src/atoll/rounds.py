@@ -1,0 +1,119 @@
+"""One worker's rounds: what it sends goes on its way, and what comes back moves its anchors."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from atoll.applied import Applied, Observer, Products
+from atoll.exchange import Exchange
+from atoll.link.base import Round, RoundId
+from atoll.replica import Replica
+from atoll.state import Flight, FragmentState, Outgoing
+
+
+class Rounds:
+    """Of all fragments, `replicas[fragment]`; an `observer` is told of every one that this worker applies."""
+
+    def __init__(self, exchange: Exchange, replicas: Sequence[Replica], observer: Observer | None) -> None:
+        self._exchange = exchange
+        self._replicas = replicas
+        self._observer = observer
+        self._flights: dict[RoundId, Flight] = {}
+
+    def waiting(self) -> list[tuple[RoundId, Flight]]:
+        """Those which this worker has sent and not yet applied."""
+        return [(round_id, flight) for round_id, flight in self._flights.items() if not flight.applied]
+
+    def send(self, outgoing: Sequence[Outgoing]) -> None:
+        """Open a round for each; a worker that was rolled back since its last send puts nothing in."""
+        for round_id, delta, contribution in outgoing:
+            state = self._state(round_id)
+            sent = None if state.left_out else contribution
+            flight = Flight(sent, left_out=state.left_out)
+            self._exchange.counters.rounds_left_out += state.left_out
+            state.left_out = False
+            if sent is not None and state.own is not None:
+                state.newest = sent.payload
+            if sent is not None and delta is not None and state.residual is not None:
+                flight.restore = state.hold_back(delta, self._exchange.decode(sent.payload, round_id.fragment))
+            flight.pending = self._exchange.open(round_id, sent)
+            self._flights[round_id] = flight
+
+    def take_up(self) -> None:
+        """Open again, in a resumed run, what was in flight when it was saved."""
+        for round_id, flight in self._flights.items():
+            flight.pending = self._exchange.reopen(round_id, flight.contribution)
+
+    def apply(self, round_id: RoundId, step: int, keep: float | None = None) -> Flight | None:
+        """Let a round move the anchor after this step; returns the flight if this worker's payload did not arrive.
+
+        With `keep`, the anchor is blended into the live parameters, of which so much stays. A worker whose payload was
+        lost does not blend: it keeps its own, and its next delta carries the work.
+        """
+        flight = self._flights[round_id]
+        completed = self._collect(flight)
+        flight.applied = True
+        if not self._exchange.is_complete(completed):
+            self._state(round_id).gap = round_id.step
+        worker = self._exchange.link.worker
+        arrived = flight.left_out or any(member.worker == worker for member in completed.members)
+        self._outer_step(completed, step, keep if arrived else None)
+        if arrived:
+            if keep is not None:
+                self._thin_out(round_id.fragment, keep)
+            return None
+        self._exchange.counters.rounds_missed += flight.contribution is not None
+        if keep is not None:
+            self._state(round_id).restore(flight)
+        return flight
+
+    def apply_last(self, round_id: RoundId, step: int) -> None:
+        """Let the round that ends a run move the anchor: by the plain mean, so that no momentum overshoots."""
+        self._outer_step(self._collect(self._flights[round_id]), step, plainly=True)
+
+    def forsake(self) -> None:
+        """Note that this worker has started anew: what it had sent is no longer in its live parameters."""
+        for flight in self._flights.values():
+            flight.forgotten = True
+
+    def drop(self, step: int) -> None:
+        """Forget those sent at this step or before, which every worker has applied."""
+        self._flights = {round_id: flight for round_id, flight in self._flights.items() if round_id.step > step}
+
+    def _state(self, round_id: RoundId) -> FragmentState:
+        return self._replicas[round_id.fragment].state
+
+    def _collect(self, flight: Flight) -> Round:
+        assert flight.pending is not None
+        return self._exchange.collect(flight.pending)
+
+    def _outer_step(self, completed: Round, step: int, keep: float | None = None, *, plainly: bool = False) -> None:
+        if not completed.members:
+            if keep is not None:
+                self._state(completed.round_id).blend(keep)
+            if self._observer:
+                nobody = Applied(completed.round_id, step, (), norm=0.0, cosine=None, passage=completed.passage)
+                self._observer(nobody)
+            return
+        products = Products() if self._observer else None
+        self._replicas[completed.round_id.fragment].outer_step(completed, products, keep, plainly=plainly)
+        if self._observer and products:
+            self._observer(products.applied(completed, step))
+
+    def _thin_out(self, fragment: int, keep: float) -> None:
+        """Rounds in flight carry work of which the live parameters now hold less: an anchor was blended in."""
+        for round_id, flight in self.waiting():
+            if round_id.fragment == fragment:
+                flight.held *= keep
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """All that are in flight."""
+        return [{"id": tuple(round_id), **flight.state_dict()} for round_id, flight in self._flights.items()]
+
+    def load_state_dict(self, flights: Sequence[Mapping[str, Any]]) -> None:
+        """Take back what state_dict gave; `take_up` opens them when the link is joined."""
+        self._flights = {}
+        for saved in flights:
+            round_id = RoundId(*saved["id"])
+            device = self._state(round_id).window.device
+            worker, weight = self._exchange.link.worker, self._exchange.weight
+            self._flights[round_id] = Flight.from_state_dict(saved, worker, weight, device)
