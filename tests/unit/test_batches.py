@@ -5,9 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 
 from atoll.errors import ConfigError, DataError
-from atoll.train.batches import LARGEST, Batches, held_out, shuffled
+from atoll.train.batches import LARGEST, Batches, _Resident, held_out, shuffled
 
 TOKENS = np.arange(1001, dtype=np.uint16)
 
@@ -31,6 +32,17 @@ def test_tokens_of_every_size_come_out_whole(dtype: str) -> None:
     largest = np.iinfo(dtype).max
     drawn = Batches([np.full(101, largest, dtype)], workers=1, batch=2, sequence=10, seed=0).batch(0, 0)
     assert (drawn == largest).all()
+
+
+@pytest.mark.parametrize("dtype", ["u1", "<u2", "<u4"])
+def test_rows_that_lie_on_a_device_are_the_files(dtype: str) -> None:
+    """On a GPU batches are cut out of the whole file; the same code, here where there is none."""
+    tokens = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, 1005, dtype, endpoint=True)
+    rows = sliding_window_view(tokens, 11)[::10]
+    chosen = np.array([99, 0, 3, 3, 42])
+    taken = _Resident(rows, torch.device("cpu")).take(chosen)
+    assert taken.dtype == torch.int64
+    assert np.array_equal(taken.numpy(), rows[chosen])
 
 
 def test_a_batch_may_be_changed_without_harm() -> None:

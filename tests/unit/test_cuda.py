@@ -221,7 +221,7 @@ def trainer(*, compiled: bool) -> Trainer:
     settings = resolve(settings, parameters=shape.parameters, context=shape.context)
     tokens = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8)
     assert settings.train.sequence is not None
-    batches = Batches([tokens], workers=2, batch=4, sequence=settings.train.sequence, seed=0)
+    batches = Batches([tokens], workers=2, batch=4, sequence=settings.train.sequence, seed=0, device="cuda")
     checks = held_out(tokens, sequence=settings.train.sequence, tokens=4096, batch=4)
     start = Decoder(shape, generator=torch.Generator().manual_seed(0)).to("cuda").train()
     return Trainer(settings, start, batches, checks, local(2))
@@ -236,6 +236,25 @@ def final_loss(training: Trainer) -> float:
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # of torch, by torch's compiler
+@pytest.mark.parametrize("resident", [True, False])
+def test_batches_are_those_of_the_cpu_and_nobody_waits_for_them(
+    resident: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = np.random.default_rng(0).integers(0, 2**16, 10_001, np.uint16)
+    here, there = (
+        Batches([tokens], workers=2, batch=4, sequence=100, seed=0, device=device) for device in ("cpu", "cuda")
+    )
+    monkeypatch.setattr("atoll.train.batches.RESIDENT_BYTES", 2**28 if resident else 0)
+    there.batch(0, 0)  # brings the file
+    for draw in range(30):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            drawn = there.batch(1, draw)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(drawn.cpu(), here.batch(1, draw))
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_two_runs_agree_and_a_resumed_one_goes_on(compiled: bool) -> None:
     """To 0.1 %: attention and embedding add up gradients in any order, in bf16."""

@@ -21,6 +21,8 @@ from atoll.errors import ConfigError, DataError
 
 LARGEST: Final = 2**40
 """Rows that can be shuffled."""
+RESIDENT_BYTES: Final = 2**28
+"""A token file up to this size is put on a GPU whole, and batches are cut out there."""
 _BLOCK = 1024  # places
 _ROUNDS = 8  # of 8 bytes of key each: one 64-byte digest
 
@@ -37,14 +39,25 @@ Tokens = HasTokens | npt.NDArray[Any]
 
 
 class Batches:
-    """Batches of each worker: all from one file, in turn, or each from a file of its own."""
+    """Batches of each worker: all from one file, in turn, or each from a file of its own; they are on `device`."""
 
-    def __init__(self, files: Sequence[Tokens], *, workers: int, batch: int, sequence: int, seed: int) -> None:
+    def __init__(
+        self,
+        files: Sequence[Tokens],
+        *,
+        workers: int,
+        batch: int,
+        sequence: int,
+        seed: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
         for name, value in (("sync.workers", workers), ("train.batch", batch), ("train.sequence", sequence)):
             check_whole(name, value)
         if len(files) not in (1, workers):
             raise ConfigError(f"{workers} workers need one token file, or one each, got {len(files)}")
         self._workers, self._batch, self._seed = workers, batch, seed
+        self._device = torch.device(device)
+        self._resident: dict[int, _Resident] = {}
         self._sharers = workers if len(files) == 1 else 1
         self._files = [_rows_of(file, sequence) for file in files]
         for number, (file, rows) in enumerate(zip(files, self._files, strict=True)):
@@ -57,14 +70,23 @@ class Batches:
                 )
 
     def batch(self, worker: int, draw: int) -> Tensor:
-        """Batch number `draw` (from 0) of a worker -> [batch, sequence + 1], int64, contiguous, its own memory."""
+        """Batch number `draw` (from 0) of a worker -> [batch, sequence + 1], int64, contiguous, its own memory.
+
+        A GPU is not waited for.
+        """
         if not 0 <= worker < self._workers or draw < 0:
             raise ConfigError(f"batch {draw} of worker {worker} does not exist: workers are 0..{self._workers - 1}")
         file, turn = (0, worker) if self._sharers > 1 else (worker, 0)
         rows = self._files[file]
         first = (draw * self._sharers + turn) * self._batch
         chosen = _line(first, first + self._batch, len(rows), f"{self._seed}/{file}")
-        return torch.from_numpy(rows[chosen].astype(np.int64))
+        if self._device.type != "cuda":
+            return torch.from_numpy(rows[chosen].astype(np.int64)).to(self._device)
+        if rows.size * rows.itemsize > RESIDENT_BYTES:
+            return torch.from_numpy(rows[chosen].astype(np.int64)).pin_memory().to(self._device, non_blocking=True)
+        if file not in self._resident:  # not before: a process may have one worker of several, each with its own file
+            self._resident[file] = _Resident(rows, self._device)
+        return self._resident[file].take(chosen)
 
     def rows(self, worker: int) -> int:
         """Rows in a worker's shard, rounded down where workers share a file."""
@@ -78,6 +100,22 @@ class Batches:
         """How often a worker has gone through its shard after `draw` batches, also in parts."""
         file = 0 if self._sharers > 1 else worker
         return draw * self._batch * self._sharers / len(self._files[file])
+
+
+class _Resident:
+    """Rows that lie on a device, of which only the numbers of those wanted travel."""
+
+    def __init__(self, rows: npt.NDArray[Any], device: torch.device) -> None:
+        self._length = rows.shape[1] - 1
+        tokens = np.append(rows[:, :-1].ravel(), rows[-1, -1])
+        # Signed, for which torch has all operations; the mask makes negative ones large again.
+        self._tokens = torch.from_numpy(tokens.view(f"i{tokens.itemsize}")).to(device)
+        self._mask = np.iinfo(tokens.dtype).max
+        self._row = torch.arange(self._length + 1, device=device)
+
+    def take(self, chosen: npt.NDArray[np.int64]) -> Tensor:
+        firsts = torch.from_numpy(chosen * self._length).to(self._row.device, non_blocking=True)
+        return self._tokens[firsts[:, None] + self._row].long().bitwise_and_(self._mask)
 
 
 def _line(first: int, last: int, rows: int, key: str) -> npt.NDArray[np.int64]:

@@ -250,6 +250,7 @@ def _batches(config: RunConfig, data: TokenData) -> Batches:
         batch=config.train.batch,
         sequence=config.train.sequence,
         seed=config.seed,
+        device=config.device,
     )
 
 

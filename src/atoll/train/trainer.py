@@ -163,8 +163,6 @@ class Trainer:
         accumulate = self.config.train.accumulate
         batch = self.team.share(self._batches.batch(self.workers[n], self._draws[n]))
         self._draws[n] += 1
-        if self._device.type == "cuda":
-            batch = batch.pin_memory().to(self._device, non_blocking=True)
         self._inner[n].zero_grad()
         cross_entropy = torch.zeros((), device=self._device)
         for number, part in enumerate(batch.chunk(accumulate), 1):
