@@ -12,7 +12,9 @@ import typer
 from typer.testing import CliRunner, Result
 
 from atoll import cli, planner
-from atoll.commands.asked import Options, asked_for, count, seconds
+from atoll.commands.asked import asked_for
+from atoll.commands.options import Options
+from atoll.commands.typed import count, seconds
 from atoll.config import load
 from atoll.errors import ConfigError
 from atoll.plan.link import GOODPUT, Link

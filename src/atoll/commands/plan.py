@@ -10,7 +10,7 @@ import typer
 from atoll.errors import ConfigError
 
 if TYPE_CHECKING:
-    from atoll.commands.asked import Options
+    from atoll.commands.options import Options
 
 _TRAINED, _TIME, _LINK, _SHOWN = "What is trained", "The time of a step", "The link", "What is shown"
 
@@ -136,7 +136,7 @@ def plan(
       atoll plan run.toml --probe --probe-link 10.0.0.1:29600
       atoll plan --paper
     """
-    from atoll.commands.asked import Options
+    from atoll.commands.options import Options
 
     options = Options(
         run=run,

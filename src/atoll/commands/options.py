@@ -1,0 +1,72 @@
+"""What was typed after `atoll plan`, and what of it cannot be together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from atoll.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The command line, as it was typed; `commands.plan` says what each is."""
+
+    run: Path | None = None
+    changes: Sequence[str] = ()
+    params: str | None = None
+    layers: str | None = None
+    preset: str | None = None
+    workers: int | None = None
+    link: str | None = None
+    probe_link: str | None = None
+    methods: Sequence[str] = ()
+    period: int | None = None
+    fragments: int | None = None
+    step_time: str | None = None
+    tokens: str | None = None
+    chip: str | None = None
+    flops: str | None = None
+    chips: int | None = None
+    mfu: float | None = None
+    memory: str | None = None
+    probe: bool = False
+    steps: str | None = None
+    tokens_total: str | None = None
+    price: float | None = None
+    target: float = 0.95
+
+
+def refuse_contradictions(options: Options) -> None:
+    """What would be ignored, or said twice."""
+    given = {
+        "--step-time": options.step_time is not None,
+        "--probe": options.probe,
+        "--chip": options.chip is not None,
+        "--flops": options.flops is not None,
+        "--mfu": options.mfu is not None,
+        "--steps": options.steps is not None,
+        "--tokens-total": options.tokens_total is not None,
+        "--link": options.link is not None,
+        "--probe-link": options.probe_link is not None,
+    }
+    estimated = ("--chip", "--flops", "--mfu")
+    excluded = {
+        "--step-time": ("--probe", *estimated),
+        "--probe": estimated,
+        "--chip": ("--flops",),
+        "--steps": ("--tokens-total",),
+        "--link": ("--probe-link",),
+    }
+    for one, others in excluded.items():
+        if both := [other for other in others if given[one] and given[other]]:
+            raise ConfigError(f"give {one} or {both[0]}, not both: they say the same in two ways")
+    if options.chips is not None and not (given["--chip"] or given["--flops"] or options.memory is not None):
+        raise ConfigError("--chips is for --chip, --flops or --memory, and none of them is given")
+    if (
+        options.fragments is not None
+        and options.methods
+        and not any(m.startswith("streaming") for m in options.methods)
+    ):
+        raise ConfigError("--fragments is for streaming, and no --method of it is asked for")
+    if options.changes and options.run is None:
+        raise ConfigError("--set changes a run file, and none is given")

@@ -1,0 +1,174 @@
+"""What `atoll plan` is asked about: a model by its numbers, a preset, or that of a run file."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from atoll.commands.options import Options
+from atoll.commands.typed import count
+from atoll.config import RunConfig, load, parse
+from atoll.errors import ConfigError
+from atoll.plan.link import Link, parse_link
+from atoll.plan.method import Method
+from atoll.planner import OWN, Fragmented
+from atoll.shapes import ModelConfig, preset
+
+MOST_LAYERS = 256
+"""More would take longer than five seconds, and few models have them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is trained, before the time of a step is known."""
+
+    parameters: int
+    layers: int
+    workers: int
+    rest: int = 0
+    """Parameters outside layers, if known."""
+    config: RunConfig | None = None
+    """For a run file or a preset."""
+    vocabulary: int = 0
+    method: Method | None = None
+    """The run file's own."""
+    tokens: int | None = None
+    steps: int | None = None
+    link: Link | None = None
+
+
+def subject_of(options: Options) -> Subject:
+    """The one that was asked about; ConfigError if it is none, or two."""
+    given = [options.run is not None, options.preset is not None, options.params is not None]
+    if sum(given) != 1:
+        which = "only one of them" if any(given) else "--params 10e9 --layers 48, --preset 1B, or a run file"
+        raise ConfigError(f"say what is trained: {which}")
+    if options.run is not None:
+        return _of_run(options)
+    workers = 2 if options.workers is None else options.workers
+    if options.preset is not None:
+        shape = _preset(options.preset)
+        config = parse({"model": {"preset": options.preset, "vocabulary": shape.vocabulary}})
+        if options.layers is not None:
+            raise ConfigError("layers: a preset has its own; for others give --params and --layers")
+        return Subject(
+            parameters=shape.parameters,
+            layers=shape.layers,
+            rest=shape.parameters - shape.layers * _of_a_layer(shape),
+            workers=workers,
+            config=config,
+            vocabulary=shape.vocabulary,
+        )
+    if options.layers is None:
+        raise ConfigError("layers: give --layers, the number of blocks of the model; fragments are made of them")
+    layers = count("layers", options.layers, MOST_LAYERS, "48")
+    return Subject(parameters=count("params", options.params or ""), layers=layers, workers=workers)
+
+
+def _preset(name: str) -> ModelConfig:
+    try:
+        return preset(name)
+    except ConfigError as error:
+        told = str(error).partition(": for another shape")[0]  # which is advice for who writes Python
+        more = " For" if told.endswith("?") else "; for"
+        raise ConfigError(f"{told}{more} another model give --params and --layers") from None
+
+
+def _of_a_layer(shape: ModelConfig) -> int:
+    """Parameters of one block."""
+    return replace(shape, layers=2).parameters - replace(shape, layers=1).parameters
+
+
+def _of_run(options: Options) -> Subject:
+    assert options.run is not None
+    if options.layers is not None:
+        raise ConfigError("layers: a run file has its own; change it with --set model.layers=...")
+    overrides = list(options.changes)
+    overrides += [] if options.workers is None else [f"sync.workers={options.workers}"]
+    overrides += [] if options.period is None else [f"sync.period={options.period}"]
+    config = load(options.run, overrides)
+    vocabulary = _vocabulary(config)
+    model, context = _empty_model(config, vocabulary)
+
+    from atoll.core.fragments import find_blocks
+
+    blocks = find_blocks(model)
+    sequence = config.train.sequence or context
+    tokens = config.train.batch * sequence
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    rest = sum(size for name, size in sizes.items() if not any(name.startswith(f"{block}.") for block in blocks))
+    return Subject(
+        parameters=sum(sizes.values()),
+        layers=max(len(blocks), 1),
+        rest=rest if blocks else 0,
+        workers=config.sync.workers,
+        config=config,
+        vocabulary=vocabulary,
+        method=_own_method(config, model, blocks),
+        tokens=tokens,
+        steps=config.train.steps,
+        link=parse_link(config.link.emulate) if config.link.emulate else None,
+    )
+
+
+def _vocabulary(config: RunConfig) -> int:
+    """The tokenizer's, as far as that is known without the text."""
+    from atoll.sections import BPE_VOCABULARY
+    from atoll.train.tokenizer import Bytes, open_tokenizer
+
+    match config.data.tokenizer:
+        case "bytes":
+            return Bytes.vocabulary
+        case "bpe":
+            return config.data.vocabulary or BPE_VOCABULARY
+        case path:
+            if not Path(path).expanduser().exists():
+                raise ConfigError(f"data.tokenizer: {path} is not there")
+            return open_tokenizer(Path(path).expanduser()).vocabulary
+
+
+def _empty_model(config: RunConfig, vocabulary: int) -> tuple[Any, int]:
+    """The model without values, and the tokens of a sequence."""
+    import torch
+
+    from atoll.train import hub
+    from atoll.train.model import Decoder
+
+    with torch.device("meta"):
+        if config.model.hf is not None:
+            model = hub.load(config.model.hf, weights=False)
+            return model, min(model.context or 1024, 1024)
+        shape = config.shape(vocabulary)
+        return Decoder(shape), shape.context
+
+
+def _own_method(config: RunConfig, model: Any, blocks: Sequence[str]) -> Method | None:
+    """What the run file says, with the fragments that this model has."""
+    from atoll.core.fragments import Whole, split
+    from atoll.core.outer import SGD, Adam
+    from atoll.sync import Sync
+
+    sync = config.synchronisation()
+    if sync is None:
+        return None
+    fragments = split(model, sync.fragments if isinstance(sync, Sync) else Whole())
+    # What is outside blocks is looked up before the first of them, and its gradient is complete when theirs are.
+    layers = tuple(
+        tuple(n for n, block in enumerate(blocks, 1) if any(p.startswith(f"{block}.") for p in fragment.parameters))
+        or (1,)
+        for fragment in fragments
+    )
+    values = tuple(fragment.numel for fragment in fragments)
+    if not isinstance(sync, Sync):
+        return Fragmented(name=OWN, period=1, codec=sync.codec, gradients=True, own_layers=layers, own_values=values)
+    return Fragmented(
+        name=OWN,
+        period=sync.period,
+        delay=min(sync.delays),  # who applies first waits first, and the others for it
+        codec=sync.codec,
+        eager=sync.eager,
+        velocities={SGD: 0, Adam: 2}.get(type(sync.outer), 1),
+        offload=config.sync.offload,
+        own_layers=layers,
+        own_values=values,
+    )
