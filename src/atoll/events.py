@@ -87,7 +87,7 @@ class Step:
     """Payloads, each counted once."""
     bytes_received: list[int]
     wait_s: list[Number]
-    """Exposed: for how long a worker did nothing but wait for rounds."""
+    """Exposed: for how long a worker did nothing but wait for rounds; those of one process wait together."""
     participants: int
     """Workers that trained."""
     hidden_s: list[Number] = field(default_factory=list)

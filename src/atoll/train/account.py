@@ -46,6 +46,11 @@ class Account:
         return [replace(loop.counters) for loop in self.loops]
 
     @property
+    def waited_s(self) -> float:
+        """Seconds in which nothing here was computed: while one of the workers of a process is blocked, so are all."""
+        return sum(loop.counters.wait_s for loop in self.loops)
+
+    @property
     def tokens_per_step(self) -> int:
         """Of one worker."""
         return self._config.train.batch * (self._config.train.sequence or 0)
@@ -110,7 +115,7 @@ class Account:
 
     def add(self, losses: Mapping[int, Tensor], norms: Mapping[int, Tensor], before: Sequence[Counters]) -> None:
         """One inner step is made; the counters were those `before` when it began, at `clock_s`."""
-        waited_s = sum(now.wait_s - then.wait_s for now, then in zip(self.counted(), before, strict=True))
+        waited_s = self.waited_s - sum(then.wait_s for then in before)
         self.tally.add(losses, norms, self.tokens_per_step, time.perf_counter() - self.clock_s, waited_s)
 
     def log(self, step: int, rate: float) -> None:
@@ -178,7 +183,7 @@ class Account:
         bytes_of = {name: self._team.over_parts([getattr(c, name) for c in counters]) for name in names}
         return {
             **{name: self._spread([int(value) for value in values], 0) for name, values in bytes_of.items()},
-            "wait_s": self._spread([c.wait_s for c in counters], 0.0),
+            "wait_s": self._spread([self.waited_s for _ in counters], 0.0),
             "hidden_s": self._spread([c.hidden_s for c in counters], 0.0),
         }
 

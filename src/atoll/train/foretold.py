@@ -30,8 +30,9 @@ def foretold(config: RunConfig, account: Account) -> str:
     told = f"{bytes_text(expected.bytes_per_worker)} on the wire per worker (measured {bytes_text(wire_sent)})"
     if not emulated:  # how fast the line is, nobody has said
         return f"planned: {told}"
-    waited_s = sum(c.wait_s for c in counters)
-    busy_s = account.tally.seconds - waited_s
-    # As everywhere, of the time of the process, a worker's own waiting: each has its share of it.
-    planned, measured = (1 - wait / here / max(busy_s + wait, 1e-9) for wait in (expected.exposed_s, waited_s))
-    return f"planned for {emulated}: computing {share_text(planned)} (measured {share_text(measured)}), {told}"
+    busy_s = account.tally.seconds - account.waited_s
+    planned, measured = (busy_s / max(busy_s + wait_s, 1e-9) for wait_s in (expected.exposed_s, account.waited_s))
+    names = {"jitter": config.link.jitter_s, "loss": config.link.loss, "outages": config.link.outages}
+    without = [name for name, value in names.items() if value]
+    line = f"{emulated} without {' and '.join(without)}" if without else emulated
+    return f"planned for {line}: computing {share_text(planned)} (measured {share_text(measured)}), {told}"

@@ -1,0 +1,52 @@
+"""The line at the end of a run: what the planner would have said, beside what was measured."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll import config
+from atoll.events import End, read
+from atoll.train.run import train
+
+SLOW = {"emulate": "60Mbit/s, 5ms"}
+
+
+def line_and_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], link: dict[str, Any], **sync: Any
+) -> tuple[str, End]:
+    settings = config.parse(
+        {
+            "name": "line",
+            "out": str(tmp_path),
+            "model": {"preset": "tiny"},
+            "data": {"limit": 20, "cache": str(tmp_path / "cache")},
+            "device": "cpu",
+            "train": {"steps": 4, "batch": 1, "sequence": 16, "eval_tokens": 16, "eval_every": 100},
+            "sync": sync,
+            "link": link,
+            "log": {"view": "lines"},
+        }
+    )
+    folder = train(settings)
+    (end,) = [event for event in read(folder / "metrics.jsonl") if isinstance(event, End)]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("planned")]
+    return line, end
+
+
+def test_the_workers_of_one_process_wait_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only one of them is ever blocked, but none computes meanwhile: the share does not depend on their number."""
+    line, end = line_and_end(tmp_path, capsys, SLOW, method="data-parallel", codec="fp32", workers=3)
+    assert len(set(end.wait_s)) == 1
+    found = re.search(r"computing (\d+) % \(measured (\d+) %\)", line)
+    assert found is not None, line
+    planned, measured = int(found[1]), int(found[2])
+    assert measured == round(100 * (1 - end.wait_s[0] / end.seconds))
+    assert measured < 50 and abs(planned - measured) <= 5
+
+
+def test_what_is_not_planned_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    link = {"emulate": "100Mbit/s, 1ms", "loss": 0.1, "jitter_s": 0.001}
+    line, _ = line_and_end(tmp_path, capsys, link, method="diloco", period=2, workers=2)
+    assert line.startswith("planned for 100Mbit/s, 1ms without jitter and loss: computing ")
