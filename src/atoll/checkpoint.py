@@ -78,7 +78,7 @@ def save(root: Path | str, step: int, state: Mapping[str, Any], *, keep: int = 2
                     _discard(surplus)
     except (OSError, SafetensorError) as fault:
         problem = f"step {step} cannot be saved under {root}: {fault}"
-        raise CheckpointError(f"{problem}; make room or change root, what was there is intact") from fault
+        raise CheckpointError(f"{problem}; make room there or save elsewhere, what was there is intact") from fault
     return folder
 
 

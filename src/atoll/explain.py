@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from atoll.errors import AtollError, ConfigError
+from atoll.interrupts import interruptible
 
 
 class Commands(TyperGroup):
@@ -19,7 +20,7 @@ class Commands(TyperGroup):
         return super().parse_args(ctx, [arg for arg in args if arg != "--debug"])
 
     def invoke(self, ctx: Any) -> Any:  # noqa: D102 - typer's
-        with _explained(debug=ctx.obj):
+        with _explained(debug=ctx.obj), interruptible():  # from here on: importing torch takes seconds
             return super().invoke(ctx)
 
 

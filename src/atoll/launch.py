@@ -146,7 +146,7 @@ def plan(options: Options, config: RunConfig, address: str) -> list[Job]:
     return [
         Job(
             name=f"worker {worker}",
-            command=command(options, worker, workers, address, meetings[worker]),
+            command=command(options, place, worker, workers, address, meetings[worker]),
             environment=environment(config, worker, options.ranks),
             log=place / worker_folder(worker) / LOG,
             aftermath=TORCHRUN_TELLS if options.ranks > 1 else None,
@@ -155,9 +155,12 @@ def plan(options: Options, config: RunConfig, address: str) -> list[Job]:
     ]
 
 
-def command(options: Options, worker: int, workers: int, address: str, meeting: int | None = None) -> list[str]:
-    """How one worker is started; `meeting` is the port where its ranks find each other."""
+def command(
+    options: Options, place: Path, worker: int, workers: int, address: str, meeting: int | None = None
+) -> list[str]:
+    """How one worker of the run at `place` is started; `meeting` is the port where its ranks find each other."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks), "--master-port", str(meeting)]
+    torchrun += ["--log-dir", str(place / worker_folder(worker) / "torchrun")]  # or each would leave one in /tmp
     return [
         sys.executable,
         *(torchrun if options.ranks > 1 else []),

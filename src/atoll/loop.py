@@ -68,8 +68,8 @@ class OuterLoop:
             raise ConfigError(
                 f"link must be one worker's end of a link, got {type(link).__name__}: give each its own, links[i]"
             )
-        if not 0 < weight <= 1e18:
-            raise ConfigError(f"weight of worker {link.worker} must be a number above 0, at most 1e18, got {weight}")
+        if not hasattr(weight, "__float__") or not 0 < weight <= 1e18:
+            raise ConfigError(f"weight of worker {link.worker} must be a number above 0, at most 1e18, got {weight!r}")
         self.model = model
         self.sync = sync
         self.link = link

@@ -24,6 +24,8 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.text import Text
 
+from atoll.interrupts import Interrupts
+
 POLL_S = 0.05
 GRACE_S = 30.0
 """After one has failed, how long the others may take to notice and end by themselves; asked to stop, they save."""
@@ -78,7 +80,7 @@ def supervise(
     Ctrl-C or SIGTERM is passed on to each, once, as SIGINT; the second one kills. When one fails, the others have
     `grace_s` to end by themselves, and are then asked to by SIGTERM. Who was asked has `patience_s`.
     """
-    signals: list[int] = []
+    signals = Interrupts()
     children = _Children(_Screen([job.name for job in jobs]), signals, grace_s, patience_s)
     with _noted(signals):
         try:
@@ -96,11 +98,11 @@ def supervise(
 
 
 @contextmanager
-def _noted(signals: list[int]) -> Iterator[None]:
+def _noted(signals: Interrupts) -> Iterator[None]:
     """Only note Ctrl-C and SIGTERM. It also undoes for children that a shell may have started us deaf to Ctrl-C."""
 
     def note(number: int, _frame: object) -> None:
-        signals.append(number)
+        signals.note(number)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -191,6 +193,7 @@ class _Children:
         self._due = time.monotonic() + self._patience_s
         for child in self.running:
             child.process.send_signal(number)
+            child.wake()
 
     def _kill(self) -> None:
         for child in self.running:
@@ -257,7 +260,14 @@ class _Child:
         self._over = self._over or bool(self.job.aftermath and re.match(self.job.aftermath, line))
         if not self._over:
             self._last = line.strip() or self._last
-            self._error = line if line.startswith("error: ") else self._error
+        if line.startswith("error: ") and not (self._over and self._error):  # a rank's own may come a little late
+            self._error = line
+
+    def wake(self) -> None:
+        """Let what was stopped (SIGSTOP) go on: otherwise it would not hear that it is asked to end."""
+        for pid in (self.process.pid, *_descendants(self.process.pid)):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """At once, with all that it has started: torchrun gives each rank a session of its own."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from atoll.config import RunConfig, parse
-from atoll.link.meeting import Seat
+from atoll.link.seat import Seat
 from atoll.train import cores
 from atoll.train.team import Team
 

@@ -17,7 +17,8 @@ import pytest
 from atoll import checkpoint, cli
 from atoll.config import RunConfig
 from atoll.disk import sha256_of
-from atoll.link.meeting import Meeting, Seat
+from atoll.link.meeting import Meeting
+from atoll.link.seat import Seat
 from atoll.train.folder import RunFolder
 from fleet import PATIENCE_S, Fleet, Me, Worker
 

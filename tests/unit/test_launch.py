@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 from atoll import cli
 from atoll.config import RunConfig, load, parse
-from atoll.launch import Options, again, command, environment, free_ports
+from atoll.launch import TORCHRUN_TELLS, Options, again, command, environment, free_ports
+from atoll.supervise import Job, supervise
 
 SITES = Path(__file__).resolve().parents[2] / "examples" / "sites"
 
@@ -352,13 +353,52 @@ def test_the_ranks_of_torchrun_save_and_go_too(start: Start, tmp_path: Path, num
     assert all(f"rank {rank} saved after {heard}\n" in log for rank in range(2)), log
 
 
+def test_one_that_stands_still_is_woken_to_hear_that_it_is_to_end(start: Start) -> None:
+    supervised = start(WAITS + "forever()", "raise SystemExit(3)", grace_s=1.0, patience_s=60)
+    supervised.wait_for("ready")
+    (pid,) = [pid for pid in with_mark(str(supervised.folder)) if _is_child(pid, supervised.process.pid)]
+    os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    blamed, _, ended = supervised.end()
+    assert blamed[0] == "worker 1" and ended["worker 0"] == -signal.SIGTERM
+    assert time.monotonic() - began < 30, "its patience would be 60 s"
+
+
+def _is_child(pid: int, parent: int) -> bool:
+    return f"PPid:\t{parent}\n" in Path(f"/proc/{pid}/status").read_text()
+
+
+def test_signals_that_come_together_are_one(start: Start) -> None:
+    """Some programs pass on a Ctrl-C that their children have had from the terminal, too."""
+    supervised = start(SAVES, SAVES)
+    supervised.wait_for("ready", 2)
+    for _ in range(2):
+        supervised.process.send_signal(signal.SIGINT)
+    assert supervised.end() == (None, True, {"worker 0": 130, "worker 1": 130})
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["step 4", "W1116 x torch/distributed/elastic/ gone", "error: rank 0 is lost"], "error: rank 0 is lost"),
+        (["error: no room", "W1116 x torch/distributed/elastic/ gone", "error: rank 0 is lost"], "error: no room"),
+        (["step 4", "W1116 x torch/distributed/elastic/ gone", "anything"], "step 4"),
+    ],
+)
+def test_a_reason_may_come_after_torchrun_has_begun_to_tell(tmp_path: Path, lines: list[str], said: str) -> None:
+    script = "\n".join(f"print({line!r})" for line in lines) + "\nraise SystemExit(1)"
+    job = Job("worker 0", [sys.executable, "-c", script], os.environ, tmp_path / "log.txt", TORCHRUN_TELLS)
+    outcome = supervise([job])
+    assert outcome.failed is not None and outcome.failed.said == said
+
+
 # ---------------------------------------------------------------------- command lines
 
 OPTIONS = Options(file=Path("run.toml"))
 
 
 def test_the_command_of_a_worker() -> None:
-    plain = command(OPTIONS, 1, 4, "127.0.0.1:5000")
+    plain = command(OPTIONS, Path("runs/run"), 1, 4, "127.0.0.1:5000")
     assert plain[0] == sys.executable
     assert " ".join(plain[1:]) == (
         "-m atoll train run.toml --worker 1 --address 127.0.0.1:5000 --set sync.workers=4 --view lines"
@@ -372,8 +412,9 @@ def test_the_command_of_a_worker() -> None:
         link="1Gbit/s,50ms",
         ranks=2,
     )
-    assert command(every, 0, 2, "127.0.0.1:5000", 6000)[1:] == [
+    assert command(every, Path("runs/run"), 0, 2, "127.0.0.1:5000", 6000)[1:] == [
         *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "6000"),
+        *("--log-dir", "runs/run/worker-0/torchrun"),
         *("-m", "atoll", "train", "run.toml", "--worker", "0", "--address", "127.0.0.1:5000"),
         *("--set", "train.steps=5", "--set", "name=a b"),
         *("--out", "some where", "--name", "x", "--link", "1Gbit/s,50ms"),
@@ -480,7 +521,7 @@ LAUNCH = """
 import sys
 from atoll import cli, launch
 script = sys.argv.pop(1)
-launch.command = lambda options, worker, *_: [sys.executable, "-c", script, str(worker)]
+launch.command = lambda options, place, worker, *_: [sys.executable, "-c", script, str(worker)]
 cli.main()
 """
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping
 
+import numpy as np
 import pytest
 import torch
 
@@ -115,8 +116,19 @@ def test_workers_with_different_models_are_told_so() -> None:
     problem = Problem(workers=2)
     a = OuterLoop(Toy(problem.start, (5, 5)), DiLoCo(period=5), links[0])
     b = OuterLoop(Toy(problem.start, (2, 8)), DiLoCo(period=5), links[1])
-    with pytest.raises(LinkError, match="differ in layout of fragment 0: 2 parameters, 10 values, anchor"):
+    with pytest.raises(LinkError, match="differ in layout of fragment 0: 2 parameters of float64, 10 values, anchor"):
         Crew([a, b]).step()
+
+
+def test_workers_with_parameters_of_different_dtypes_are_told_so() -> None:
+    """From one anchor they would end with different models, also where bf16 can hold the start."""
+    links, start = local(2), np.zeros(10)
+    loops = [
+        OuterLoop(Toy(start, (5, 5), dtype), DiLoCo(period=5), link)
+        for dtype, link in zip((torch.float32, torch.bfloat16), links, strict=True)
+    ]
+    with pytest.raises(LinkError, match=r"2 parameters of bfloat16, .* against 2 parameters of float32"):
+        Crew(loops).step()
 
 
 @pytest.mark.parametrize("sync", [DiLoCo(period=2), DataParallel()])

@@ -12,7 +12,8 @@ import pytest
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import difference
 from atoll.link.blame import Report, verdict
-from atoll.link.meeting import Meeting, Seat, in_time, open_store, parse_address
+from atoll.link.meeting import Meeting, in_time, open_store, parse_address
+from atoll.link.seat import Seat
 from fleet import free_port
 
 
@@ -90,6 +91,22 @@ def test_waiting_is_told_and_who_never_came_is_named_with_what_to_do(monkeypatch
     with pytest.raises(LinkError, match="Connection refused"):
         Meeting(nowhere, Seat(1, 2), 0.3, said.append)
     assert said == [f"waiting for worker 0 at {nowhere}, at most 0.3 s"]
+
+
+def test_waiting_ends_when_this_process_is_told_to_stop() -> None:
+    address, asked = f"127.0.0.1:{free_port()}", list[bool]()
+
+    def stop() -> None:
+        asked.append(True)
+        if len(asked) > 3:
+            raise KeyboardInterrupt
+
+    host = Meeting(address, Seat(0, 2), 60, heed=stop)
+    with pytest.raises(KeyboardInterrupt):
+        list(host.hear("greeting", host.seat.all()))
+    asked.clear()
+    with pytest.raises(KeyboardInterrupt):
+        Meeting(f"127.0.0.1:{free_port()}", Seat(1, 2), 60, heed=stop)
 
 
 @pytest.mark.parametrize("worker", [1, 2])

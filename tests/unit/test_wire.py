@@ -65,7 +65,10 @@ def test_codecs_on_the_wire_have_different_numbers_and_all_formats_have_one() ->
         (replace(DUE, sender=1), "sent worker 1 where 2 was due"),
         (replace(DUE, round_id=RoundId(13, 3)), "sent round step 13, fragment 3 where step 12, fragment 3 was due"),
         (replace(DUE, round_id=RoundId(12, 4)), "sent round step 12, fragment 4 where"),
-        (replace(DUE, round_id=RoundId(12, 3, last=True)), "the last exchange where step 12, fragment 3 was due"),
+        (
+            replace(DUE, round_id=RoundId(12, 3, last=True)),
+            "the last exchange where step 12, fragment 3 was due: all workers must make the same number of steps",
+        ),
         (replace(DUE, kind=Kind.PART), "sent kind of message 1 where 0 was due"),
         (replace(DUE, codec="int4"), "sent codec int4 where int8 was due"),
         (replace(DUE, part=2), "sent part 2 where 0 was due"),

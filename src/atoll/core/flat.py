@@ -125,9 +125,11 @@ class Window:
     def layout(self) -> str:
         """What a worker's copy must match, in words."""
         plain = [name.replace("_orig_mod.", "").removeprefix("module.") for name in self.names]  # compiled, or DDP
-        exact = "; ".join(f"{n} {tuple(shape)}" for n, shape in zip(plain, self._shapes, strict=True))
-        checksum = f"checksum of names and shapes {zlib.crc32(exact.encode()):08x}"
-        return f"{len(self.names)} parameters, {self.numel} values, anchor {self.dtype}, {checksum}"
+        dtypes = [parameter.dtype for parameter in self.parameters()]  # or the same anchor would end in other models
+        exact = "; ".join(f"{n} {tuple(s)} {d}" for n, s, d in zip(plain, self._shapes, dtypes, strict=True))
+        checksum = f"checksum of names, shapes and dtypes {zlib.crc32(exact.encode()):08x}"
+        kinds = " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
+        return f"{len(self.names)} parameters of {kinds}, {self.numel} values, anchor {self.dtype}, {checksum}"
 
     def locate(self, index: int) -> str:
         """The name of the parameter that holds value number `index` of the vector."""

@@ -19,6 +19,7 @@ from concurrent.futures import wait
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
+from textwrap import shorten
 from typing import Any, Self
 
 from torch import distributed
@@ -29,7 +30,8 @@ from atoll.link.base import Contribution, Pending, RoundId, difference
 from atoll.link.blame import Report, verdict
 from atoll.link.crossing import Crossing, Ticket
 from atoll.link.mail import TAGS, LostError, Mail
-from atoll.link.meeting import Meeting, Seat, begun, open_store, parse_address
+from atoll.link.meeting import Meeting, begun, open_store, parse_address
+from atoll.link.seat import Seat
 from atoll.link.wire import VERSION
 from atoll.version import __version__
 
@@ -112,6 +114,8 @@ class DistLink:
         self.seat = seat
         self.tell: Callable[[str], None] | None = None
         """Told in a line for whom it waits at the start, if that takes more than a moment."""
+        self.heed: Callable[[], None] | None = None
+        """Called again and again while it waits for others to come; may raise."""
         self._address = address
         self._join_s = join_s
         self._meeting: Meeting | None = None
@@ -135,7 +139,7 @@ class DistLink:
             raise LinkError(f"the link of {self.seat} is closed")
         if self._meeting is None:
             self._has_come = True  # or tried to, and found nobody
-            self._meeting = Meeting(self._address, self.seat, self._join_s, self.tell, within_s)
+            self._meeting = Meeting(self._address, self.seat, self._join_s, self.tell, within_s, self.heed)
             _met.add(self)
         return self._meeting
 
@@ -194,7 +198,7 @@ class DistLink:
         try:
             return forming.result(0)
         except (RuntimeError, TimeoutError) as fault:
-            problem = " ".join(str(fault).split())[:300]
+            problem = shorten(str(fault), 300, placeholder=" ...")
             # gloo leaves an address under "0/K" for each; one that has left none has gone before it came so far.
             if missing := meeting.lacks({worker: f"{place}/0/{worker}" for worker in range(self.workers)}):
                 who = ", ".join(f"worker {worker}" for worker in missing)

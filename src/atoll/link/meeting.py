@@ -13,16 +13,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed
 
-from atoll.checks import check_whole
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import difference
+from atoll.link.seat import Seat
 
 Answer = TypeVar("Answer")
 _c10d: Any = torch.distributed  # torch's annotations leave its stores out
@@ -35,47 +35,6 @@ _SOON_S = 2.0  # who waits for longer is told for whom
 _TRY_S = 5.0  # for what listens there to answer as a store does; several round trips
 _MISFIT = "misfit"  # where a process that was refused leaves why
 _LINGER_S = 2.0  # worker 0 keeps the store for so long after a failure, so that the others can read why
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """Which process of a run this is."""
-
-    worker: int
-    workers: int
-    rank: int = 0
-    """Among the processes of its worker."""
-    ranks: int = 1
-
-    def __post_init__(self) -> None:
-        check_whole("workers", self.workers)
-        check_whole("ranks", self.ranks)
-        for name, number, count in (("worker", self.worker, self.workers), ("rank", self.rank, self.ranks)):
-            if type(number) is not int or not 0 <= number < count:
-                raise ConfigError(f"{name} must be a whole number from 0 to {count - 1}, got {number!r}")
-
-    def __str__(self) -> str:
-        return f"worker {self.worker}" if self.ranks == 1 else f"worker {self.worker} rank {self.rank}"
-
-    @property
-    def key(self) -> str:
-        """What it is called in the store, the same whatever the others think of its ranks."""
-        return f"{self.worker}.{self.rank}"
-
-    @property
-    def hosts(self) -> bool:
-        """Whether this process keeps the store."""
-        return self.worker == 0 and self.rank == 0
-
-    def all(self) -> "Iterator[Seat]":
-        """Every process of the run."""
-        for worker in range(self.workers):
-            for rank in range(self.ranks):
-                yield Seat(worker, self.workers, rank, self.ranks)
-
-    def peers(self) -> "list[Seat]":
-        """The same rank of every worker, this one included: they exchange rounds."""
-        return [seat for seat in self.all() if seat.rank == self.rank]
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -98,7 +57,7 @@ class Meeting:
     """One process's door to the store; whoever it waits for must come within `join_s` seconds.
 
     `tell` is told in a line for whom it waits, if that takes more than a moment. The store itself must be there within
-    `arrive_s`, if that is less.
+    `arrive_s`, if that is less. Whatever `heed` raises ends the waiting.
     """
 
     def __init__(
@@ -108,11 +67,13 @@ class Meeting:
         join_s: float,
         tell: Callable[[str], None] | None = None,
         arrive_s: float | None = None,
+        heed: Callable[[], None] | None = None,
     ) -> None:
         self.address = address
         self.seat = seat
         self._join_s = join_s if arrive_s is None else min(join_s, arrive_s)
         self._tell = tell or (lambda line: None)
+        self._heed = heed or (lambda: None)
         self.answers = True
         """Whether the store still does, as far as is known."""
         self._silent_s = 0.0
@@ -165,6 +126,7 @@ class Meeting:
     def _visit(self, host: str, port: int) -> Any:
         began, told = time.monotonic(), False
         while True:
+            self._heed()
             left_s = max(_ASK_S, began + self._join_s - time.monotonic())
             try_s = min(left_s, _TRY_S)
             patience_s, problem, advice = self._join_s, "", "start it there, and check that this machine can reach it"
@@ -240,6 +202,7 @@ class Meeting:
             if not missing:
                 break
             check()
+            self._heed()
             if not self._all_here and (misfit := self._ask(self._misfit, left_s)):
                 raise LinkError(misfit)
             if time.monotonic() > until:
@@ -349,7 +312,9 @@ class Meeting:
 
     def leave(self) -> None:
         """Say goodbye; the host stays until the others have gone too, but not for long."""
-        self.tell_at_last("left", True)
+        # Without asking whether it came: the host may be gone as soon as it has.
+        with suppress(LinkError):
+            self._ask(lambda: self._store.set(f"left/{self.seat.key}", json.dumps(True)), _ASK_S)
         if not self.seat.hosts:
             return
         until = time.monotonic() + _LINGER_S

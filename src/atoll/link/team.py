@@ -9,6 +9,7 @@ Either way, an error of one is raised on all: a rank that went on alone would wa
 import json
 import time
 from collections.abc import Callable, Mapping
+from textwrap import shorten
 from typing import Any, TypeVar
 
 import torch
@@ -86,7 +87,7 @@ class Circle:
 
     def loss_of_a_rank(self, fault: RuntimeError) -> LinkError:
         """What to say of a collective operation that has failed: torch's words begin with a file of its own."""
-        words = " ".join(str(fault).split()).split("] ", 1)[-1][:120]
+        words = shorten(str(fault).split("] ", 1)[-1], 120, placeholder=" ...")
         return LinkError(
             f"rank {self.rank} has lost another rank of its worker, which was killed or has failed itself ({words})"
         )

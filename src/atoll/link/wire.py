@@ -113,7 +113,7 @@ def unseal(message: Tensor, due: Envelope) -> Contribution | None:
     if zlib.crc32(header[:-4]) != own:
         raise BadMessage("sent a header that was damaged on the way: its checksum is wrong")
     _compare("worker", sender, due.sender)
-    _compare("round", str(RoundId(step, fragment, bool(flags & _LAST))), str(due.round_id))
+    _compare_rounds(RoundId(step, fragment, bool(flags & _LAST)), due.round_id)
     _compare("kind of message", flags & ~(_LAST | _EMPTY), int(due.kind))
     _compare("part", part, due.part)
     _compare("codec", _NAMES.get(codec, codec), due.codec)
@@ -127,6 +127,12 @@ def unseal(message: Tensor, due: Envelope) -> Contribution | None:
     if due.kind is not Kind.MEAN and not (math.isfinite(weight) and 0 < weight <= _MAX_WEIGHT):
         raise BadMessage(f"sent a weight of {weight}")
     return Contribution(Member(sender, weight, anchor_version, anchor_fingerprint), body)
+
+
+def _compare_rounds(sent: RoundId, due: RoundId) -> None:
+    advice = ": all workers must make the same number of steps" if sent.last != due.last else ""
+    if sent != due:
+        raise BadMessage(f"sent round {sent} where {due} was due{advice}")
 
 
 def _compare(what: str, sent: object, due: object) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from atoll.disk import locked, write_whole
 from atoll.errors import AtollError, CheckpointError, ConfigError
 from atoll.events import End, read
 from atoll.layout import ABOUT, CHECKPOINTS, METRICS, MODEL, RUN, rank_folder, worker_folder, worker_folders
-from atoll.link.meeting import Seat
+from atoll.link.seat import Seat
 from atoll.train.export import exists, export
 from atoll.train.tokens import TokenData
 from atoll.train.trainer import Trainer
@@ -221,6 +222,6 @@ class RunFolder:
         except (RuntimeError, KeyError, ValueError, TypeError) as fault:
             if isinstance(fault, AtollError):
                 raise
-            problem = " ".join(str(fault).split())[:300]
+            problem = shorten(str(fault), 300, placeholder=" ...")
             where = self.path / CHECKPOINTS
             raise CheckpointError(f"the checkpoint in {where} is not of this model: {problem}") from fault

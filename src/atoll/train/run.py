@@ -11,10 +11,11 @@ import torch
 from atoll.config import RunConfig
 from atoll.errors import ConfigError
 from atoll.events import Jsonl, Resumed, Saved, Sink, read
+from atoll.interrupts import Interrupts, interruptible
 from atoll.layout import BEST, CHECKPOINTS, METRICS, MODEL, RUN, worker_folder
 from atoll.link.base import Link
 from atoll.link.dist import DistLink
-from atoll.link.meeting import Seat
+from atoll.link.seat import Seat
 from atoll.metrics import Metrics, TensorBoard, Trackio, WandB
 from atoll.train import hub, tokens
 from atoll.train.batches import Batches, HeldOut, held_out
@@ -33,7 +34,7 @@ from atoll.train.site import (
     seat_of,
     step_to_resume,
 )
-from atoll.train.stopping import Interrupts, Stop, Stopped, interruptible
+from atoll.train.stopping import Stop, Stopped
 from atoll.train.team import Model, Team, team_of
 from atoll.train.tokens import TokenData
 from atoll.train.trainer import Trainer
@@ -75,6 +76,8 @@ def _train(config: RunConfig, seat: Seat | None, team: Team, resume: bool) -> Pa
             torch.set_num_threads(config.threads)
         interrupted = stack.enter_context(interruptible())
         links, mate = links_of(config, seat, team)
+        if mate is not None:
+            mate.heed = interrupted.heed
         stack.enter_context(_leaving(links))
         stack.enter_context(team.guarded())
         if folder.of_many:

@@ -13,7 +13,7 @@ from atoll.errors import ConfigError, LinkError
 from atoll.link.base import LEFT_OUT, Link, difference
 from atoll.link.dist import DistLink, connect, torchrun_address
 from atoll.link.local import local
-from atoll.link.meeting import Seat
+from atoll.link.seat import Seat
 from atoll.link.shaped import Outage, Shape, shaped
 from atoll.plan.link import parse_link
 from atoll.train.team import Team

@@ -1,14 +1,13 @@
 """How a run stops when it is told to: between two steps, and where workers have processes of their own, together."""
 
 import shlex
-import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from atoll.errors import LinkError
+from atoll.interrupts import Interrupts
 from atoll.link.dist import DistLink
 from atoll.train.team import Team
 
@@ -22,55 +21,6 @@ class Stopped(SystemExit):
     def __init__(self, *, together: bool) -> None:
         super().__init__(130)
         self.together = together
-
-
-class Interrupts(list[int]):
-    """The signals to stop that have come: acted on at once until training begins, and then between two steps."""
-
-    at_once = True
-    told: Callable[[], None] | None = None
-    """Called when the first one comes during training."""
-
-    def wait_for_steps(self) -> None:
-        """From now on only fill the list. Python may lose an exception raised inside an import: then it comes here."""
-        self.at_once = False
-        if self:
-            raise KeyboardInterrupt
-
-    @contextmanager
-    def heeded_at_once(self) -> "Iterator[None]":
-        """Inside, while there is nothing but waiting, act on them at once again."""
-        self.at_once = True
-        try:
-            if self:
-                raise KeyboardInterrupt
-            yield
-        finally:
-            self.at_once = False
-
-
-@contextmanager
-def interruptible() -> Iterator[Interrupts]:
-    """Mind Ctrl-C and SIGTERM; once training has begun, the second one stops at once."""
-    received = Interrupts()
-
-    def note(number: int, _frame: object) -> None:
-        received.append(number)
-        if received.at_once:
-            raise KeyboardInterrupt
-        for known, handler in before.items():
-            signal.signal(known, handler)
-        if received.told is not None:
-            received.told()
-
-    before: dict[int, Any] = {}
-    with suppress(ValueError):  # not the main thread: whoever owns that one decides
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class Stop:

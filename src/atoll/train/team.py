@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import count
+from textwrap import shorten
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from atoll.config import RunConfig
 from atoll.core.fragments import Fragment, find_blocks
 from atoll.errors import AtollError, CheckpointError, ConfigError, LinkError
 from atoll.link.base import Link
-from atoll.link.meeting import Seat
+from atoll.link.seat import Seat
 from atoll.link.team import Circle, PartLink, TeamLink
 from atoll.train import shards
 from atoll.train.hub import HubModel
@@ -335,7 +336,7 @@ def _connect(seat: Seat, on_gpu: bool, timeout: timedelta) -> None:
             device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
         )
     except RuntimeError as fault:
-        problem = " ".join(str(fault).split())[:300]
+        problem = shorten(str(fault), 300, placeholder=" ...")
         raise LinkError(f"{seat} cannot connect to the other ranks of its worker: {problem}") from fault
 
 
