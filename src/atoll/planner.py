@@ -5,7 +5,7 @@ programs (`as_json`) and for the eye (`report.planned`).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,8 +24,8 @@ LONGEST_PERIOD = 10_000
 """Inner steps; the simulator looks at every step of several periods."""
 MOST_WORKERS, MOST_STEPS = 4096, 10**12
 """As in run files."""
-MOST_STEP_S, MOST_PRICE = 1e9, 1e12
-"""Beyond, sums would not be numbers any more."""
+LEAST_STEP_S, MOST_STEP_S, MOST_PRICE = 1e-6, 1e9, 1e12
+"""No step is so short; beyond, sums would not be numbers any more."""
 OWN = "run"
 """What the method of a run file is called beside the others."""
 
@@ -144,19 +144,28 @@ class Asked:
     """Of one chip of a worker, if known."""
     chips: int = 1
     """Of a worker."""
+    suited: Callable[[Method], Method | None] = lambda method: method
+    """What a method that may be advised becomes beside a run file's settings; None if it cannot go with them."""
+    left_out: tuple[str, ...] = ()
+    """Settings of a run file that are not in the figures, by dotted key."""
 
     def __post_init__(self) -> None:
         check_whole("workers", self.workers)
         if self.workers > MOST_WORKERS:
             raise ConfigError(f"workers must be at most {MOST_WORKERS}, got {self.workers}")
-        if self.model.step_s > MOST_STEP_S:
+        if not LEAST_STEP_S <= self.model.step_s <= MOST_STEP_S:
+            span = f"from {LEAST_STEP_S:.0e} to {MOST_STEP_S:.0e} seconds"
+            raise ConfigError(f"the time of a step must be {span}, got {self.model.step_s:g}")
+        if self.model.parameters < self.model.layers:
             raise ConfigError(
-                f"the time of a step must be at most {MOST_STEP_S:.0e} seconds, got {self.model.step_s:g}"
+                f"params must be at least as many as layers ({self.model.layers}), got {self.model.parameters}"
             )
         if not 0 < self.target < 1:
             raise ConfigError(f"target must be a share of the time above 0 and below 1, got {self.target:g}")
         if self.price is not None and not 0 <= self.price <= MOST_PRICE:
             raise ConfigError(f"price must be a number from 0 to {MOST_PRICE:.0e}, got {self.price:g}")
+        if self.price is not None and self.steps is None:
+            raise ConfigError("price is for a whole run: give --steps, or --tokens (of a step of one worker)")
         if self.steps is not None:
             check_whole("steps", self.steps)
             if self.steps > MOST_STEPS:
@@ -180,7 +189,7 @@ class Plan:
     needed: Mapping[str, Mapping[float, float]]
     """Bits per second for every level, as atoll sends, at the link's latency; inf: no rate is enough."""
     on_grid: Mapping[str, Mapping[float, float | None]]
-    """The same as the Streaming paper would print them."""
+    """The same as the Streaming paper would print them: `paper.ASSUMED`. 0 for one worker, who needs no line."""
     recommendation: Recommendation
     defaults: Defaults
 
@@ -210,12 +219,16 @@ def make(asked: Asked) -> Plan:
         penalties={m.name: penalty(model, workers, m) for m in asked.methods},
         needed={
             m.name: {
-                level: bandwidth_needed(model, m, workers, level, latency_s=link.latency_s) for level in paper.LEVELS
+                level: bandwidth_needed(model, m, workers, level, latency_s=link.latency_s, goodput=link.goodput)
+                for level in paper.LEVELS
             }
             for m in asked.methods
         },
-        on_grid={m.name: paper.on_the_grid(model, m) for m in asked.methods},
-        recommendation=advise(model, workers, link, asked.target, steps=steps),
+        on_grid={
+            m.name: paper.on_the_grid(model, m) if workers > 1 else dict.fromkeys(paper.LEVELS, 0.0)
+            for m in asked.methods
+        },
+        recommendation=advise(model, workers, link, asked.target, steps=steps, suited=asked.suited),
         defaults=defaults(model.parameters, workers),
     )
 
@@ -239,6 +252,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "memory_of_a_chip_bytes": asked.memory_bytes,
         "steps": asked.steps,
         "target": asked.target,
+        "not_in_the_figures": list(asked.left_out),
         "methods": {name: _method_json(plan, name) for name in plan.outlooks},
         "advice": [_advice_json(plan, advice) for advice in plan.recommendation.choices],
         "target_reached": plan.recommendation.reached,
@@ -254,6 +268,7 @@ def _method_json(plan: Plan, name: str) -> dict[str, Any]:
         "loss_penalty": loss,
         "source": source,
         "bandwidth_for": {_percent(level): rate for level, rate in plan.on_grid[name].items()},
+        "bandwidth_for_assumes": paper.ASSUMED,
         "bandwidth_needed": {_percent(level): plain(rate) for level, rate in plan.needed[name].items()},
     }
 

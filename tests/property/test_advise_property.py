@@ -5,7 +5,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.plan.advise import advise, candidates, reaching, sweep
+from atoll.plan.advise import advise, candidates
 from atoll.plan.link import Link
 from atoll.plan.method import Method, Model
 
@@ -40,24 +40,22 @@ def test_it_keeps_its_word(model: Model, workers: int, link: Link, target: float
 
 
 @few
-@given(models, st.integers(2, 5), links, targets, st.floats(1.0, 100.0))
+@given(models, st.integers(2, 64), links, targets, st.floats(1.0, 100.0), st.sampled_from([0, 60, 3000]))
 def test_on_a_better_line_nothing_riskier_is_needed(
-    model: Model, workers: int, link: Link, target: float, faster: float
+    model: Model, workers: int, link: Link, target: float, faster: float, steps: int
 ) -> None:
-    options = list(candidates(model))
+    """Whether the papers' losses are known, up to 8 workers, or not."""
     better = Link(link.bits_per_s * faster, link.latency_s)
-    before, after = (
-        reaching(model, workers, line, target, options, sweep(model, workers, line, options)) for line in (link, better)
-    )
-    assert len(after) >= len(before)
-    if before:
-        assert risk(model, after[0]) <= risk(model, before[0])
+    before, after = (advise(model, workers, line, target, steps=steps) for line in (link, better))
+    assert after.reached or not before.reached
+    if before.reached:
+        first = [risk(model, found.choices[0].outlook.method) for found in (before, after)]
+        assert first[1] <= first[0]
 
 
 @few
-@given(models, st.integers(2, 5), links, targets)
-def test_no_choice_is_beaten_in_everything(model: Model, workers: int, link: Link, target: float) -> None:
-    """But for data-parallel, which is what losses are measured against."""
+@given(models, st.integers(2, 64), links, targets)
+def test_a_riskier_choice_gains_something(model: Model, workers: int, link: Link, target: float) -> None:
     choices = advise(model, workers, link, target).choices
     worth = [
         (
@@ -68,9 +66,9 @@ def test_no_choice_is_beaten_in_everything(model: Model, workers: int, link: Lin
         for choice in choices
     ]
     for mine, choice in zip(worth, choices, strict=True):
-        for other in worth:
-            beaten = other != mine and all(o >= m for o, m in zip(other, mine, strict=True))
-            assert not beaten or choice.outlook.method.gradients
+        for theirs, other in zip(worth, choices, strict=True):
+            if risk(model, other.outlook.method) < risk(model, choice.outlook.method):
+                assert any(m > t for m, t in zip(mine, theirs, strict=True))
 
 
 @few

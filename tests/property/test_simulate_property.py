@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from atoll.core.codec import Codec
 from atoll.core.shots import sent_bytes
-from atoll.plan import cost
+from atoll.plan import cost, steady
 from atoll.plan.job import Job, stops, time_of
 from atoll.plan.lines import Array, Place
 from atoll.plan.link import GOODPUT, Link
@@ -239,6 +239,43 @@ def test_steady_is_what_a_long_run_comes_to(choice: tuple[Model, Method, int, fl
     rate = rate if layered else rate / GOODPUT
     at_last = long.utilisation(since=100 * method.period)[0]
     assert busy(model, method, workers, rate, latency_s, layered) == pytest.approx(at_last, rel=2e-3)
+
+
+def test_steady_is_exact_where_rounds_stay_away_for_several_periods() -> None:
+    """Eager in four fragments repeats with five periods, and latency is more than one of them."""
+    model = Model(parameters=10**9, layers=4, step_s=0.05)
+    method = Method(name="eager", period=5, each=1, delay=5, codec=Codec("bf16"), eager=True)
+    rate = 7.0767346529749195 * cost.average_bits_per_s(model, method, 4)
+    place = Place(up_bits_per_s=rate, down_bits_per_s=rate, latency_s=0.3)
+    for layered in (False, True):
+        groups = method.layers(model) if layered else None
+        run = simulate(method.job(model, 4, 5 * 160), [place], layers=groups, layer_count=4)
+        seen = run.utilisation(since=5 * 100)[0]
+        assert busy(model, method, 4, rate if layered else rate / GOODPUT, 0.3, layered) == pytest.approx(
+            seen, rel=1e-6
+        )
+
+
+@given(choices(), st.booleans())
+def test_layer_by_layer_is_never_worse_than_after_the_step(
+    choice: tuple[Model, Method, int, float, float], slow: bool
+) -> None:
+    model, method, workers, rate, latency_s = choice
+    far = latency_s + (1.1 * method.period if slow else 0.0)
+    assert busy(model, method, workers, rate, far, True) >= busy(model, method, workers, rate, far) - 1e-6
+
+
+@given(choices(), st.integers(0, 300))
+def test_a_run_is_as_long_as_the_report_s_own_model_has_it(
+    choice: tuple[Model, Method, int, float, float], steps: int
+) -> None:
+    """To less than a period: a line a little too slow is hidden by the delay for a while."""
+    model, method, workers, rate, latency_s = choice
+    exact = time_of(method.job(model, workers, steps), Link(rate, latency_s)).total_s
+    ours = float(steady.run_s(model, method, workers, np.array([rate]), steps, latency_s=latency_s)[0])
+    if steps < 17 * method.period:
+        assert ours == pytest.approx(exact, rel=1e-9)
+    assert abs(ours - exact) <= (method.period + 2 * latency_s) * model.step_s + 1e-6
 
 
 @given(choices())

@@ -1,5 +1,8 @@
 """Advice for lines that people have."""
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -8,7 +11,7 @@ from atoll.core.codec import Codec
 from atoll.core.fragments import Blocks, Whole
 from atoll.core.outer import Blend
 from atoll.errors import ConfigError
-from atoll.plan.advise import advise, candidates, in_words, reaching, sweep
+from atoll.plan.advise import PERIODS, advise, candidates, in_words, sweep
 from atoll.plan.link import Link, parse_link
 from atoll.plan.method import METHODS, Method, Model
 from atoll.plan.outlook import outlook
@@ -44,14 +47,55 @@ def test_one_worker_has_nothing_to_exchange() -> None:
     assert found.next_level == "One worker has nothing to exchange."
 
 
-def test_what_another_choice_beats_is_not_offered() -> None:
-    """Up to 30 steps the papers' loss is the same: 30 send less than 5, 10 and 20, and wait less."""
-    fast = Link(1e12)
-    found = [choice.outlook for choice in advise(MODEL, 2, fast, 0.9).choices]
-    options = list(candidates(MODEL))
-    reached = [m.period for m in reaching(MODEL, 2, fast, 0.9, options, sweep(MODEL, 2, fast, options))]
-    assert reached[:4] == [5, 10, 20, 30]
-    assert [ahead.method.period for ahead in found] == [30, 50, 100]
+@pytest.mark.parametrize("workers", [2, 8, 9, 16, 64])
+def test_the_first_choice_is_the_least_risky_whether_losses_are_known_or_not(workers: int) -> None:
+    """Nobody has measured more than 8 workers: that is no reason to prefer Eager and a period of 1000."""
+    model, link = Model(parameters=10**10, layers=48, step_s=0.8), Link(100e9, 0.02)
+    found = advise(model, workers, link).choices
+    methods = [choice.outlook.method for choice in found]
+    assert not methods[0].eager and methods[0].period <= 20
+    assert [m.period for m in methods] == sorted(m.period for m in methods)
+    assert (found[0].loss_penalty is None) == (workers > 8)
+
+
+def test_a_better_line_does_not_bring_a_longer_period() -> None:
+    """Once it did: 5 steps from 6.8 to 16 Gbit/s, 20 at 36 and 30 from 82 on."""
+    model = Model(parameters=1270 * 10**6, layers=24, step_s=1.2)
+    firsts = [advise(model, 2, Link(1e9 * rate, 0.05)).choices[0].outlook.method for rate in (6.8, 16, 36, 82, 200)]
+    assert [method.period for method in firsts] == [5] * 5
+
+
+def test_what_gains_nothing_over_a_less_risky_choice_is_not_offered() -> None:
+    """Where nobody ever waits, Eager sends as much as the same period without it, and hides nothing."""
+    found = advise(MODEL, 8, Link(math.inf), most=99).choices
+    assert [choice.outlook.method.period for choice in found] == [1, *PERIODS]
+    assert not any(choice.outlook.method.eager for choice in found)
+
+
+@pytest.mark.parametrize("steps", [3, 24, 25, 50, 10**6])
+def test_a_run_has_a_few_of_the_periods_that_are_advised(steps: int) -> None:
+    found = advise(MODEL, 2, Link(1e8), steps=steps, most=99)
+    assert found.choices
+    for choice in found.choices:
+        method, ahead = choice.outlook.method, choice.outlook
+        assert method.gradients or 5 * method.period <= steps or method.period == 5 <= steps
+        assert ahead.utilisation_of_run == pytest.approx(steps * MODEL.step_s / ahead.run_s)
+        assert (ahead.utilisation_of_run >= 0.95) == found.reached
+
+
+def test_a_short_run_is_judged_with_its_last_exchange() -> None:
+    """5 s of computing, and 46 s for the last exchange: nothing is busy for 95 % of that, whatever its period is."""
+    short = advise(MODEL, 2, Link(1e8), steps=50)
+    assert not short.reached
+    assert "of the run." in short.choices[0].why
+    assert advise(MODEL, 2, Link(1e8), steps=10**6).reached
+
+
+def test_what_does_not_suit_is_not_offered() -> None:
+    found = advise(MODEL, 2, Link(1e6), suited=lambda method: None if method.eager else replace(method, velocities=2))
+    assert all(not c.outlook.method.eager and c.outlook.method.velocities == 2 for c in found.choices)
+    nothing = advise(MODEL, 2, Link(1e6), suited=lambda _: None)
+    assert not nothing.choices and not nothing.reached and "No method goes with" in nothing.next_level
 
 
 def test_a_run_of_so_many_steps() -> None:

@@ -95,3 +95,14 @@ def test_a_line_a_little_too_slow_is_waited_for_in_the_end() -> None:
     """With all of the period to hide in, no run of a few periods would notice that 3 % are missing."""
     eager = replace(WHOLE, delay=10, each=5, eager=True)
     assert outlook(MODEL, eager, 2, Link(0.97 * 3200 / GOODPUT)).utilisation_with_atoll == pytest.approx(0.97)
+
+
+def test_a_longer_period_that_is_no_multiple_may_lower_utilisation() -> None:
+    """The page about it says so: eight fragments, spread over ten steps and over eleven."""
+    model = Model(parameters=10**9, layers=24, step_s=0.1)
+    shares = [
+        outlook(model, replace(METHODS["streaming"], period=period), 2, Link(6.3e9, 0.05)).utilisation_with_atoll
+        for period in (10, 11, 20)
+    ]
+    assert shares[:2] == pytest.approx([0.854, 0.838], abs=5e-4)
+    assert shares[2] > shares[0]

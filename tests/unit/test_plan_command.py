@@ -83,7 +83,7 @@ def test_advice_can_be_pasted_and_is_then_the_run(run_file: Path) -> None:
 def test_advice_knows_that_an_embedding_is_a_fragment_of_its_own(run_file: Path) -> None:
     """A vocabulary of 32,000 is half of a small model: a sixth of it would be far less to send at once."""
     large = ("--set", "model.preset=35M", "--set", "data.tokenizer=bpe", "--set", "data.vocabulary=32000")
-    alike = (run_file, *large, "--step-time", "0.3", "--link", "20Mbit/s")
+    alike = (run_file, *large, "--step-time", "0.3", "--link", "20Mbit/s", "--steps", "50000")
     for choice in planned(*alike)["advice"]:
         changes = [part for key, value in choice["settings"].items() for part in ("--set", f"{key}={value}")]
         own = planned(*alike, *changes)["methods"][planner.OWN]
@@ -97,7 +97,7 @@ def test_a_preset_has_the_fragments_of_its_model(name: str) -> None:
     from atoll.train.model import Decoder
 
     asked = asked_for(Options(preset=name, step_time="1", methods=["streaming"]))
-    counted = asked_for(Options(preset=name, step_time="1", methods=["streaming"], fragments=2))
+    counted = asked_for(Options(preset=name, step_time="1", methods=["streaming"], fragments="2"))
     for plan_, policy in ((asked, Blocks()), (counted, Blocks(count=2))):
         fragments = split(Decoder(preset(name)), policy)
         assert plan_.methods[0].values(plan_.model) == tuple(fragment.numel for fragment in fragments)
@@ -118,6 +118,7 @@ def test_memory_is_that_of_the_run_file_s_outer_optimizer(run_file: Path) -> Non
 def test_one_worker_needs_no_line_and_is_offered_nothing() -> None:
     found = planned(*ONE, "--workers", "1")
     assert found["advice"] == [] and found["methods"]["diloco"]["bandwidth_needed"]["95"] == 0
+    assert set(found["methods"]["streaming"]["bandwidth_for"].values()) == {0}
     words = plan(*ONE, "--workers", "1").stdout
     assert "One worker has nothing to exchange." in words and "--set sync.method=none" in words
     assert re.search(r"bit/s for 95 % busy( +-){6}", words)
@@ -126,6 +127,7 @@ def test_one_worker_needs_no_line_and_is_offered_nothing() -> None:
 def test_the_published_comparison_is_what_json_says_of_its_model() -> None:
     found = planned("--params", "10e9", "--layers", "48", "--step-time", "0.8")["methods"]
     for name, row in PRINTED["10B"].items():
+        assert "2 workers, no latency, steps 1.2 times as long" in found[name]["bandwidth_for_assumes"]
         ours = [rate / 1e9 for rate in found[name]["bandwidth_for"].values()]
         assert ours == pytest.approx(row, rel=0.25), "one grid point apart at most"
 
@@ -218,6 +220,11 @@ def test_the_papers_table_side_by_side() -> None:
     assert {"model", "method", "row", "level", "paper", "ours", "steps_apart"} <= set(rows[0])
 
 
+def test_whether_a_picture_can_be_written_is_tried_without_a_trace(tmp_path: Path) -> None:
+    assert "target" in complaint(*ONE, "--plot", tmp_path / "plan.png", "--target", "2")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_picture_is_written(tmp_path: Path) -> None:
     file = tmp_path / "plan.png"
     result = plan(*ONE, "--plot", file, "--json")
@@ -256,6 +263,48 @@ def test_a_run_file_is_planned_with_its_own_fragments(run_file: Path) -> None:
     assert all(method["period"] == 20 for name, method in found["methods"].items() if name != "data-parallel")
 
 
+def test_an_emulated_line_carries_all_of_its_rate(run_file: Path) -> None:
+    """A real one of the same rate has packet headers and pauses."""
+    emulated = planned(run_file, "--step-time", "0.1", "--set", "sync.method=diloco")
+    real = planned(run_file, "--step-time", "0.1", "--set", "sync.method=diloco", "--link", "2Mbit/s,30ms")
+    waits = [found["methods"][planner.OWN]["wait_s_per_period"] - 0.03 for found in (emulated, real)]
+    assert waits[0] == pytest.approx(GOODPUT * waits[1])
+    sent = emulated["methods"][planner.OWN]["bytes_per_round"]
+    assert waits[0] == pytest.approx(8 * sent / 2e6)
+    needed = [found["methods"][planner.OWN]["bandwidth_needed"]["50"] for found in (emulated, real)]
+    assert needed[0] == pytest.approx(GOODPUT * needed[1], rel=0.002)
+
+
+def test_what_is_not_planned_is_said(run_file: Path) -> None:
+    changes = ("link.loss=0.01", "link.jitter_s=0.1", "link.outages=[{start_s=1,length_s=2}]")
+    sets = [part for change in changes for part in ("--set", change)]
+    assert planned(run_file, "--step-time", "0.1", *sets)["not_in_the_figures"] == [
+        "link.jitter_s",
+        "link.loss",
+        "link.outages",
+    ]
+    assert (
+        "Not in the figures, and it takes longer for them: link.jitter_s, link.loss"
+        in plan(run_file, "--step-time", "0.1", *sets).stdout
+    )
+    assert "Not in the figures" not in plan(run_file, "--step-time", "0.1").stdout
+
+
+def test_a_run_file_has_as_many_layers_as_can_be_planned(run_file: Path) -> None:
+    told = complaint(run_file, "--step-time", "0.1", "--set", "model.layers=1000")
+    assert "model.layers: must be at most 256 to be planned, got 1000" in told
+
+
+def test_a_study_is_not_planned_but_what_to_do_is_said() -> None:
+    study = Path(__file__).parents[2] / "examples" / "drops.toml"
+    assert "this is a study, and a plan is for one run: atoll init run.toml" in complaint(study, "--step-time", "1")
+
+
+def test_workers_and_periods_are_read_as_people_write_them() -> None:
+    found = planned(*ONE, "--workers", "1e3", "--period", "1e2", "--method", "diloco")
+    assert found["workers"] == 1000 and found["methods"]["diloco"]["period"] == 100
+
+
 def test_settings_of_a_run_file_can_be_changed(run_file: Path) -> None:
     found = planned(run_file, "--step-time", "0.1", "--set", "sync.method=diloco", "--workers", "2", "--period", "5")
     assert found["workers"] == 2 and found["methods"][planner.OWN]["codec"] == "fp32"
@@ -277,15 +326,15 @@ def test_a_preset_with_a_measured_step() -> None:
 
 
 def test_a_step_is_estimated_from_flops() -> None:
-    asked = asked_for(Options(params="1B", layers="24", tokens="500e3", chip="H100", chips=8, mfu=0.5))
+    asked = asked_for(Options(params="1B", layers="24", tokens="500e3", chip="H100", chips="8", mfu="0.5"))
     assert asked.model.step_s == pytest.approx(6 * 1e9 * 500e3 / (8 * 989e12 * 0.5))
     assert asked.steps == math.ceil(20 * 1e9 / (2 * 500e3))
-    same = asked_for(Options(params="1B", layers="24", tokens="500e3", flops="989e12", chips=8, mfu=0.5))
+    same = asked_for(Options(params="1B", layers="24", tokens="500e3", flops="989e12", chips="8", mfu="0.5"))
     assert same.model.step_s == asked.model.step_s
 
 
 def test_tokens_of_the_whole_run_become_steps() -> None:
-    asked = asked_for(Options(params="1B", layers="24", tokens="1M", step_time="1s", tokens_total="100B", workers=4))
+    asked = asked_for(Options(params="1B", layers="24", tokens="1M", step_time="1s", tokens_total="100B", workers="4"))
     assert asked.steps == 25_000
 
 
@@ -320,13 +369,30 @@ def test_every_option_is_explained() -> None:
         ((*ONE, "--link", "10Gb"), "say Gbit/s (bits) or GB/s (bytes)"),
         ((*ONE, "--link", "10GB"), "say Gbit/s (bits) or GB/s (bytes)"),
         ((*ONE, "--link", "10 furlongs"), "unknown unit"),
+        ((*ONE, "--link", "1e-300bit/s"), "rate must be from 1 to 1e+18 bit/s, got 1e-300"),
+        ((*ONE, "--link", "1e-290bit/s"), "rate must be from 1 to 1e+18 bit/s"),
+        ((*ONE, "--link", "1e20Gbit/s"), "rate must be from 1 to 1e+18 bit/s"),
+        ((*ONE, "--link", "1e305Gbit/s"), "too large for a rate"),
+        ((*ONE, "--link", "1Gbit/s,1e200s"), "latency must be from 0 to 1e+06 s"),
+        ((*ONE, "--workers", "many"), "workers must be a whole number from 1 to 4,096, like 8, got 'many'"),
+        ((*ONE, "--period", "x"), "period must be a whole number"),
+        ((*ONE, "--fragments", "1.5"), "fragments must be a whole number"),
+        ((*ONE, "--target", "x"), "target must be a share of the time above 0 and below 1, got 'x'"),
+        ((*ONE, "--price", "x"), "price must be a number from 0 to 1e12, got 'x'"),
+        ((*ONE[:4], "--tokens", "1e6", "--chip", "h100", "--mfu", "x"), "mfu must be a share"),
+        ((*ONE[:4], "--tokens", "1e6", "--chip", "h100", "--chips", "x"), "chips must be a whole number"),
+        ((*ONE, "--price", "20"), "price is for a whole run: give --steps"),
+        ((*ONE, "--method", "data-parallel", "--period", "50"), "--period is for methods that have one"),
+        (("--params", "5", *ONE[2:]), "params must be at least as many as layers (24), got 5"),
+        ((*ONE[:4], "--step-time", "1e-25"), "time of a step must be from 1e-06"),
+        ((*ONE, "--plot", "/proc/x.png"), "--plot /proc/x.png: it cannot be written"),
         ((*ONE, "--workers", "0"), "workers must be"),
         ((*ONE, "--workers", "-3"), "workers must be"),
         ((*ONE, "--fragments", "25"), "at most 24, the layers"),
         ((*ONE, "--fragments", "0"), "fragments must be"),
         ((*ONE, "--method", "dilco"), "method must be one of"),
         ((*ONE, "--period", "0"), "period must be"),
-        ((*ONE, "--period", "1000000"), "period must be at most"),
+        ((*ONE, "--period", "1000000"), "period must be a whole number from 1 to 10,000"),
         ((*ONE, "--target", "95"), "target must be"),
         ((*ONE, "--target", "nan"), "target must be"),
         ((*ONE, "--price", "-1"), "price must be"),
@@ -334,12 +400,12 @@ def test_every_option_is_explained() -> None:
         ((*ONE, "--tokens-total", "1B"), "tokens-total needs --tokens"),
         ((*ONE, "--plot", "plan.jpg"), "PNG"),
         ((*ONE, "--plot", "nowhere/plan.png"), "there is no folder nowhere"),
-        ((*ONE, "--workers", "1000000000"), "workers must be at most 4096"),
+        ((*ONE, "--workers", "1000000000"), "workers must be a whole number from 1 to 4,096"),
         ((*ONE, "--price", "1e308"), "price must be"),
         ((*ONE, "--steps", "1e18"), "steps must be"),
         ((*ONE, "--steps", "10.5"), "steps must be a whole number"),
         ((*ONE[:2], "--layers", "24.5", *ONE[4:]), "layers must be a whole number from 1 to 256"),
-        ((*ONE[:4], "--step-time", "1e300"), "time of a step must be at most"),
+        ((*ONE[:4], "--step-time", "1e300"), "time of a step must be from 1e-06 to 1e+09 seconds"),
         ((*ONE[:4], "--tokens", "1e6", "--flops", ""), "flops must be a whole number"),
         ((*ONE, "--method", "diloco", "--fragments", "5"), "--fragments is for streaming"),
         (("--paper", "--workers", "3"), "--json and nothing else"),

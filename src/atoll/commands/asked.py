@@ -5,10 +5,9 @@ import sys
 from dataclasses import replace
 from typing import NamedTuple
 
-from atoll.checks import check_whole
 from atoll.commands.options import Options, refuse_contradictions
-from atoll.commands.subject import Subject, subject_of
-from atoll.commands.typed import count, seconds, size
+from atoll.commands.subject import Subject, subject_of, typed_period
+from atoll.commands.typed import count, number, seconds, size
 from atoll.config import RunConfig
 from atoll.errors import ConfigError
 from atoll.plan.laws import TOKENS_PER_PARAMETER
@@ -29,7 +28,6 @@ def asked_for(options: Options) -> Asked:
     """
     refuse_contradictions(options)
     subject = subject_of(options)
-    check_whole("workers", subject.workers, why="they train the model")
     tokens = subject.tokens if options.tokens is None else count("tokens", options.tokens)
     probed = _to_probe(options, subject, tokens)
     tokens = tokens if probed is None else probed.tokens
@@ -43,10 +41,12 @@ def asked_for(options: Options) -> Asked:
         step_from=step.known_from,
         tokens=tokens,
         steps=_steps(options, subject, tokens),
-        price=options.price,
-        target=options.target,
+        price=None if options.price is None else number("price", options.price, "a number from 0 to 1e12"),
+        target=number("target", options.target, "a share of the time above 0 and below 1"),
         memory_bytes=_memory(options),
-        chips=1 if options.chips is None else options.chips,
+        chips=_chips(options),
+        suited=subject.suited,
+        left_out=subject.left_out,
     )
     if options.probe_link is not None:
         asked = replace(asked, link=_measured_link(options.probe_link))
@@ -58,10 +58,11 @@ def asked_for(options: Options) -> Asked:
 
 def _methods(options: Options, subject: Subject, model: Model) -> tuple[Method, ...]:
     """The run file's own first, then those asked for, with its period."""
-    own, period = subject.method, options.period
+    own, period = subject.method, typed_period(options)
     if period is None and own is not None and not own.gradients:
         period = own.period
-    chosen = chosen_methods(options.methods, model, period, options.fragments)
+    fragments = None if options.fragments is None else count("fragments", options.fragments, like="8")
+    chosen = chosen_methods(options.methods, model, period, fragments)
     return tuple(chosen) if own is None else (own, *chosen)
 
 
@@ -85,11 +86,10 @@ def _known_step(options: Options, subject: Subject, tokens: int | None) -> _Step
         )
     if tokens is None:
         raise ConfigError("tokens: give --tokens, those of a step of one worker; its time follows from them")
-    mfu = _MFU if options.mfu is None else options.mfu
+    mfu = _MFU if options.mfu is None else number("mfu", options.mfu, "a share above 0 and at most 1")
     if not 0 < mfu <= 1:
         raise ConfigError(f"mfu must be a share above 0 and at most 1, got {mfu:g}")
-    chips = 1 if options.chips is None else options.chips
-    check_whole("chips", chips, why="they compute the steps of one worker")
+    chips = _chips(options)
     peak = (
         float(count("flops", options.flops, like="989e12"))
         if options.flops is not None
@@ -98,6 +98,11 @@ def _known_step(options: Options, subject: Subject, tokens: int | None) -> _Step
     what = f"chips of {count_words(peak)} FLOP/s" if options.flops is not None else str(options.chip)
     step_s = step_seconds(subject.parameters, tokens, peak * chips, mfu)
     return _Step(step_s, f"estimated: {chips} x {what} at {100 * mfu:.0f} % of the peak")
+
+
+def _chips(options: Options) -> int:
+    """Those that compute the steps of one worker."""
+    return 1 if options.chips is None else count("chips", options.chips, like="8")
 
 
 class _Probe(NamedTuple):

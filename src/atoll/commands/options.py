@@ -16,24 +16,24 @@ class Options:
     params: str | None = None
     layers: str | None = None
     preset: str | None = None
-    workers: int | None = None
+    workers: str | None = None
     link: str | None = None
     probe_link: str | None = None
     methods: Sequence[str] = ()
-    period: int | None = None
-    fragments: int | None = None
+    period: str | None = None
+    fragments: str | None = None
     step_time: str | None = None
     tokens: str | None = None
     chip: str | None = None
     flops: str | None = None
-    chips: int | None = None
-    mfu: float | None = None
+    chips: str | None = None
+    mfu: str | None = None
     memory: str | None = None
     probe: bool = False
     steps: str | None = None
     tokens_total: str | None = None
-    price: float | None = None
-    target: float = 0.95
+    price: str | None = None
+    target: str = "0.95"
 
 
 def refuse_contradictions(options: Options) -> None:
@@ -68,5 +68,7 @@ def refuse_contradictions(options: Options) -> None:
         and not any(m.startswith("streaming") for m in options.methods)
     ):
         raise ConfigError("--fragments is for streaming, and no --method of it is asked for")
+    if options.period is not None and set(options.methods) == {"data-parallel"}:
+        raise ConfigError("--period is for methods that have one, and data-parallel exchanges on every step")
     if options.changes and options.run is None:
         raise ConfigError("--set changes a run file, and none is given")

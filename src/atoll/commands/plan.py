@@ -1,7 +1,6 @@
 """`atoll plan`: what a run costs before it is paid for."""
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,7 +32,7 @@ def plan(
         str | None, typer.Option(metavar="NAME", rich_help_panel=_TRAINED, help="Both by the name of a preset: 1B.")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(metavar="N", rich_help_panel=_TRAINED, help="Left out: the run file's, or 2.")
+        str | None, typer.Option(metavar="N", rich_help_panel=_TRAINED, help="Left out: the run file's, or 2.")
     ] = None,
     methods: Annotated[
         list[str] | None,
@@ -46,11 +45,11 @@ def plan(
         ),
     ] = None,
     period: Annotated[
-        int | None,
+        str | None,
         typer.Option(metavar="H", rich_help_panel=_TRAINED, help="Inner steps between exchanges; left out: 100."),
     ] = None,
     fragments: Annotated[
-        int | None,
+        str | None,
         typer.Option(metavar="P", rich_help_panel=_TRAINED, help="Of streaming; left out: one for 3 layers."),
     ] = None,
     steps: Annotated[
@@ -76,10 +75,10 @@ def plan(
         str | None, typer.Option(metavar="N", rich_help_panel=_TIME, help="Or the peak FLOP/s of a chip: 989e12.")
     ] = None,
     chips: Annotated[
-        int | None, typer.Option(metavar="N", rich_help_panel=_TIME, help="Chips of a worker; left out: 1.")
+        str | None, typer.Option(metavar="N", rich_help_panel=_TIME, help="Chips of a worker; left out: 1.")
     ] = None,
     mfu: Annotated[
-        float | None,
+        str | None,
         typer.Option(metavar="SHARE", rich_help_panel=_TIME, help="The part of the peak that is reached: 0.4."),
     ] = None,
     probe: Annotated[
@@ -109,11 +108,11 @@ def plan(
         ),
     ] = None,
     price: Annotated[
-        float | None, typer.Option(metavar="X", rich_help_panel=_SHOWN, help="Of one worker for an hour.")
+        str | None, typer.Option(metavar="X", rich_help_panel=_SHOWN, help="Of one worker for an hour.")
     ] = None,
     target: Annotated[
-        float, typer.Option(metavar="SHARE", rich_help_panel=_SHOWN, help="Of its time that a worker is to compute.")
-    ] = 0.95,
+        str, typer.Option(metavar="SHARE", rich_help_panel=_SHOWN, help="Of its time that a worker is to compute.")
+    ] = "0.95",
     as_json: Annotated[
         bool, typer.Option("--json", rich_help_panel=_SHOWN, help="Print plain JSON and nothing else.")
     ] = False,
@@ -202,8 +201,13 @@ def _check_plot(file: Path) -> None:
         raise ConfigError(f"--plot {file}: it is drawn as PNG, name it like plan.png")
     if not file.parent.is_dir():
         raise ConfigError(f"--plot {file}: there is no folder {file.parent}")
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ConfigError(f"--plot {file}: it cannot be written")
+    new = not file.exists()
+    try:
+        file.open("ab").close()  # the only way to know, on every system
+    except OSError:
+        raise ConfigError(f"--plot {file}: it cannot be written") from None
+    if new:
+        file.unlink()
 
 
 def _paper(as_json: bool) -> None:

@@ -111,6 +111,8 @@ def _notes(plan: Plan) -> Iterable[str]:
         yield "All layers are taken as equal and nothing as outside of them: a run file or --preset has its own."
     if plan.asked.steps is None:
         yield "For bytes, time and cost of a whole run: --steps, or --tokens (of a step of one worker)."
+    if plan.asked.left_out:
+        yield from wrap(f"Not in the figures, and it takes longer for them: {', '.join(plan.asked.left_out)}.", WIDTH)
     yield from _memory(plan)
     yield ""
 
@@ -143,7 +145,7 @@ Passage = tuple[str, list[str]]
 
 def _advice(plan: Plan, width: int) -> Passage:
     found, target = plan.recommendation, share_text(plan.asked.target)
-    if not found.choices:
+    if plan.asked.workers == 1:
         return found.next_level, ["  --set sync.method=none", ""]
     head = f"To be busy {target} of the time, least risky first:"
     if not found.reached:

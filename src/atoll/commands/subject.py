@@ -1,17 +1,21 @@
 """What `atoll plan` is asked about: a model by its numbers, a preset, or that of a run file."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
 from atoll.commands.options import Options
 from atoll.commands.typed import count
 from atoll.config import RunConfig, load, parse
+from atoll.conflicts import given_faults
+from atoll.core.codec import Codec
 from atoll.errors import ConfigError
 from atoll.plan.link import Link, parse_link
 from atoll.plan.method import Method
-from atoll.planner import OWN, Fragmented
+from atoll.planner import LONGEST_PERIOD, MOST_WORKERS, OWN, Fragmented
+from atoll.runfile import parse_toml, read
 from atoll.shapes import ModelConfig, preset
 
 MOST_LAYERS = 256
@@ -35,6 +39,10 @@ class Subject:
     tokens: int | None = None
     steps: int | None = None
     link: Link | None = None
+    suited: Callable[[Method], Method | None] = lambda method: method
+    """What an advised method becomes beside the run file's settings; None if it cannot go with them."""
+    left_out: tuple[str, ...] = ()
+    """Settings of the run file that nobody plans, by dotted key."""
 
 
 def subject_of(options: Options) -> Subject:
@@ -45,7 +53,7 @@ def subject_of(options: Options) -> Subject:
         raise ConfigError(f"say what is trained: {which}")
     if options.run is not None:
         return _of_run(options)
-    workers = 2 if options.workers is None else options.workers
+    workers = 2 if options.workers is None else _typed_workers(options.workers)
     if options.preset is not None:
         shape = _preset(options.preset)
         config = parse({"model": {"preset": options.preset, "vocabulary": shape.vocabulary}})
@@ -63,6 +71,15 @@ def subject_of(options: Options) -> Subject:
         raise ConfigError("layers: give --layers, the number of blocks of the model; fragments are made of them")
     layers = count("layers", options.layers, MOST_LAYERS, "48")
     return Subject(parameters=count("params", options.params or ""), layers=layers, workers=workers)
+
+
+def typed_period(options: Options) -> int | None:
+    """Inner steps, if any were given."""
+    return None if options.period is None else count("period", options.period, LONGEST_PERIOD, "100")
+
+
+def _typed_workers(text: str) -> int:
+    return count("workers", text, MOST_WORKERS, "8")
 
 
 def _preset(name: str) -> ModelConfig:
@@ -83,9 +100,12 @@ def _of_run(options: Options) -> Subject:
     assert options.run is not None
     if options.layers is not None:
         raise ConfigError("layers: a run file has its own; change it with --set model.layers=...")
+    if "study" in parse_toml(read(options.run), str(options.run)):
+        raise ConfigError(f"{options.run}: this is a study, and a plan is for one run: atoll init run.toml makes one")
+    period = typed_period(options)
     overrides = list(options.changes)
-    overrides += [] if options.workers is None else [f"sync.workers={options.workers}"]
-    overrides += [] if options.period is None else [f"sync.period={options.period}"]
+    overrides += [] if options.workers is None else [f"sync.workers={_typed_workers(options.workers)}"]
+    overrides += [] if period is None else [f"sync.period={period}"]
     config = load(options.run, overrides)
     vocabulary = _vocabulary(config)
     model, context = _empty_model(config, vocabulary)
@@ -93,6 +113,7 @@ def _of_run(options: Options) -> Subject:
     from atoll.core.fragments import find_blocks
 
     blocks = find_blocks(model)
+    _check_layers(len(blocks))
     sequence = config.train.sequence or context
     tokens = config.train.batch * sequence
     sizes = {name: p.numel() for name, p in model.named_parameters()}
@@ -107,8 +128,51 @@ def _of_run(options: Options) -> Subject:
         method=_own_method(config, model, blocks),
         tokens=tokens,
         steps=config.train.steps,
-        link=parse_link(config.link.emulate) if config.link.emulate else None,
+        link=replace(parse_link(config.link.emulate), goodput=1.0) if config.link.emulate else None,
+        suited=_suited(config),
+        left_out=_left_out(config),
     )
+
+
+def _left_out(config: RunConfig) -> tuple[str, ...]:
+    """What goes wrong on purpose."""
+    lines = (f"link.{name}" for name in ("jitter_s", "loss", "outages") if getattr(config.link, name))
+    return (*lines, *(f"faults.{name}" for name in given_faults(config.faults)))
+
+
+def _suited(config: RunConfig) -> Callable[[Method], Method | None]:
+    """Makes of a method what it is beside a run file's settings: its memory, and what must be turned off for it."""
+    sync = config.sync
+    velocities = {"sgd": 0, "adam": 2}.get(sync.outer, 1)
+    known: dict[tuple[str | int, ...], tuple[str, ...] | None] = {}
+
+    def suited(method: Method) -> Method | None:
+        given = method.settings()
+        which = given["sync.method"], given["sync.codec"]
+        if which not in known:
+            known[which] = _turned_off(config, given)
+        off = known[which]
+        if off is None:
+            return None
+        stochastic, feedback, offload = (
+            getattr(sync, name) and f"sync.{name}" not in off for name in ("stochastic", "feedback", "offload")
+        )
+        codec = Codec(method.codec.format, stochastic, feedback)
+        return replace(method, codec=codec, velocities=velocities, offload=offload, resets=off)
+
+    return suited
+
+
+def _turned_off(config: RunConfig, given: dict[str, str | int]) -> tuple[str, ...] | None:
+    """The fewest switches that must be off for these settings; None if that is not enough: others cannot be unset."""
+    switches = [f"sync.{name}" for name in ("stochastic", "feedback", "offload") if getattr(config.sync, name)]
+    for off in chain.from_iterable(combinations(switches, n) for n in range(len(switches) + 1)):
+        try:
+            config.changed(**given, **dict.fromkeys(off, False))
+        except ConfigError:
+            continue
+        return off
+    return None
 
 
 def _vocabulary(config: RunConfig) -> int:
@@ -139,7 +203,13 @@ def _empty_model(config: RunConfig, vocabulary: int) -> tuple[Any, int]:
             model = hub.load(config.model.hf, weights=False)
             return model, min(model.context or 1024, 1024)
         shape = config.shape(vocabulary)
+        _check_layers(shape.layers)
         return Decoder(shape), shape.context
+
+
+def _check_layers(layers: int) -> None:
+    if layers > MOST_LAYERS:
+        raise ConfigError(f"model.layers: must be at most {MOST_LAYERS} to be planned, got {layers}")
 
 
 def _own_method(config: RunConfig, model: Any, blocks: Sequence[str]) -> Method | None:

@@ -21,6 +21,14 @@ def count(name: str, text: str, most: int = 10**18, like: str = "10e9, 10B or 35
     return round(value)
 
 
+def number(name: str, text: str, must: str) -> float:
+    """'0.95' as it is; `must` says what it has to be."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{name} must be {must}, got {text!r}") from None
+
+
 def seconds(name: str, text: str) -> float:
     """'0.8', '0.8 s' or '800ms' in seconds."""
     match = re.fullmatch(r"\s*([+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(s|ms|)\s*", text)

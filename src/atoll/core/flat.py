@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from atoll.errors import ConfigError
 
@@ -38,7 +37,9 @@ def state_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor: all of it, or the local shard of a DTensor."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    to_local = getattr(tensor, "to_local", None)  # DTensor's own; to import its type takes the better part of a second
+    part: Tensor = tensor if to_local is None else to_local()
+    return part.detach()
 
 
 def gather(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,9 @@ waiting where rounds overlap: `plan.simulate` follows those one by one.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import pairwise
+from math import gcd
 
 import numpy as np
 
@@ -20,6 +22,7 @@ FP32_BYTES = 4
 # ---------------------------------------------------------------------- bytes
 
 
+@lru_cache(maxsize=1024)
 def round_bytes(model: Model, method: Method, workers: int) -> tuple[int, ...]:
     """What one worker sends in a round of every fragment."""
     return tuple(sent_bytes(size, workers) for size in method.payload_bytes(model))
@@ -62,10 +65,18 @@ def exposed_at(model: Model, method: Method, workers: int, rates: Array, *, late
     sent = sent_together(model, method, workers)
     hidden_s = method.delay * model.step_s
     latency_s *= shots(workers)
-    waits = [np.maximum(0.0, 8 * size / rates + latency_s - hidden_s) for size in sent.values()]
-    carried_s = 8 * sum(sent.values()) / rates
-    chains: list[Array] = [sum(chain, np.zeros_like(rates)) for chain in _apart(method, list(sent), waits)]
-    least: Array = np.max([carried_s - method.period * model.step_s, *chains, np.zeros_like(rates)], axis=0)
+    waits = [8 * size / rates + latency_s - hidden_s for size in sent.values()]
+    return least_waited_s(method, list(sent), waits, 8 * sum(sent.values()) / rates - method.period * model.step_s)
+
+
+def least_waited_s(method: Method, steps: list[int], late_s: list[Array], line_late_s: Array) -> Array:
+    """[rates]: the least that is waited in a period, of what is sent after these of its steps.
+
+    `late_s` is by how much each would be late on a free line, `line_late_s` by how much the line is after a period;
+    either may be less than 0.
+    """
+    waits = np.maximum(0.0, np.array(late_s))
+    least: Array = np.max([line_late_s, *_chains(method, steps, waits), np.zeros_like(line_late_s)], axis=0)
     return least
 
 
@@ -78,22 +89,30 @@ def rounds_apart(model: Model, method: Method) -> bool:
 
 def sent_together(model: Model, method: Method, workers: int) -> dict[int, int]:
     """By step of the period, ascending: bytes that a worker sends after it. They are applied together, too."""
-    sizes = round_bytes(model, method, workers)
-    schedule = Schedule(method.period, len(sizes), 0)
     together: dict[int, int] = {}
-    for fragment, size in enumerate(sizes):
-        together[schedule.offset(fragment)] = together.get(schedule.offset(fragment), 0) + size
+    for offset, size in zip(offsets(model, method), round_bytes(model, method, workers), strict=True):
+        together[offset] = together.get(offset, 0) + size
     return together
 
 
-def _apart(method: Method, steps: list[int], waits: list[Array]) -> Iterator[list[Array]]:
-    """Ways to pick sends of which each is applied before the next one leaves: their waits add up."""
-    period, delay, count = method.period, method.delay, len(steps)
-    later = [*steps, *(step + period for step in steps)]
-    stride = next((k for k in range(1, count + 1) if all(later[i + k] - later[i] > delay for i in range(count))), None)
-    if stride is not None:
-        for first in range(stride if count % stride == 0 else count):
-            yield [waits[(first + n * stride) % count] for n in range(count // stride)]
+@lru_cache(maxsize=1024)
+def offsets(model: Model, method: Method) -> tuple[int, ...]:
+    """After which step of the period each fragment is sent."""
+    schedule = Schedule(method.period, len(method.values(model)), 0)
+    return tuple(schedule.offset(fragment) for fragment in range(schedule.fragments))
+
+
+def _chains(method: Method, steps: list[int], waits: Array) -> Iterator[Array]:
+    """What is waited in a period for sends of which each is applied before the next one leaves: their waits add up."""
+    count, first = len(steps), np.arange(len(steps))
+    later = np.concatenate([np.array(steps) + lap * method.period for lap in range(3)])
+    stride = int((np.searchsorted(later, later[:count] + method.delay, side="right") - first).max())
+    # Every so many sends one is picked; that comes back to the first of them after some periods.
+    turns = gcd(stride, count)
+    for start in range(turns):
+        yield waits[(start + stride * first[: count // turns]) % count].sum(axis=0) / (stride // turns)
+    if count % stride and stride < count:  # or one begins anew with every period
+        yield waits[(first[:, None] + stride * first[None, : count // stride]) % count].sum(axis=1).max(axis=0)
 
 
 # ---------------------------------------------------------------------- memory

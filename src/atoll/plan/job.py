@@ -200,8 +200,12 @@ def due_steps(schedules: Sequence[Schedule], steps: int) -> Iterator[tuple[int, 
         return
     period = schedules[0].period
     # From step 3 * period on every fragment has been sent and applied, and what is due repeats with the period.
-    asked = ((step, tuple(s.due(step) for s in schedules)) for step in range(1, min(steps, 4 * period - 1) + 1))
-    first = [(step, dues) for step, dues in asked if any(due.send or due.apply for due in dues)]
+    offsets = {schedules[0].offset(fragment) for fragment in range(schedules[0].fragments)}
+    lates = {0, *(schedule.delay for schedule in schedules)}
+    some = {lap * period + offset + late for lap in (1, 2, 3) for offset in offsets for late in lates}
+    first = [
+        (step, tuple(s.due(step) for s in schedules)) for step in sorted(some) if step <= min(steps, 4 * period - 1)
+    ]
     yield from first
     again = [(step, dues) for step, dues in first if step >= 3 * period]
     for lap in count(1) if steps >= 4 * period else ():

@@ -11,6 +11,9 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _NUMBER = r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
 _HOW = "write it like '100 Mbit/s', '20 MB/s' or '1 Gbit/s, 50 ms'"
 
+LEAST_BITS_PER_S, MOST_BITS_PER_S = 1.0, 1e18
+"""Slower lines carry nothing in a lifetime, and there are no faster ones."""
+MOST_LATENCY_S = 1e6
 
 GOODPUT = 0.87
 """Of a line's rate, what payloads get between machines: packet headers take 0.046, pauses between messages the rest.
@@ -24,15 +27,21 @@ class Link:
     """What one worker has to the others."""
 
     bits_per_s: float
-    """Bits per second, in each direction; math.inf is allowed."""
+    """Bits per second, in each direction, from 1 to 1e18; math.inf is allowed."""
     latency_s: float = 0.0
     """Seconds from the last bit's departure to its arrival: one way, half of what ping shows."""
+    goodput: float = GOODPUT
+    """Of the rate, what payloads get; 1 for an emulated line, which has neither packets nor pauses. `plan.job` is told
+    what they get, and does not look at it."""
 
     def __post_init__(self) -> None:
         if not self.bits_per_s > 0:
             raise ConfigError(f"a link needs a rate above 0 bit/s, got {self.bits_per_s:g}: nothing would ever arrive")
-        if not 0 <= self.latency_s < math.inf:
-            raise ConfigError(f"a link's latency must be 0 s or more, and finite, got {self.latency_s:g}")
+        if not LEAST_BITS_PER_S <= self.bits_per_s <= MOST_BITS_PER_S and not math.isinf(self.bits_per_s):
+            span = f"{LEAST_BITS_PER_S:g} to {MOST_BITS_PER_S:.0e} bit/s"
+            raise ConfigError(f"a link's rate must be from {span}, got {self.bits_per_s:.3g}")
+        if not 0 <= self.latency_s <= MOST_LATENCY_S:
+            raise ConfigError(f"a link's latency must be from 0 to {MOST_LATENCY_S:.0e} s, got {self.latency_s:g}")
 
     def __str__(self) -> str:
         prefix = next((p for p in "TGMk" if _PREFIXES[p.lower()] <= self.bits_per_s < math.inf), "")
@@ -67,7 +76,7 @@ def _parse_rate(text: str, rate: str) -> float:
         raise ConfigError(f"link {text!r}: {unit!r} is ambiguous; say {prefix}bit/s (bits) or {prefix}B/s (bytes)")
     else:
         raise ConfigError(f"link {text!r}: unknown unit {unit!r} of the rate; {_HOW}")
-    if not math.isfinite(number):
+    if not math.isfinite(number * scale):
         raise ConfigError(f"link {text!r}: {match[1]} is too large for a rate")
     return number * scale
 

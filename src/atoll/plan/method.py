@@ -56,6 +56,8 @@ class Method:
     """Vectors as long as the model that the outer optimizer keeps: SGD none, Adam two, others one."""
     offload: bool = False
     """Whether anchor and velocities are in the machine's memory (`sync.offload`)."""
+    resets: tuple[str, ...] = ()
+    """Settings of a run file that cannot go with it and must be turned off, by dotted key."""
 
     def __post_init__(self) -> None:
         check_whole("period", self.period, why="it counts inner steps")
@@ -96,8 +98,9 @@ class Method:
 
     def settings(self) -> dict[str, str | int]:
         """What a run file says for it, by dotted key; all that the method depends on, whatever the file has."""
+        resets = dict.fromkeys(self.resets, "false")
         if self.gradients:
-            return {"sync.method": "data-parallel", "sync.codec": self.codec.format}
+            return {"sync.method": "data-parallel", "sync.codec": self.codec.format, **resets}
         # Only what comes back late is blended with what was learnt meanwhile, and that is what "streaming" does.
         name = "eager" if self.eager else "streaming" if self.delay else "diloco"
         return {
@@ -106,6 +109,7 @@ class Method:
             "sync.fragments": "whole" if self.each is None else f"blocks:{self.each}",
             **({} if self.eager else {"sync.delay": self.delay}),
             "sync.codec": self.codec.format,
+            **resets,
         }
 
 

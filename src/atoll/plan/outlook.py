@@ -7,11 +7,9 @@ import numpy as np
 
 from atoll.checks import check_whole
 from atoll.plan import cost, steady
-from atoll.plan.job import time_of
-from atoll.plan.lines import Array, Place
+from atoll.plan.lines import Array
 from atoll.plan.link import GOODPUT, Link
 from atoll.plan.method import Method, Model
-from atoll.plan.simulate import simulate
 
 _FIRST, _LAST, _POINTS = 1.0, 1e30, 97  # rates between which one is looked for, in bits per second
 
@@ -26,6 +24,9 @@ class Outlook:
     model, and the best that can be done."""
     utilisation_with_atoll: float
     """The same as atoll sends: after the step."""
+    utilisation_of_run: float
+    """The same over a run of so many steps as were asked for, from its quiet beginning to its last exchange; with none,
+    once it is under way."""
     wait_s_per_period: float
     """Seconds of waiting in every period (data-parallel: every step), with atoll."""
     bytes_per_round: int
@@ -49,15 +50,14 @@ def outlook(model: Model, method: Method, workers: int, link: Link, steps: int =
     check_whole("workers", workers)
     check_whole("steps", steps, least=0)
     rates = np.array([link.bits_per_s])
-    layered, with_atoll = (
-        float(steady_utilisation(model, method, workers, rates, latency_s=link.latency_s, layered=layered)[0])
-        for layered in (True, False)
-    )
+    layered = float(steady_utilisation(model, method, workers, rates, latency_s=link.latency_s, layered=True)[0])
+    with_atoll, of_run = (float(busy(model, method, workers, rates, link, n)[0]) for n in (0, steps))
     period_s = method.period * model.step_s
     return Outlook(
         method=method,
         utilisation=layered,
         utilisation_with_atoll=with_atoll,
+        utilisation_of_run=of_run,
         wait_s_per_period=period_s * (1 / with_atoll - 1),
         bytes_per_round=max(cost.round_bytes(model, method, workers)),
         bytes_per_step=cost.bytes_per_step(model, method, workers),
@@ -66,46 +66,53 @@ def outlook(model: Model, method: Method, workers: int, link: Link, steps: int =
         peak_bits_per_s=cost.peak_bits_per_s(model, method, workers),
         memory_bytes=cost.extra_bytes(model, method, workers, offload=method.offload),
         memory_offloaded_bytes=None if method.gradients else cost.extra_bytes(model, method, workers, offload=True),
-        run_s=_run_s(model, method, workers, link, steps, with_atoll),
+        run_s=steps * model.step_s / of_run,
     )
 
 
-def _run_s(model: Model, method: Method, workers: int, link: Link, steps: int, busy: float) -> float:
-    """Seconds of a run, with its quiet beginning and the exchange at its end: what comes between repeats."""
-    period = method.period
-    repeated = max(0, steps // period - steady.WARM_UP - steady.REPEATS) * period
-    rest = method.job(model, workers, steps - repeated)
-    return repeated * model.step_s / busy + time_of(rest, Link(GOODPUT * link.bits_per_s, link.latency_s)).total_s
+def busy(model: Model, method: Method, workers: int, rates: Array, link: Link, steps: int = 0) -> Array:
+    """[rates]: the part of its time in which a worker computes as atoll sends, on lines like this one of other rates.
+
+    Over a run of so many steps; with none, once it is under way.
+    """
+    latency_s, goodput = link.latency_s, link.goodput
+    if not steps:
+        return steady_utilisation(model, method, workers, rates, latency_s=latency_s, layered=False, goodput=goodput)
+    return steps * model.step_s / steady.run_s(model, method, workers, goodput * rates, steps, latency_s=latency_s)
 
 
 def steady_utilisation(
-    model: Model, method: Method, workers: int, rates: Array, *, latency_s: float = 0.0, layered: bool
+    model: Model,
+    method: Method,
+    workers: int,
+    rates: Array,
+    *,
+    latency_s: float = 0.0,
+    layered: bool,
+    goodput: float = GOODPUT,
 ) -> Array:
     """[rates]: the part of its time in which a worker computes once a run is under way, all workers being alike.
 
-    Layer by layer on a line that carries nothing else, or after the step as atoll does it, on one that also carries
-    packet headers; see `plan.simulate` and `GOODPUT`.
+    Layer by layer on a line that carries nothing else, or after the step as atoll does it, with `goodput` of the rate;
+    see `plan.steady`.
     """
-    period, period_s = method.period, method.period * model.step_s
-    if not layered:
-        waited_s = steady.waited_s(model, method, workers, GOODPUT * rates, latency_s=latency_s)
-        return period_s / (period_s + waited_s)
-    run = simulate(
-        method.job(model, workers, (steady.WARM_UP + steady.REPEATS) * period),
-        [Place(up_bits_per_s=1.0, down_bits_per_s=1.0, latency_s=latency_s)],
-        layers=method.layers(model),
-        layer_count=model.layers,
-        rates=rates,
-    )
-    # Nobody outruns the line, though it may take longer than this run to notice; see `plan.steady`.
-    carried_s = 8 * sum(cost.round_bytes(model, method, workers)) / rates
-    return np.minimum(run.utilisation(since=steady.WARM_UP * period), period_s / np.maximum(carried_s, period_s))
+    period_s = method.period * model.step_s
+    carried = rates if layered else goodput * rates
+    waited_s = steady.waited_s(model, method, workers, carried, latency_s=latency_s, layered=layered)
+    return period_s / (period_s + waited_s)
 
 
 def bandwidth_needed(
-    model: Model, method: Method, workers: int, level: float, *, latency_s: float = 0.0, layered: bool = False
+    model: Model,
+    method: Method,
+    workers: int,
+    level: float,
+    *,
+    latency_s: float = 0.0,
+    layered: bool = False,
+    goodput: float = GOODPUT,
 ) -> float:
-    """Bits per second from which on utilisation is at least `level`, to 0.1 %.
+    """Bits per second from which on `steady_utilisation` is at least `level`, to 0.1 %.
 
     Infinite where latency alone prevents it; 0 for one worker, who needs no line.
     """
@@ -114,7 +121,9 @@ def bandwidth_needed(
     low, high = _FIRST, _LAST
     while high / low > 1.001:
         rates = np.geomspace(low, high, _POINTS)
-        reached = steady_utilisation(model, method, workers, rates, latency_s=latency_s, layered=layered)
+        reached = steady_utilisation(
+            model, method, workers, rates, latency_s=latency_s, layered=layered, goodput=goodput
+        )
         enough = np.flatnonzero(reached >= level)
         if not enough.size:
             return math.inf

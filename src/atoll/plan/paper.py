@@ -85,6 +85,13 @@ class Comparison(NamedTuple):
     """Grid points from the paper's to ours."""
 
 
+ASSUMED = (
+    f"the Streaming paper's grid and assumptions, not the given link: {MEMBERS} workers, no latency, steps {STRETCH} "
+    "times as long, every layer sent as soon as it can be"
+)
+"""What `on_the_grid` takes for granted."""
+
+
 def on_the_grid(model: Model, method: Method) -> dict[float, float | None]:
     """Bits per second for every level, as the paper's table would have them; None beyond its grid."""
     stretched = replace(model, step_s=STRETCH * model.step_s)

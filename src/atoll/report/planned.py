@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from atoll.plan.lines import Array, Place
-from atoll.plan.link import GOODPUT, Link
+from atoll.plan.link import Link
 from atoll.plan.method import Method, Model
 from atoll.plan.outlook import bandwidth_needed, steady_utilisation
 from atoll.plan.simulate import Span, simulate
@@ -79,7 +79,9 @@ def _draw_curves(
     for method in methods.values():
         colour = _colour(palette, method)
         best, ours = (
-            steady_utilisation(model, method, workers, rates, latency_s=link.latency_s, layered=layered)
+            steady_utilisation(
+                model, method, workers, rates, latency_s=link.latency_s, layered=layered, goodput=link.goodput
+            )
             for layered in (True, False)
         )
         axes.plot(rates / unit, ours, color=colour, linewidth=1.3, linestyle=(0, (4, 2)), alpha=0.85)
@@ -106,7 +108,10 @@ def _rates(model: Model, methods: Mapping[str, Method], workers: int, link: Link
     """From where hardly any method computes to where they hardly wait; the link is always among them."""
     low, high = 1e15, 1e3
     for method in methods.values():
-        first, last = (bandwidth_needed(model, method, workers, level, latency_s=link.latency_s) for level in _EDGES)
+        first, last = (
+            bandwidth_needed(model, method, workers, level, latency_s=link.latency_s, goodput=link.goodput)
+            for level in _EDGES
+        )
         first = max(first, _LEAST_RATE)  # one worker needs none
         low = min(low, first)
         high = max(high, last if np.isfinite(last) else 1e5 * first)
@@ -162,7 +167,7 @@ def _timeline(model: Model, method: Method, workers: int, link: Link, longest: i
     period, since = method.period, 4 if method.gradients else 3 * method.period
     seen = since + _PERIODS * (longest if method.gradients else period)
     steps = since + min(_PERIODS**2 * (longest if method.gradients else period), _MOST_STEPS)
-    rate = GOODPUT * link.bits_per_s
+    rate = link.goodput * link.bits_per_s
     place = Place(up_bits_per_s=rate, down_bits_per_s=rate, latency_s=link.latency_s)
     run = simulate(method.job(model, workers, max(steps, seen)), [place], record=True)
     zero = float(run.ends_s[since, 0, 0])
