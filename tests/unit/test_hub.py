@@ -124,7 +124,8 @@ def test_compiles_to_one_graph() -> None:
         each.loss(tokens).total.backward()
     for ours, theirs in zip(model.parameters(), compiled.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None
-        assert torch.equal(ours.grad, theirs.grad)
+        # On some processors the last bit differs: a graph may add up gradients in another order.
+        torch.testing.assert_close(theirs.grad, ours.grad, rtol=1e-5, atol=1e-7)
     torch.compiler.reset()
 
 

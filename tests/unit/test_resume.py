@@ -100,7 +100,7 @@ def test_a_foreign_state_is_refused_and_changes_nothing() -> None:
     other_layout = Problem(sizes=(3, 1, 4, 3), workers=3, dtype=torch.float32).loops(
         Streaming(period=5, fragments=by_part(4))
     )
-    with pytest.raises(ConfigError, match="layout of fragment 3: 1 parameters, 2 values"):
+    with pytest.raises(ConfigError, match="layout of fragment 3: 1 parameters of float32, 2 values"):
         other_layout[0].load_state_dict(state)
     fewer = Problem(sizes=(3, 1), workers=3).loops(Streaming(period=5, fragments=by_part(2)))
     with pytest.raises(ConfigError, match="fragments"):

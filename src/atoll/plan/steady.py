@@ -23,8 +23,8 @@ EXACT = 1e-7
 """Utilisations that differ by less are the same."""
 FEWEST_PERIODS, MOST_SENDS = 16, 4000
 """How long it is followed at most: so many periods or, if that is longer, so many sends. Where the bounds still differ,
-the lower counts. That takes dozens of fragments and a latency of a third of the period or more; in 20,000 settings at random
-they differed by up to 0.006 of the time, and what they came to in the end was within 1e-4 of the lower."""
+the lower counts. That takes dozens of fragments and a latency of a third of the period or more; in 20,000 settings at
+random they differed by up to 0.006 of the time, and what they came to in the end was within 1e-4 of the lower."""
 
 
 # ---------------------------------------------------------------------- what leaves after a step
