@@ -199,7 +199,10 @@ class Fleet:
         return child
 
     def results(self) -> list[Any]:
-        return [worker.result() for worker in self.crew]
+        ended = [(worker.ending(), worker.output) for worker in self.crew]
+        told = [f"worker {n}: {e.error}\n{e.trace}\n{output}" for n, (e, output) in enumerate(ended) if e.error]
+        assert not told, "\n".join(told)  # all of them: the first may only tell of another
+        return [ending.result for ending, _ in ended]
 
     def others(self, *victims: int) -> list[Worker]:
         return [worker for number, worker in enumerate(self.crew) if number not in victims]

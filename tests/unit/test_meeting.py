@@ -180,6 +180,25 @@ def test_a_seat_is_taken_once() -> None:
         Meeting(there[0].address, Seat(1, 2), 5.0)
 
 
+def test_who_comes_again_before_it_is_known_to_have_left_is_not_taken_for_another() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    first = [Meeting(address, Seat(worker, 2), 5.0) for worker in range(2)]
+    arrived = threading.Event()
+
+    def come() -> None:
+        Meeting(address, Seat(1, 2), 20.0)
+        arrived.set()
+
+    threading.Thread(target=come, daemon=True).start()
+    assert not arrived.wait(0.5)
+    first[1].leave()
+    first[0].leave()
+    first.clear()
+    host = Meeting(address, Seat(0, 2), 5.0)
+    assert arrived.wait(10)
+    host.leave()
+
+
 def test_a_port_is_taken_once() -> None:
     with (
         meetings(1) as there,

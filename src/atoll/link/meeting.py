@@ -6,6 +6,7 @@ reaches the port can disturb a run, so it belongs on a private network.
 
 import errno
 import json
+import math
 import re
 import socket
 import threading
@@ -35,6 +36,7 @@ _SOON_S = 2.0  # who waits for longer is told for whom
 _TRY_S = 5.0  # for what listens there to answer as a store does; several round trips
 _MISFIT = "misfit"  # where a process that was refused leaves why
 _LINGER_S = 2.0  # worker 0 keeps the store for so long after a failure, so that the others can read why
+_ENDING_S = _LINGER_S + 1  # for a run before to end, where nothing says that it does
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -81,9 +83,7 @@ class Meeting:
         host, port = parse_address(address)
         self._store = self._host(host, port) if seat.hosts else self._visit(host, port)
         if self._ask(lambda: self._store.add(f"seat/{seat.key}", 1), join_s) > 1:
-            raise LinkError(
-                f"{seat} is at {address} already: another run uses this address, or this worker was started twice"
-            )
+            raise self._twice()
         self._agree_on_size()
         self._join_s = join_s
 
@@ -125,40 +125,56 @@ class Meeting:
 
     def _visit(self, host: str, port: int) -> Any:
         began, told = time.monotonic(), False
+        odd_since = math.inf  # when what is there began to be neither our run nor one before that says it ends
         while True:
             self._heed()
-            left_s = max(_ASK_S, began + self._join_s - time.monotonic())
+            now = time.monotonic()
+            left_s = max(_ASK_S, began + self._join_s - now)
             try_s = min(left_s, _TRY_S)
-            patience_s, problem, advice = self._join_s, "", "start it there, and check that this machine can reach it"
+            taken = broken = False
+            problem, advice = "", "start it there, and check that this machine can reach it"
             try:
                 socket.create_connection((host, port), timeout=try_s).close()
                 problem = "something listens there, but does not answer as worker 0 does"
                 advice = "if another service uses this port, give the run another one"
                 # Torch's own clock first: a call that is left behind can take the process down when it ends.
                 store = in_time(partial(open_store, host, port, try_s, is_master=False), try_s + 3)
-                if not in_time(partial(self._is_ending, store), left_s):
+                seat = in_time(partial(self._found_seat, store), left_s)
+                if seat == "free":
                     store.set_timeout(timedelta(seconds=max(self._join_s, 60.0)))  # ours are shorter, and break nothing
                     return store
+                taken = seat == "taken"  # by ourselves, if the run before has not heard yet that we have left it
                 problem, advice = "the run before has not ended there", "wait, or give this run another port"
             except socket.gaierror as fault:
                 problem, advice = fault.strerror or str(fault), "check the name, or give the IP address of worker 0"
             except OSError as fault:  # also what took too long
                 problem = problem or fault.strerror or "no answer"
             except RuntimeError:  # the run before closes while it ends, too
-                patience_s = min(patience_s, max(_TRY_S, _LINGER_S + 1))
-            if time.monotonic() > began + patience_s:
-                where = f"{self.address} in {patience_s:g} s"
+                broken = True
+            odd_since = min(odd_since, now) if taken or broken else math.inf
+            if taken and now > odd_since + _ENDING_S:
+                raise self._twice()
+            # One try that took long proves nothing: the run before may have closed, and the next not opened meanwhile.
+            is_foreign = broken and now > odd_since + _TRY_S
+            if is_foreign or time.monotonic() > began + self._join_s:
+                where = f"{self.address} in {min(time.monotonic() - began, self._join_s):.2g} s"
                 raise LinkError(f"{self.seat} finds no worker 0 at {where} ({problem}): {advice}")
             if not told and time.monotonic() > began + _SOON_S:
                 told = True
                 self._tell_of_waiting([self._host_seat], self._join_s)
             time.sleep(0.1)
 
-    def _is_ending(self, store: Any) -> bool:
-        """Whether this is what is left of a run before, so that one can follow another at the same address."""
+    def _twice(self) -> LinkError:
+        why = "another run uses this address, or this worker was started twice"
+        return LinkError(f"{self.seat} is at {self.address} already: {why}")
+
+    def _found_seat(self, store: Any) -> str:
+        """Whether our seat is free, taken, or that of a run before which is ending: one can follow at its address."""
+        if not store.check([f"seat/{self.seat.key}"]):
+            return "free"
         host = self._host_seat
         gone = [f"left/{self.seat.key}", f"left/{host.key}", f"failure/{host.key}"]
-        return bool(store.check([f"seat/{self.seat.key}"])) and any(store.check([name]) for name in gone)
+        return "ending" if any(store.check([name]) for name in gone) else "taken"
 
     @property
     def _host_seat(self) -> Seat:
@@ -312,9 +328,8 @@ class Meeting:
 
     def leave(self) -> None:
         """Say goodbye; the host stays until the others have gone too, but not for long."""
-        # Without asking whether it came: the host may be gone as soon as it has.
-        with suppress(LinkError):
-            self._ask(lambda: self._store.set(f"left/{self.seat.key}", json.dumps(True)), _ASK_S)
+        with suppress(LinkError):  # in one call, with its answer: the host may be gone before it hears another
+            self._ask(lambda: self._store.add(f"left/{self.seat.key}", 1), _ASK_S)
         if not self.seat.hosts:
             return
         until = time.monotonic() + _LINGER_S
