@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,22 @@ def test_a_fast_line_is_measured_and_the_server_ends() -> None:
     assert not thread.is_alive() and "has measured" in said[-1]
     assert speed.up_bits_per_s > 1e8 and speed.down_bits_per_s > 1e8
     assert 0 < speed.latency_s < 0.05
+
+
+def test_a_line_that_halts_is_measured_all_the_same() -> None:
+    ours, theirs = socket.socketpair()
+
+    def send() -> None:
+        with theirs:
+            theirs.sendall(bytes(1000))
+            time.sleep(0.2)
+            theirs.sendall(bytes(1000))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    with ours:
+        assert 8 * 1000 / 10 < probe._receive_all(ours) < 8 * 1000 / 0.19
+    thread.join()
 
 
 def test_a_stranger_is_sent_away_and_the_server_goes_on() -> None:

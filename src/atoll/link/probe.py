@@ -163,12 +163,11 @@ def _receive_all(line: socket.socket) -> float:
     while count := line.recv_into(room):
         total += count
         marks.append((time.perf_counter(), total))
-    if len(marks) < 2:
+    if not marks or marks[-1][0] <= marks[0][0]:
         raise OSError("too little came to tell a rate")
     (first_s, _), (last_s, _) = marks[0], marks[-1]
-    begun_s, before = next(mark for mark in marks if mark[0] >= first_s + _SETTLED * (last_s - first_s))
-    if last_s <= begun_s:
-        raise OSError("too little came to tell a rate")
+    # The last before it, so that there is one after it even if all came to a halt in between.
+    begun_s, before = [mark for mark in marks if mark[0] <= first_s + _SETTLED * (last_s - first_s)][-1]
     return 8 * (total - before) / (last_s - begun_s)
 
 
