@@ -19,6 +19,7 @@ from atoll.conflicts import (
     Conflict,
     data_conflicts,
     fault_conflicts,
+    given_faults,
     link_conflicts,
     model_conflicts,
     sync_conflicts,
@@ -158,6 +159,11 @@ class RunConfig(Section):
         if settings.alpha is not None:
             changes["merge"] = Blend(settings.alpha)
         return replace(sync, **changes)
+
+    def unplanned(self) -> tuple[str, ...]:
+        """Settings, by dotted key, that make things go wrong on purpose: no forecast has them in its figures."""
+        lines = (f"link.{name}" for name in ("jitter_s", "loss", "outages") if getattr(self.link, name))
+        return (*lines, *(f"faults.{name}" for name in given_faults(self.faults)))
 
     def faults_of_link(self) -> "Faults":
         """What goes wrong on the link; a compute schedule becomes absences and needs train.steps."""

@@ -267,8 +267,9 @@ class OuterLoop:
         everything = [RoundId(self.steps, fragment, last=True) for fragment in range(len(self._states))]
         deltas, spoilt = [], False
         for round_id in everything:
-            delta = self._at(round_id).delta()
-            spoilt |= self._spoilt([self._at(round_id).outgoing_of(round_id, delta)])  # what can be is refused now
+            replica = self._at(round_id)
+            delta = replica.delta()
+            spoilt |= self._spoilt([replica.outgoing_of(round_id, delta)])  # what can be refused is refused now
             deltas.append(self._shelves.kept(delta))
         yield
         self._finished = True

@@ -2,7 +2,7 @@
 
 import math
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from atoll.plan.advise import advise, candidates
@@ -41,6 +41,7 @@ def test_it_keeps_its_word(model: Model, workers: int, link: Link, target: float
 
 @few
 @given(models, st.integers(2, 64), links, targets, st.floats(1.0, 100.0), st.sampled_from([0, 60, 3000]))
+@example(Model(parameters=1000000, layers=1, step_s=0.01), 4, Link(1000.0, 0.05), 0.3, 1.0, 60)  # next: beyond any line
 def test_on_a_better_line_nothing_riskier_is_needed(
     model: Model, workers: int, link: Link, target: float, faster: float, steps: int
 ) -> None:

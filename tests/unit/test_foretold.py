@@ -49,4 +49,4 @@ def test_the_workers_of_one_process_wait_together(tmp_path: Path, capsys: pytest
 def test_what_is_not_planned_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     link = {"emulate": "100Mbit/s, 1ms", "loss": 0.1, "jitter_s": 0.001}
     line, _ = line_and_end(tmp_path, capsys, link, method="diloco", period=2, workers=2)
-    assert line.startswith("planned for 100Mbit/s, 1ms without jitter and loss: computing ")
+    assert line.startswith("planned for 100Mbit/s, 1ms without link.jitter_s and link.loss: computing ")

@@ -9,7 +9,6 @@ from typing import Any
 from atoll.commands.options import Options
 from atoll.commands.typed import count
 from atoll.config import RunConfig, load, parse
-from atoll.conflicts import given_faults
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError
 from atoll.plan.link import Link, parse_link
@@ -19,7 +18,7 @@ from atoll.runfile import parse_toml, read
 from atoll.shapes import ModelConfig, preset
 
 MOST_LAYERS = 256
-"""More would take longer than five seconds, and few models have them."""
+"""So that any table takes a few seconds; few models have more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,14 +129,8 @@ def _of_run(options: Options) -> Subject:
         steps=config.train.steps,
         link=replace(parse_link(config.link.emulate), goodput=1.0) if config.link.emulate else None,
         suited=_suited(config),
-        left_out=_left_out(config),
+        left_out=config.unplanned(),
     )
-
-
-def _left_out(config: RunConfig) -> tuple[str, ...]:
-    """What goes wrong on purpose."""
-    lines = (f"link.{name}" for name in ("jitter_s", "loss", "outages") if getattr(config.link, name))
-    return (*lines, *(f"faults.{name}" for name in given_faults(config.faults)))
 
 
 def _suited(config: RunConfig) -> Callable[[Method], Method | None]:

@@ -243,7 +243,8 @@ class _Wanted(NamedTuple):
         first = self._rate_for(ahead, level)
         enough = np.flatnonzero(swept >= level + _NEARLY)
         if not enough.size:
-            return f"{first or share_text(level)}; on this link no settings reach it."
+            nobody = "no settings reach"
+            return f"{first}; on this link {nobody} it." if first else f"On this link {nobody} {share_text(level)}."
         words = in_words(self.options[enough[0]])
         other = f"it takes other settings: {words[0].lower()}{words[1:]}."
         return f"{first}. On this link {other}" if first else f"For {share_text(level)} {other}"

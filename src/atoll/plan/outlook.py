@@ -8,10 +8,10 @@ import numpy as np
 from atoll.checks import check_whole
 from atoll.plan import cost, steady
 from atoll.plan.lines import Array
-from atoll.plan.link import GOODPUT, Link
+from atoll.plan.link import GOODPUT, LEAST_BITS_PER_S, MOST_BITS_PER_S, Link
 from atoll.plan.method import Method, Model
 
-_FIRST, _LAST, _POINTS = 1.0, 1e30, 97  # rates between which one is looked for, in bits per second
+_POINTS = 97  # rates that are looked at together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +114,11 @@ def bandwidth_needed(
 ) -> float:
     """Bits per second from which on `steady_utilisation` is at least `level`, to 0.1 %.
 
-    Infinite where latency alone prevents it; 0 for one worker, who needs no line.
+    Infinite where latency alone prevents it, nearly or altogether; 0 for one worker, who needs no line.
     """
     if workers == 1:
         return 0.0
-    low, high = _FIRST, _LAST
+    low, high = LEAST_BITS_PER_S, MOST_BITS_PER_S
     while high / low > 1.001:
         rates = np.geomspace(low, high, _POINTS)
         reached = steady_utilisation(

@@ -32,7 +32,6 @@ def foretold(config: RunConfig, account: Account) -> str:
         return f"planned: {told}"
     busy_s = account.tally.seconds - account.waited_s
     planned, measured = (busy_s / max(busy_s + wait_s, 1e-9) for wait_s in (expected.exposed_s, account.waited_s))
-    names = {"jitter": config.link.jitter_s, "loss": config.link.loss, "outages": config.link.outages}
-    without = [name for name, value in names.items() if value]
+    without = config.unplanned()
     line = f"{emulated} without {' and '.join(without)}" if without else emulated
     return f"planned for {line}: computing {share_text(planned)} (measured {share_text(measured)}), {told}"
