@@ -198,6 +198,7 @@ def check_blame(survivors: Sequence[Worker], victim: int, before: float, rounds:
 
 IN_ROUND_2 = ("step 2, fragment 0", "after step 1, fragment 0")
 """As those name it that had opened it, and those that had not."""
+KILLED = "closed its connection without a word: it was killed, or has crashed"
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
@@ -211,7 +212,25 @@ def test_a_killed_worker_is_named_by_all_others_at_once(workers: int, how: str, 
         for victim, fleet in fleets.items():
             at = lose(fleet, fleet[victim].kill, victim)  # the deadline is 30 s: it is not what they wait for
             errors = check_blame(fleet.others(victim), victim, at, IN_ROUND_2)
-            assert all("closed its connection without a word: it was killed, or has crashed" in e for e in errors)
+            assert all(KILLED in error for error in errors), errors
+
+
+def test_who_wakes_up_after_the_others_have_left_blames_the_killed_one_too(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        fleets = [stack.enter_context(Fleet(tmp_path / how, 4).start(go_on, how)) for how in ("wait", "train", "idle")]
+        for fleet in fleets:
+            for worker in fleet.crew:
+                assert worker.said() == "ready"
+            fleet[3].signal(signal.SIGSTOP)
+            fleet[0].kill()
+            for worker in fleet.others(0):
+                worker.tell()
+        for fleet in fleets:
+            fleet[1].ending(), fleet[2].ending()
+            at = time.monotonic()
+            fleet[3].signal(signal.SIGCONT)  # it finds three connections closed at once, and no store to ask at
+            [error] = check_blame([fleet[3]], 0, at, IN_ROUND_2)
+            assert KILLED in error
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])

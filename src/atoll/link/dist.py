@@ -40,6 +40,7 @@ _BEFORE = "before the first round"
 _WORD_S = 0.5  # to find somebody to whom to say that this worker will not come
 _MESH_S = 60.0  # for connections between workers that are all there
 _FAREWELL_S = 5.0  # for the store to take the reason why this worker leaves, on a line that may be busy
+_TOGETHER_S = 0.3  # for connections that have closed at the same moment, of each of which a thread of its own tells
 _HEARSAY_S = 1.0  # for the reports of the others, which notice at once what one of them has noticed
 
 
@@ -276,6 +277,8 @@ class DistLink:
         else:
             report = Report(self.worker, f"failed: {type(fault).__name__}: {fault}", now)
         reached = meeting.tell_at_last("failure", report._asdict())
+        if not reached and report.closed and self._has_closed(0):
+            report = report._replace(worker=0)  # with the store: the other one has only noticed that first
         mail.close()
         if isinstance(fault, AtollError):
             self._end(fault)
@@ -287,6 +290,13 @@ class DistLink:
                     reports[seat.worker] = theirs
             reports |= self._ended_too_early(meeting, reports, now)
         self._end(LinkError(verdict(self.worker, reports, self.workers, reached=reached)))
+
+    def _has_closed(self, worker: int) -> bool:
+        """Whether a worker has closed its connection too; true of all once this one closes its own."""
+        until = time.monotonic() + _TOGETHER_S
+        while worker not in self._gone and time.monotonic() < until:
+            time.sleep(0.01)
+        return worker in self._gone
 
     def _ended_too_early(self, meeting: Meeting, reports: Mapping[int, Report], now: str) -> dict[int, Report]:
         """Of those that have reported nothing: who came to its end, though this worker still had a round to make."""
