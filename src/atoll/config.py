@@ -150,7 +150,7 @@ class RunConfig(Section):
             "eager": presets.Eager,
             "delayed": presets.Delayed,
         }
-        sync = methods[settings.method](period=settings.period, codec=codec, outer=_outer_of(settings))
+        sync = methods[settings.method](period=settings.period, codec=codec, outer=self.outer_optimizer())
         changes: dict[str, Any] = {}
         if settings.fragments is not None:
             changes["fragments"] = _fragments_of(settings.fragments)
@@ -159,6 +159,27 @@ class RunConfig(Section):
         if settings.alpha is not None:
             changes["merge"] = Blend(settings.alpha)
         return replace(sync, **changes)
+
+    def outer_optimizer(self) -> "OuterOptimizer":
+        """What moves the anchors of a method that has some."""
+        from atoll.core.outer import SGD, Adam, Momentum, Nesterov
+
+        sync = self.sync
+        given = {
+            "lr": sync.outer_lr,
+            "momentum": sync.outer_momentum,
+            "beta1": sync.outer_betas and sync.outer_betas[0],
+            "beta2": sync.outer_betas and sync.outer_betas[1],
+            "eps": sync.outer_eps,
+        }
+        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        defaults: dict[str, OuterOptimizer] = {
+            "nesterov": Nesterov.for_workers(sync.workers),
+            "momentum": Momentum(),
+            "sgd": SGD(),
+            "adam": Adam(),
+        }
+        return replace(defaults[sync.outer], **changes)
 
     def unplanned(self) -> tuple[str, ...]:
         """Settings, by dotted key, that make things go wrong on purpose: no forecast has them in its figures."""
@@ -212,26 +233,6 @@ def _counts(compute: str, workers: int) -> Sequence[int]:
         "ramp-up": range(1, workers + 1),
         "ramp-down": range(workers, 0, -1),
     }[compute]
-
-
-def _outer_of(sync: SyncSection) -> "OuterOptimizer":
-    from atoll.core.outer import SGD, Adam, Momentum, Nesterov
-
-    given = {
-        "lr": sync.outer_lr,
-        "momentum": sync.outer_momentum,
-        "beta1": sync.outer_betas and sync.outer_betas[0],
-        "beta2": sync.outer_betas and sync.outer_betas[1],
-        "eps": sync.outer_eps,
-    }
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    defaults: dict[str, OuterOptimizer] = {
-        "nesterov": Nesterov.for_workers(sync.workers),
-        "momentum": Momentum(),
-        "sgd": SGD(),
-        "adam": Adam(),
-    }
-    return replace(defaults[sync.outer], **changes)
 
 
 def _fragments_of(text: str) -> "FragmentPolicy":

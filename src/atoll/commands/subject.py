@@ -136,7 +136,7 @@ def _of_run(options: Options) -> Subject:
 def _suited(config: RunConfig) -> Callable[[Method], Method | None]:
     """Makes of a method what it is beside a run file's settings: its memory, and what must be turned off for it."""
     sync = config.sync
-    velocities = {"sgd": 0, "adam": 2}.get(sync.outer, 1)
+    velocities = len(config.outer_optimizer().slot_names)
     known: dict[tuple[str | int, ...], tuple[str, ...] | None] = {}
 
     def suited(method: Method) -> Method | None:
@@ -208,7 +208,6 @@ def _check_layers(layers: int) -> None:
 def _own_method(config: RunConfig, model: Any, blocks: Sequence[str]) -> Method | None:
     """What the run file says, with the fragments that this model has."""
     from atoll.core.fragments import Whole, split
-    from atoll.core.outer import SGD, Adam
     from atoll.sync import Sync
 
     sync = config.synchronisation()
@@ -230,7 +229,7 @@ def _own_method(config: RunConfig, model: Any, blocks: Sequence[str]) -> Method 
         delay=min(sync.delays),  # who applies first waits first, and the others for it
         codec=sync.codec,
         eager=sync.eager,
-        velocities={SGD: 0, Adam: 2}.get(type(sync.outer), 1),
+        velocities=len(sync.outer.slot_names),
         offload=config.sync.offload,
         own_layers=layers,
         own_values=values,
