@@ -21,6 +21,7 @@ from atoll.shapes import preset
 from atoll.train import head
 from atoll.train.batches import Batches, held_out
 from atoll.train.model import Decoder
+from atoll.train.probe import probe_step
 from atoll.train.recipe import resolve
 from atoll.train.trainer import Trainer
 
@@ -267,6 +268,12 @@ def test_two_runs_agree_and_a_resumed_one_goes_on(compiled: bool) -> None:
     second.load_state_dict(first.state_dict())
     assert final_loss(second) == pytest.approx(once, rel=1e-3)
     torch.compiler.reset()
+
+
+def test_a_step_is_measured_for_a_plan() -> None:
+    run = {"model": {"preset": "tiny"}, "train": {"batch": 2, "sequence": 64}, "device": "cuda", "compile": False}
+    found = probe_step(config.parse(run), 256, tell=lambda line: None)
+    assert 0 < found.step_s < 10 and found.device == torch.cuda.get_device_name()
 
 
 def model(device: str, dtype: torch.dtype, width: int = 64) -> nn.Module:
