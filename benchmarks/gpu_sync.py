@@ -41,6 +41,8 @@ RESULTS = Path(__file__).parent / "results" / "gpu_sync.json"
 SEQUENCE, PERIOD = 1024, 30
 BATCHES = {"35M": 32, "300M": 16, "1B": 8}
 """Sequences a step, so that two processes fit on an H200."""
+HEAD = (16384, 32000)
+"""Tokens and vocabulary of the logits that the trainer makes at a time."""
 FORMATS = ("e3m0", "e2m1", "int4", "int8", "bf16")
 
 
@@ -52,6 +54,7 @@ def kernels(values: int) -> list[dict[str, Any]]:
     from triton.testing import do_bench
 
     from atoll.kernels.codec import decode_mean, encode
+    from atoll.kernels.cross_entropy import cross_entropy_
     from atoll.kernels.live import live
     from atoll.kernels.outer import outer_merge
 
@@ -94,6 +97,14 @@ def kernels(values: int) -> list[dict[str, Any]]:
             payloads.numel() + 4 * values,
         )
         report(f"decode {form} of 2 members into their mean", found)
+    logits = torch.randn(HEAD, device="cuda", dtype=torch.bfloat16)
+    targets = torch.randint(HEAD[1], HEAD[:1], device="cuda")
+    losses = torch.empty(2, HEAD[0], device="cuda")
+    found = rate(
+        lambda: cross_entropy_(logits, targets, losses[0], losses[1], scale=1.0, z_loss=0.0, gradients=True),
+        2 * logits.nbytes,
+    )
+    report("cross-entropy and its gradient, bf16 logits", found)
     return rows
 
 
