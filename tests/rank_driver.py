@@ -18,7 +18,7 @@ from atoll import config
 from atoll.core.flat import local_part
 from atoll.errors import AtollError, LinkError
 from atoll.link.dist import DistLink
-from atoll.train import shards
+from atoll.train import shards, site
 from atoll.train.run import train
 from atoll.train.trainer import Trainer
 
@@ -54,17 +54,30 @@ def stop(patch: pytest.MonkeyPatch) -> None:
 
 
 def unlink(patch: pytest.MonkeyPatch) -> None:
-    """The link of one process of worker 0 fails: of the one that has it, or of the second."""
+    """The link of one process of worker 0 fails while it trains: of the one that has it, or of the second."""
     original = DistLink.check
     calls: list[None] = []
 
     def check(self: DistLink) -> None:
         original(self)
-        calls.append(None)
-        if len(calls) == 6 and self.worker == 0 and self.seat.rank == self.seat.ranks - 1:
+        calls.extend([None] * (self._opened > 0))  # while the others are waited for, it is called any number of times
+        if len(calls) == 4 and self.worker == 0 and self.seat.rank == self.seat.ranks - 1:
             raise LinkError("a cable was pulled")
 
     patch.setattr(DistLink, "check", check)
+
+
+def disagree(patch: pytest.MonkeyPatch) -> None:
+    """The second process of worker 0 fails where all compare their texts."""
+    original = site._compare
+
+    def compare(link: DistLink, key: str, *terms: Any, **options: Any) -> Any:
+        said = original(link, key, *terms, **options)
+        if RANK == 1 and key != "settings":
+            raise LinkError("a page is missing")
+        return said
+
+    patch.setattr(site, "_compare", compare)
 
 
 def spoil(patch: pytest.MonkeyPatch) -> None:
@@ -81,7 +94,7 @@ def spoil(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(shards, "alike", alike)
 
 
-FAULTS = {"cut": cut, "stop": stop, "unlink": unlink, "spoil": spoil}
+FAULTS = {"cut": cut, "stop": stop, "unlink": unlink, "disagree": disagree, "spoil": spoil}
 
 
 def main() -> None:

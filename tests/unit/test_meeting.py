@@ -177,7 +177,7 @@ def test_what_is_no_json_is_refused_with_its_name(text: str) -> None:
 
 def test_a_seat_is_taken_once() -> None:
     with meetings(2) as there, pytest.raises(LinkError, match=r"worker 1 is at .* already: another run uses"):
-        Meeting(there[0].address, Seat(1, 2), 5.0)
+        Meeting(there[0].address, Seat(1, 2), 30.0)
 
 
 def test_who_comes_again_before_it_is_known_to_have_left_is_not_taken_for_another() -> None:

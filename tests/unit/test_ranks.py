@@ -63,7 +63,7 @@ CASES = [
     Case("none", "fsdp", address=False),
     *(Case("streaming", kind, "cut", resume=resume) for kind in KINDS for resume in (False, True)),
     *(Case("streaming", kind, fault) for kind in KINDS for fault in ("stop", "unlink")),
-    Case("streaming", "fsdp", "spoil"),
+    *(Case("streaming", "fsdp", fault) for fault in ("disagree", "spoil")),
 ]
 
 
@@ -252,8 +252,14 @@ def test_one_rank_is_told_to_stop_and_all_stop_after_the_same_step(place: Path, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_link_that_fails_on_one_rank_fails_on_all(place: Path, became: Any, kind: str) -> None:
     told = [told[f"streaming-{kind}-unlink"] for told in became]
-    assert all(words.startswith("LinkError: a cable was pulled") for words in told[:2])
-    assert all("worker 0 left: a cable was pulled" in words for words in told[2:])
+    assert all(words.startswith("LinkError: a cable was pulled") for words in told[:2]), told
+    assert all("worker 0 left: a cable was pulled" in words for words in told[2:]), told
+
+
+def test_who_fails_before_the_start_is_not_waited_for_by_the_other_rank(became: Any) -> None:
+    told = [told["streaming-fsdp-disagree"] for told in became]
+    assert told[:2] == ["LinkError: a page is missing"] * 2
+    assert all("worker 0" in words and "left: a page is missing" in words for words in told[2:]), told
 
 
 def test_what_is_not_finite_in_one_part_rolls_back_the_whole_worker(place: Path, became: Any) -> None:

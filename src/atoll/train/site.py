@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -138,13 +138,16 @@ def agree_on_settings(link: DistLink | None, config: RunConfig) -> None:
 
 
 def agree_on_data(link: DistLink | None, data: TokenData) -> None:
-    """Compare tokenizers, which must be the same, and texts, which may differ if that is meant."""
+    """Compare tokenizers, which must be the same, and texts, which may differ if that is meant.
+
+    With one question: of ranks that agree together, one that fails at a first would be waited for at a second.
+    """
     if link is None:
         return
     tokenizer = sha256_of(data.folder / FILE)[:16] if (data.folder / FILE).exists() else "bytes"
-    _compare(link, "tokenizers", {"tokenizer": tokenizer, "vocabulary": str(data.tokenizer.vocabulary)})
-    texts = link.gather("text", data.folder.name)
-    others = sorted({seat.worker for seat, name in texts.items() if name != data.folder.name})
+    mine = {"tokenizer": tokenizer, "vocabulary": str(data.tokenizer.vocabulary), "text": data.folder.name}
+    said = _compare(link, "data", mine, free=("text",))
+    others = sorted({seat.worker for seat, theirs in said.items() if theirs.get("text") != mine["text"]})
     if others:
         who = f"worker{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
         print(f"note: {who} and this one (worker {link.worker}) have different text", file=sys.stderr)
@@ -209,11 +212,18 @@ def meet(link: DistLink | None, place: str) -> None:
         link.gather(place, True, _LONGEST_S)
 
 
-def _compare(link: DistLink, key: str, mine: Mapping[str, str]) -> None:
+def _compare(
+    link: DistLink, key: str, mine: Mapping[str, str], free: Collection[str] = ()
+) -> dict[Seat, Mapping[str, str]]:
+    """What every process says; LinkError names what differs and is not free to."""
     mine = {"ranks that exchange": str(link.seat.ranks), **mine}
+    said: dict[Seat, Mapping[str, str]] = {}
     for seat, theirs in link.hear(key, mine):  # as they come: where ranks differ, some never do
-        if differs := difference(mine, theirs):
+        ours, bound = ({name: text for name, text in one.items() if name not in free} for one in (mine, theirs))
+        if differs := difference(ours, bound):
             raise LinkError(f"{link.seat} and {seat} differ in {differs}")
+        said[seat] = theirs
+    return said
 
 
 def _listed(steps: Sequence[int]) -> str:
