@@ -143,5 +143,6 @@ def test_a_limited_line_is_measured_right(tmp_path: Path) -> None:
         assert server.wait(20) == 0
         server.stdout.close()
     up, down, latency_s = map(float, out.split())
-    assert up == pytest.approx(20e6, rel=0.1) and down == pytest.approx(20e6, rel=0.1)
+    for rate in (up, down):
+        assert 0.75 * 20e6 < rate < 1.05 * 20e6  # a busy machine may leave the line idle, but nothing makes it faster
     assert latency_s < 0.02
