@@ -3,14 +3,15 @@
     python benchmarks/wire.py [--values 10000000] [--rates 20mbit 100mbit] [--members 2 3 4] [--codecs e3m0]
 
 Sites are network namespaces on a bridge with `tbf` both ways (`sites.py`; needs root). Every member opens the same
-round at the same time; a round has taken as long as its slowest member, from open() to the last byte. "with codec"
-adds what a worker computes around it: encoding its delta, decoding and averaging what came. The ideal has no headers of
-any kind, so a perfect transfer over Ethernet is at 1.05. Interface bytes are the kernel's counters, divided by
-`sent_bytes` and the headers of docs/wire.md. `--collectives` measures gloo's own all_gather or all_to_all + all_gather
-on the same bytes. Results go to benchmarks/results/wire.json.
+round at the same time, its payload ready; a round has taken as long as its slowest member, from open() to the last
+byte. "with codec" adds what a worker computes around it: encoding its delta, decoding and averaging what came. The
+ideal has no headers of any kind, so a perfect transfer over Ethernet is at 1.05. Interface bytes are the kernel's
+counters, divided by `sent_bytes` and the headers of docs/wire.md. `--collectives` measures gloo's own all_gather or
+all_to_all + all_gather on the same bytes. Results go to benchmarks/results/wire.json.
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -130,6 +131,7 @@ def child(
 ) -> None:
     """One member, in its site: all codecs in turn."""
     torch.set_num_threads(1)
+    gc.freeze()  # as `atoll train` does
     link = atoll.connect(address, worker=worker, workers=members, deadline_s=300, join_s=60)
     link.join({}, 1.0)
     mail: Any = link._mail
@@ -159,9 +161,11 @@ class Bench:
         cargo = Cargo(Codec(codec), self.delta.numel())
         round_s, whole_s, interface = [], [], 0
         for number in range(rounds + 1):  # the first is a warm-up
-            self.meet()
-            before, began = _interface_bytes(), time.perf_counter()
+            began = time.perf_counter()
             payload = cargo.codec.encode(self.delta)
+            encode_s = time.perf_counter() - began
+            before = _interface_bytes()
+            self.meet()
             sent = time.perf_counter()
             got = self._collective(payload) if self.group is not None else self._round(payload, cargo)
             there = time.perf_counter()
@@ -172,7 +176,7 @@ class Bench:
             self.meet()  # all have sent all
             if number:
                 round_s.append(there - sent)
-                whole_s.append(ended - began)
+                whole_s.append(encode_s + ended - sent)
                 interface += _interface_bytes() - before
         return {"round_s": round_s, "whole_s": whole_s, "interface": interface}
 

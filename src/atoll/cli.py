@@ -3,6 +3,7 @@
 Exit codes: 0 done, 1 something failed, 2 the run file or the command line is wrong, 130 interrupted.
 """
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -179,6 +180,7 @@ def train(
     try:
         from atoll.train.run import train as train_run
 
+        gc.freeze()  # to look for garbage among all that was imported would halt training for 0.1 s, now and then
         done = train_run(config, worker=worker, resume=resume)
     except KeyboardInterrupt:  # while preparing, or the second one: training itself saves on the first
         if (place / RUN).exists():
