@@ -180,7 +180,7 @@ def train(
     try:
         from atoll.train.run import train as train_run
 
-        gc.freeze()  # to look for garbage among all that was imported would halt training for 0.1 s, now and then
+        gc.freeze()  # to look for garbage among all that was imported would halt training now and then
         done = train_run(config, worker=worker, resume=resume)
     except KeyboardInterrupt:  # while preparing, or the second one: training itself saves on the first
         if (place / RUN).exists():
