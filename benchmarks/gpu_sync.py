@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ BATCHES = {"35M": 32, "300M": 16, "1B": 8}
 """Sequences a step, so that two processes fit on an H200."""
 HEAD = (16384, 32000)
 """Tokens and vocabulary of the logits that the trainer makes at a time."""
+MODES = ("bare", "outer", "offload")
+"""Of a worker alone, whose memory is measured."""
 FORMATS = ("e3m0", "e2m1", "int4", "int8", "bf16")
 
 
@@ -53,7 +55,7 @@ def kernels(values: int) -> list[dict[str, Any]]:
     """Throughput of each kernel as a share of a copy's."""
     from triton.testing import do_bench
 
-    from atoll.kernels.codec import decode_mean, encode
+    from atoll.kernels.codec import decode_mean, encode, room
     from atoll.kernels.cross_entropy import cross_entropy_
     from atoll.kernels.live import live
     from atoll.kernels.outer import outer_merge
@@ -78,7 +80,7 @@ def kernels(values: int) -> list[dict[str, Any]]:
         numel, size, name = table.numel, dtype.itemsize, str(dtype).removeprefix("torch.")
         for form in FORMATS:
             codec = Codec(form)
-            payload = torch.empty(codec.payload_bytes(numel), dtype=torch.uint8, device="cuda")
+            payload = room(codec, numel, 1, start.device)[0]
             worst = torch.zeros(1, dtype=torch.int32, device="cuda")
             moved = numel * (4 + size) + payload.numel()
             found = rate(lambda c=codec, p=payload, w=worst, t=table: encode(c, start[: t.numel], t, p, w), moved)  # type: ignore[misc]
@@ -91,7 +93,8 @@ def kernels(values: int) -> list[dict[str, Any]]:
         report(f"outer step and blend, {name} parameters", found)
     for form in FORMATS:
         codec = Codec(form)
-        payloads = torch.stack([codec.encode(start * scale) for scale in (1.0, 1e-3)])
+        payloads = room(codec, values, 2, start.device)
+        payloads.copy_(torch.stack([codec.encode(start * scale) for scale in (1.0, 1e-3)]))
         found = rate(
             lambda c=codec, p=payloads: decode_mean(c, p, [1.0, 2.0], values, slice(0, values), mean),  # type: ignore[misc]
             payloads.numel() + 4 * values,
@@ -122,7 +125,8 @@ class Training:
 
     def __init__(self, name: str) -> None:
         shape = preset(name)
-        self.model = Decoder(shape, generator=torch.Generator().manual_seed(0)).to("cuda").train()
+        with torch.device("cuda"):  # to draw a billion values takes the host a quarter of a minute
+            self.model = Decoder(shape, generator=torch.Generator("cuda").manual_seed(0)).train()
         self.model.compile()
         self._inner = torch.optim.AdamW(self.model.parameters(), lr=1e-4, betas=(0.9, 0.99), fused=True)
         self._tokens = torch.randint(0, shape.vocabulary, (BATCHES[name], SEQUENCE + 1), device="cuda")
@@ -137,7 +141,7 @@ class Training:
 
 
 def worker(name: str, number: int, address: str, periods: int, out: str, mode: str) -> None:
-    """One process: alone ("bare", "outer", "offload") for its memory, or one of two ("rounds")."""
+    """One process: alone for its memory, or one of two ("rounds")."""
     training = Training(name)
     sync = atoll.Streaming(period=PERIOD)
     found: dict[str, Any] = {}
@@ -147,7 +151,7 @@ def worker(name: str, number: int, address: str, periods: int, out: str, mode: s
     elif mode in ("outer", "offload"):
         outer = atoll.OuterLoop(training.model, sync, atoll.local(1)[0], offload=mode == "offload")
         torch.cuda.reset_peak_memory_stats()
-        for _ in range(2 * PERIOD):
+        for _ in range(PERIOD + 5):  # until every fragment has travelled, and the first again
             training.step()
             outer.step()
     else:
@@ -168,7 +172,7 @@ class Rounds:
         self._periods = 0
 
     def measure(self, periods: int) -> dict[str, Any]:
-        for _ in range(3):  # warm up: graphs, every fragment's kernels, pinned memory
+        for _ in range(2):  # warm up: graphs, every fragment's kernels, pinned memory
             self._period(outer=True)
         bare, added, host, waited, syncs = [], [], [], [], []
         for _ in range(periods):
@@ -232,9 +236,10 @@ def rounds(name: str, periods: int) -> dict[str, Any]:
     """One preset: two processes that exchange, then one after the other for memory."""
     print(f"{name}, {BATCHES[name]} x {SEQUENCE} tokens a step and worker", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        both = run(name, "rounds", 2, periods, folder)
-        peaks = {mode: run(name, mode, 1, periods, folder)[0]["peak"] for mode in ("bare", "outer", "offload")}
-    row = {"preset": name, "batch": BATCHES[name], **max(both, key=lambda found: float(found["added"])), "peaks": peaks}
+        both = run(name, ["rounds", "rounds"], periods, folder)
+        alone = run(name, MODES, periods, folder)
+    peaks = {mode: found["peak"] for mode, found in zip(MODES, alone, strict=True)}
+    row = {"batch": BATCHES[name], **max(both, key=lambda found: float(found["added"])), "peaks": peaks}
     step_s = row["bare_step_s"]
     print(
         f"  step {1e3 * step_s:.1f} ms without; the outer loop adds {row['added']:+.2%}, takes "
@@ -249,16 +254,16 @@ def rounds(name: str, periods: int) -> dict[str, Any]:
     return row
 
 
-def run(name: str, mode: str, workers: int, periods: int, folder: str) -> list[dict[str, Any]]:
-    """The processes of one measurement."""
-    port = 20000 + os.getpid() % 10000
-    commands = []
-    for number in range(workers):
-        task = [name, number, f"127.0.0.1:{port}", periods, f"{folder}/{mode}-{number}.json", mode]
-        commands.append(subprocess.Popen([sys.executable, __file__, "rounds", "--child", json.dumps(task)]))
-    if any([command.wait() for command in commands]):  # noqa: C419 - wait for all of them
-        sys.exit(f"{name}: a process of {mode} failed")
-    return [json.loads(Path(folder, f"{mode}-{number}.json").read_text()) for number in range(workers)]
+def run(name: str, modes: Sequence[str], periods: int, folder: str) -> list[dict[str, Any]]:
+    """What processes that run at the same time have found, one of each mode."""
+    address = f"127.0.0.1:{20000 + os.getpid() % 10000}"
+    outs = [Path(folder, f"{mode}-{number}.json") for number, mode in enumerate(modes)]
+    tasks = [[name, n, address, periods, str(outs[n]), mode] for n, mode in enumerate(modes)]
+    command = [sys.executable, __file__, "rounds", "--child"]
+    processes = [subprocess.Popen([*command, json.dumps(task)]) for task in tasks]
+    if any([process.wait() for process in processes]):  # noqa: C419 - wait for all of them
+        sys.exit(f"{name}: a process of {', '.join(modes)} failed")
+    return [json.loads(out.read_text()) for out in outs]
 
 
 def main() -> None:
@@ -281,7 +286,9 @@ def main() -> None:
     if arguments.what in ("kernels", "all"):
         kept["kernels"] = kernels(arguments.values)
     if arguments.what in ("rounds", "all"):
-        kept["rounds"] = [rounds(name, arguments.periods) for name in arguments.presets]
+        for name in arguments.presets:
+            kept["rounds"] = kept.get("rounds", {}) | {name: rounds(name, arguments.periods)}
+            arguments.results.write_text(json.dumps(kept, indent=1) + "\n")
     arguments.results.write_text(json.dumps(kept, indent=1) + "\n")
 
 

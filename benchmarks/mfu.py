@@ -67,7 +67,8 @@ def trainer_of(name: str, batch: int, workers: int = 1) -> Trainer:
     settings = resolve(settings, parameters=shape.parameters, context=shape.context)
     tokens = np.random.default_rng(0).integers(0, shape.vocabulary, 4_000_000, dtype=np.uint16)
     batches = Batches([tokens], workers=workers, batch=batch, sequence=SEQUENCE, seed=0, device="cuda")
-    model = Decoder(shape, generator=torch.Generator().manual_seed(0)).to("cuda").train()
+    with torch.device("cuda"):
+        model = Decoder(shape, generator=torch.Generator("cuda").manual_seed(0)).train()
     links = local(workers) if workers > 1 else ()
     return Trainer(settings, model, batches, held_out(tokens, sequence=SEQUENCE, tokens=1024, batch=1), links)
 

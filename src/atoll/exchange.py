@@ -149,23 +149,21 @@ class Exchange:
     def means(self, completed: Round, products: Products | None = None) -> Iterator[tuple[slice, Tensor]]:
         """The mean of a round with members, piece by piece: temporaries stay in cache, no full mean is stored."""
         fragment, weights = completed.round_id.fragment, [member.weight for member in completed.members]
-        window, kernels = self._windows[fragment], self.fused[fragment]
-        stacked = None
-        if kernels is not None:
-            payloads = completed.payloads if completed.reduced is None else (completed.reduced,)
-            stacked = torch.stack([payload.to(window.device) for payload in payloads])
+        payloads, window, kernels = completed.payloads, self._windows[fragment], self.fused[fragment]
+        if completed.reduced is not None:  # a link has taken the mean
+            payloads, weights = (completed.reduced,), [1.0]
+        stacked = None if kernels is None else kernels.stacked(payloads)
         for piece in pieces(window.numel, window.device):
             decoded: list[Tensor] = []
-            if products is not None or (completed.reduced is None and stacked is None):
-                decoded = [self.decode_piece(payload, fragment, piece) for payload in completed.payloads]
-            if kernels is not None and stacked is not None:
-                mean = kernels.mean(stacked, weights if completed.reduced is None else [1.0], piece)
-            elif completed.reduced is not None:
-                mean = self.decode_piece(completed.reduced, fragment, piece)
+            if kernels is None or stacked is None:
+                decoded = [self.decode_piece(payload, fragment, piece) for payload in payloads]
+                mean = decoded[0] if completed.reduced is not None else weighted_mean(decoded, weights)
             else:
-                mean = weighted_mean(decoded, weights)
+                mean = kernels.mean(stacked, weights, piece)
+                if products is not None:
+                    decoded = [kernels.mean(row[None], [1.0], piece) for row in stacked]
             if products is not None:
-                products.add(decoded, mean)
+                products.add(decoded if completed.reduced is None else (), mean)
             yield piece, mean
 
     def decode_piece(self, payload: Tensor, fragment: int, piece: slice) -> Tensor:

@@ -25,7 +25,11 @@ from atoll.train.probe import probe_step
 from atoll.train.recipe import resolve
 from atoll.train.trainer import Trainer
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),  # of torch, by torch's compiler
+]
 
 BLOCKS = ["int8", "int4", "e3m0", "e2m1"]
 CODECS = [Codec(name) for name in ("fp64", "fp32", "bf16", "fp16", *BLOCKS)]
@@ -236,7 +240,6 @@ def final_loss(training: Trainer) -> float:
     return training.best
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # of torch, by torch's compiler
 @pytest.mark.parametrize("resident", [True, False])
 def test_batches_are_those_of_the_cpu_and_nobody_waits_for_them(
     resident: bool, monkeypatch: pytest.MonkeyPatch

@@ -1,7 +1,13 @@
 """The Triton kernels against the plain torch they are twins of, on a GPU, or on the CPU by Triton's interpreter."""
 
+import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import torch
@@ -50,11 +56,21 @@ def tabled(tensors: Sequence[Tensor]) -> Live:
     return table
 
 
+def codec_units(codec: Codec, numel: int) -> int:
+    return 0 if codec.format in ("fp32", "bf16") else -(-numel // BLOCK)
+
+
 def encoded(codec: Codec, start: Tensor, local: Live | None) -> tuple[Tensor, int]:
-    payload = torch.full((codec.payload_bytes(start.numel()),), 77, dtype=torch.uint8, device=DEVICE)
-    worst = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    coding.encode(codec, start, local, payload, worst)
-    return payload, int(worst)
+    """The payload and its worst bits, the same in any memory, with nothing written beside it."""
+    size, worst = codec.payload_bytes(start.numel()), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    payloads, units = [], codec_units(codec, start.numel())
+    for lead in (16, 20, 16 + -units % 16):  # bytes; the last as `room` has it
+        memory = torch.full((lead + size + 16,), 77, dtype=torch.uint8, device=DEVICE)
+        coding.encode(codec, start, local, memory[lead : lead + size], worst)
+        assert (memory[:lead] == 77).all() and (memory[lead + size :] == 77).all()
+        payloads.append(memory[lead : lead + size].clone())
+    assert all(torch.equal(payload, payloads[0]) for payload in payloads)
+    return payloads[0], int(worst)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -119,13 +135,25 @@ def test_payloads_are_decoded_into_their_mean(
     vectors = [torch.cat(drawn([-(-numel // 16)], seed + k))[:numel] for k in range(len(weights))]
     payloads = torch.stack([codec.encode(vector) for vector in vectors])
     expected = weighted_mean([codec.decode(payload, numel) for payload in payloads], weights)
+    placed = coding.room(codec, numel, len(weights), payloads.device)
+    placed.copy_(payloads)
     edge = min(cut, blocks) * BLOCK
     for piece in (slice(0, edge), slice(edge, numel)):
         if piece.stop == piece.start:
             continue
-        mean = torch.full((piece.stop - piece.start,), math.nan, device=DEVICE)
-        coding.decode_mean(codec, payloads, weights, numel, piece, mean)
-        assert torch.equal(mean.view(torch.int32), expected[piece].view(torch.int32))
+        for memory in (payloads, placed):
+            mean = torch.full((piece.stop - piece.start,), math.nan, device=DEVICE)
+            coding.decode_mean(codec, memory, weights, numel, piece, mean)
+            assert torch.equal(mean.view(torch.int32), expected[piece].view(torch.int32))
+
+
+@pytest.mark.parametrize("codec_name", FORMATS)
+@given(numel=st.integers(1, 10_000), members=st.integers(1, 4))
+def test_codes_begin_where_they_can_be_read_fast(codec_name: str, numel: int, members: int) -> None:
+    codec = Codec(codec_name)
+    room = coding.room(codec, numel, members, torch.device(DEVICE))
+    assert room.shape == (members, codec.payload_bytes(numel))
+    assert all((row.data_ptr() + codec_units(codec, numel)) % 16 == 0 for row in room)
 
 
 OUTERS: list[OuterOptimizer] = [SGD(0.7), Momentum(0.3, 0.8), Nesterov(0.4, 0.9)]
@@ -197,3 +225,24 @@ def test_cross_entropy_and_its_gradient_are_those_of_autograd(vocabulary: int, n
     assert losses[0].double().mean().item() == pytest.approx(cross_entropy.item(), rel=1e-5)
     rounding = 2**-8 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(logits.double(), exact.grad, rtol=rounding, atol=1e-6)
+
+
+def test_compiled_kernels_read_and_write_memory_in_wide_words() -> None:
+    """Lost alignment, or a mask, parts an access into bytes: of which the interpreter knows nothing."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    driver = Path(__file__).parents[1] / "compiled.py"
+    found = json.loads(subprocess.run([sys.executable, driver], env=environment, stdout=PIPE, check=True).stdout)
+    assert len(found) == 35
+    for kernel, accesses in found.items():
+        narrow = sum(count for kind, count in accesses.items() if kind.endswith((".b8", ".b16")))
+        match kernel.split()[:2]:
+            case ["encode" | "decode", "fp32" | "bf16"] | ["outer", _]:
+                assert narrow == 0, (kernel, accesses)
+            case ["encode", _]:
+                assert narrow == 1, (kernel, accesses)  # units
+            case ["decode", "int8"]:
+                assert narrow == 4, (kernel, accesses)  # units of two members, in whole tiles and in the last one
+            case ["decode", _]:
+                assert narrow == 4 + 8, (kernel, accesses)  # and the last tile's codes
+            case _:
+                assert narrow == 1, (kernel, accesses)  # the target's logit

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from atoll.core.codec import BLOCK, TOO_LARGE, Codec, nearest_limit
 from atoll.kernels.launch import TYPES, launch
-from atoll.kernels.live import Live
+from atoll.kernels.live import Live, addresses
 
 _ENCODE = {"TILE": 2048, "num_warps": 8}  # values that one program works on, and by how many threads: as measured
 _DECODE = {"TILE": 1024, "num_warps": 4}
+_WIDEST = 16  # bytes that a thread loads or stores at once
 _PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _INFINITE = 0x7F80_0000  # bits of fp32 infinity
 FORMATS = (*_PLAIN, "e3m0", "e2m1", "int4", "int8")
@@ -25,6 +26,22 @@ FORMATS = (*_PLAIN, "e3m0", "e2m1", "int4", "int8")
 def has_twin(codec: Codec) -> bool:
     """Whether the kernels know this codec."""
     return codec.format in FORMATS and not codec.stochastic
+
+
+def room(codec: Codec, numel: int, members: int, device: torch.device) -> Tensor:
+    """Memory for payloads [members, bytes] of vectors [numel], as the kernels like it best.
+
+    Wherever payloads lie the result is the same; but only from multiples of 16 bytes on are codes read and written many
+    at a time, and units, which come before them, are of any number.
+    """
+    size, lead = codec.payload_bytes(numel), -_units(codec, numel) % _WIDEST
+    stride = lead + size + -(lead + size) % _WIDEST
+    return torch.empty(members, stride, dtype=torch.uint8, device=device)[:, lead : lead + size]
+
+
+def _units(codec: Codec, numel: int) -> int:
+    """Bytes before the codes."""
+    return 0 if codec.format in _PLAIN else -(-numel // BLOCK)
 
 
 # ---------------------------------------------------------------------- encode
@@ -43,11 +60,10 @@ def _encode(
     stretch = tl.arange(0, stretches)
     at = first + stretch[:, None] * GRAIN + tl.arange(0, GRAIN)[None, :]
     value = tl.load(start + at, at < numel, 0.0)
+    there = first + stretch * GRAIN < numel
     if LOCAL is not None:
-        there = first + stretch * GRAIN < numel
-        address = tl.multiple_of(tl.load(table + first // GRAIN + stretch, there, 0), 16)
-        local = address.to(tl.pointer_type(LOCAL))[:, None] + tl.arange(0, GRAIN)[None, :]
-        now = tl.load(local, there[:, None] & (at < numel), 0.0)
+        local = addresses(table, first // GRAIN + stretch, there, LOCAL)[:, None] + tl.arange(0, GRAIN)[None, :]
+        now = tl.load(local, there[:, None], 0.0)
         if LOCAL is not tl.float32:
             value = value.to(LOCAL).to(tl.float32)
         value = value - now.to(tl.float32)
@@ -87,7 +103,8 @@ def _encode(
         else:
             even, odd = tl.split(tl.reshape(code & 15, [stretches, GRAIN // 2, 2]))
             pair = first // 2 + stretch[:, None] * (GRAIN // 2) + tl.arange(0, GRAIN // 2)[None, :]
-            tl.store(codes + pair, (even | (odd << 4)).to(tl.uint8), pair * 2 < numel)
+            written = there[:, None] if LOCAL is not None else pair * 2 < numel  # live parameters are whole stretches
+            tl.store(codes + pair, (even | (odd << 4)).to(tl.uint8), written)
 
 
 def encode(codec: Codec, start: Tensor, local: Live | None, payload: Tensor, worst: Tensor) -> None:
@@ -97,12 +114,10 @@ def encode(codec: Codec, start: Tensor, local: Live | None, payload: Tensor, wor
     bits of the largest magnitude; if `is_bad` says so of it, the payload is not to be sent.
     """
     numel = start.numel()
-    blocks = -(-numel // BLOCK)
-    plain = _PLAIN.get(codec.format)
-    units, codes = (payload, payload.view(plain)) if plain else (payload[:blocks], payload[blocks:])
+    codes = payload[_units(codec, numel) :].view(_PLAIN.get(codec.format, torch.uint8))
     launch(
         _encode, -(-numel // _ENCODE["TILE"]),
-        start, None if local is None else local.table, units, codes, worst, numel,
+        start, None if local is None else local.table, payload, codes, worst, numel,
         FORMAT=codec.format, LIMIT=nearest_limit(codec.format), LOCAL=None if local is None else TYPES[local.dtype],
         GRAIN=BLOCK if local is None else local.grain, BLOCK=BLOCK, enable_fp_fusion=False, **_ENCODE,
     )  # fmt: skip
@@ -117,16 +132,19 @@ def is_bad(codec: Codec, worst: int) -> bool:
 
 
 @triton.jit
-def _decoded(units, codes, at, rows, numel, FORMAT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """The fp32 values [ROWS, BLOCK] behind a tile of a payload."""
+def _decoded(
+    units, codes, at, rows, numel,
+    FORMAT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The fp32 values [ROWS, BLOCK] behind a tile of a payload, all of which must be there if WHOLE."""
     if FORMAT == "plain":
-        return tl.load(codes + at, at < numel, 0.0).to(tl.float32)
-    unit = tl.load(units + rows, rows * BLOCK < numel, 127).to(tl.int32)[:, None]
+        return _loaded(codes + at, at < numel, WHOLE).to(tl.float32)
+    unit = _loaded(units + rows, rows * BLOCK < numel, WHOLE).to(tl.int32)[:, None]
     if FORMAT == "int8":
-        number = tl.load(codes + at, at < numel, 0).to(tl.int8, bitcast=True)
+        number = _loaded(codes + at, at < numel, WHOLE).to(tl.int8, bitcast=True)
         return number.to(tl.float32) * (unit << 23).to(tl.float32, bitcast=True)
     pair = rows[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
-    both = tl.load(codes + pair, pair * 2 < numel, 0).to(tl.int32)
+    both = _loaded(codes + pair, pair * 2 < numel, WHOLE).to(tl.int32)
     # A code in the highest four bits, anything below. An arithmetic shift takes it to where fp32 has sign, exponent and
     # mantissa: a small float, which is the level but for a factor.
     high = tl.reshape(tl.join(both << 28, both << 24), [ROWS, BLOCK])
@@ -140,19 +158,44 @@ def _decoded(units, codes, at, rows, numel, FORMAT: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
+def _loaded(pointers, there, WHOLE: tl.constexpr):
+    if WHOLE:  # a mask, even one of ones, would part a wide load into bytes
+        return tl.load(pointers)
+    return tl.load(pointers, there, 0)
+
+
+@triton.jit
+def _summed(
+    units, codes, shares, numel, at, rows, units_stride, codes_stride,
+    MEMBERS: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    total = _decoded(units, codes, at, rows, numel, FORMAT, BLOCK, ROWS, WHOLE) * tl.load(shares)
+    for member in tl.static_range(1, MEMBERS):
+        units += units_stride
+        codes += codes_stride
+        total += _decoded(units, codes, at, rows, numel, FORMAT, BLOCK, ROWS, WHOLE) * tl.load(shares + member)
+    return total
+
+
+@triton.jit
 def _decode_mean(
     units, codes, shares, mean, numel, begin, end, units_stride, codes_stride,
     MEMBERS: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     count: tl.constexpr = TILE // BLOCK
-    rows = begin // BLOCK + tl.program_id(0).to(tl.int64) * count + tl.arange(0, count)
+    first = begin // BLOCK + tl.program_id(0).to(tl.int64) * count
+    rows = first + tl.arange(0, count)
     at = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    total = _decoded(units, codes, at, rows, numel, FORMAT, BLOCK, count) * tl.load(shares)
-    for member in tl.static_range(1, MEMBERS):
-        units += units_stride
-        codes += codes_stride
-        total += _decoded(units, codes, at, rows, numel, FORMAT, BLOCK, count) * tl.load(shares + member)
-    tl.store(mean + at - begin, total, at < end)
+    if (first + count) * BLOCK <= end:
+        total = _summed(
+            units, codes, shares, numel, at, rows, units_stride, codes_stride, MEMBERS, FORMAT, BLOCK, count, True
+        )
+        tl.store(mean + at - begin, total)
+    else:
+        total = _summed(
+            units, codes, shares, numel, at, rows, units_stride, codes_stride, MEMBERS, FORMAT, BLOCK, count, False
+        )
+        tl.store(mean + at - begin, total, at < end)
 
 
 def decode_mean(
@@ -162,9 +205,8 @@ def decode_mean(
 
     A piece begins on a block boundary. Summed in the order given, with the bits of `weighted_mean`.
     """
-    blocks = -(-numel // BLOCK)
     plain = _PLAIN.get(codec.format)
-    codes = payloads.view(plain) if plain else payloads[:, blocks:]
+    codes = payloads[:, _units(codec, numel) :].view(plain or torch.uint8)
     shares = torch.tensor([weight / sum(weights) for weight in weights], dtype=torch.float32)
     size = piece.stop - piece.start
     launch(

@@ -36,11 +36,18 @@ class Fused:
 
         Waits for the device, once.
         """
-        payload = torch.empty(self._codec.payload_bytes(start.numel()), dtype=torch.uint8, device=start.device)
+        payload = coding.room(self._codec, start.numel(), 1, start.device)[0]
         worst = torch.zeros(1, dtype=torch.int32, device=start.device)
         coding.encode(self._codec, start, local, payload, worst)
         found, *sums = torch.cat([worst, sums_of_pieces(words_of(anchor), PIECE)]).tolist()
         return None if coding.is_bad(self._codec, found) else (payload, joined_sums(sums))
+
+    def stacked(self, payloads: Sequence[Tensor]) -> Tensor:
+        """Payloads, from whatever device, as [members, bytes] where the kernels decode them fastest."""
+        stack = coding.room(self._codec, self._window.numel, len(payloads), self._window.device)
+        for row, payload in zip(stack, payloads, strict=True):
+            row.copy_(payload)
+        return stack
 
     def mean(self, payloads: Tensor, weights: Sequence[float], piece: slice) -> Tensor:
         """Values [piece] of the weighted mean of what is behind payloads [members, bytes]."""

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from atoll.core.codec import BLOCK
@@ -26,6 +28,13 @@ class Live:
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these tensors still lie where the table says."""
         return [t.data_ptr() for t in tensors] == [t.data_ptr() for t in self.tensors]
+
+
+@triton.jit
+def addresses(table, stretch, there, DTYPE: tl.constexpr):
+    """Pointers to values of DTYPE, where these stretches of a table begin."""
+    # Said of the pointers: said of the numbers that they are made from, it would be forgotten, and loads be narrow.
+    return tl.multiple_of(tl.load(table + stretch, there, 0).to(tl.pointer_type(DTYPE)), 16)
 
 
 def live(tensors: Sequence[Tensor]) -> Live | None:

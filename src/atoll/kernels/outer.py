@@ -7,7 +7,7 @@ from torch import Tensor
 from atoll.core.codec import BLOCK
 from atoll.core.outer import SGD, Adam, Momentum, Nesterov, OuterOptimizer
 from atoll.kernels.launch import TYPES, launch
-from atoll.kernels.live import Live
+from atoll.kernels.live import Live, addresses
 
 _TILE = 1024
 
@@ -31,8 +31,8 @@ def _outer_merge(
     tl.store(anchor + begin + at, agreed, inside)
     if LOCAL is not None:
         there = first + stretch * GRAIN < numel
-        address = tl.multiple_of(tl.load(table + (begin + first) // GRAIN + stretch, there, 0), 16)
-        local = address.to(tl.pointer_type(LOCAL))[:, None] + tl.arange(0, GRAIN)[None, :]
+        where = (begin + first) // GRAIN + stretch
+        local = addresses(table, where, there, LOCAL)[:, None] + tl.arange(0, GRAIN)[None, :]
         if BLEND:
             agreed = keep * tl.load(local, inside, 0.0).to(tl.float32) + take * agreed
         tl.store(local, agreed.to(LOCAL), inside)

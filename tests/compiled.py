@@ -1,0 +1,68 @@
+"""Compiles the kernels for a GPU that is not here, and prints how each reads and writes memory, as JSON.
+
+A process of its own, for Triton's interpreter, in which other tests run kernels, is chosen for a whole process.
+"""
+
+import json
+import re
+from collections import Counter
+from typing import Any
+
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compiled
+
+from atoll.core.codec import BLOCK, nearest_limit
+from atoll.kernels import codec, cross_entropy, outer
+
+TYPES = {"fp32": tl.float32, "bf16": tl.bfloat16}
+ENCODE = {"start": "*fp32", "table": "*i64", "units": "*u8", "codes": "*u8", "worst": "*i32", "numel": "i32"}
+DECODE = {"units": "*u8", "codes": "*u8", "shares": "*fp32", "mean": "*fp32"}
+DECODE |= dict.fromkeys(["numel", "begin", "end", "units_stride", "codes_stride"], "i32")
+OUTER = {"anchor": "*fp32", "velocity": "*fp32", "mean": "*fp32", "table": "*i64", "begin": "i32", "numel": "i32"}
+OUTER |= dict.fromkeys(["lr", "momentum", "keep", "take"], "fp32")
+LOGITS = {"logits": "*bf16", "targets": "*i64", "losses": "*fp32", "log_totals": "*fp32", "stride": "i32"}
+LOGITS |= {"scale": "fp32", "z_loss": "fp32"}
+HOPPER = 90
+
+
+def accesses(kernel: Any, types: dict[str, str], **constants: Any) -> dict[str, int]:
+    """How often each kind of global load and store stands in the code.
+
+    Whatever can be is a multiple of 16, as for large tensors; only where units are is left to chance.
+    """
+    options = {key: constants.pop(key) for key in ("num_warps",) if key in constants}
+    signature = types | dict.fromkeys(constants, "constexpr")
+    aligned = [i for i, (name, kind) in enumerate(types.items()) if kind != "fp32" and name != "units"]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    made = compiled(source, target=GPUTarget("cuda", HOPPER, 32), options=options | {"enable_fp_fusion": False})
+    return Counter(re.findall(r"\b((?:ld|st)\.global[\w.:]*)", made.asm["ptx"]))
+
+
+def all_kernels() -> dict[str, dict[str, int]]:
+    """By kernel and setting."""
+    found = {}
+    for dtype, type_ in TYPES.items():
+        for grain in (16, BLOCK):
+            local = {"LOCAL": type_, "GRAIN": grain}
+            for form in codec.FORMATS:
+                limit = nearest_limit(form)
+                types = ENCODE | ({"codes": f"*{form}"} if limit is None else {})
+                constants = {"FORMAT": form, "LIMIT": limit, "BLOCK": BLOCK, **local, **codec._ENCODE}
+                found[f"encode {form} {dtype} {grain}"] = accesses(codec._encode, types, **constants)
+            constants = {"KIND": "nesterov", "BLEND": True, "TILE": outer._TILE, **local}
+            found[f"outer {dtype} {grain}"] = accesses(outer._outer_merge, OUTER, **constants)
+    for form in codec.FORMATS:
+        plain = nearest_limit(form) is None
+        types = DECODE | ({"codes": f"*{form}"} if plain else {})
+        constants = {"MEMBERS": 2, "FORMAT": "plain" if plain else form, "BLOCK": BLOCK, **codec._DECODE}
+        found[f"decode {form}"] = accesses(codec._decode_mean, types, **constants)
+    constants = {"VOCABULARY": 32000, "GRADIENTS": True, "TILE": cross_entropy._LARGEST}
+    found["cross-entropy"] = accesses(cross_entropy._cross_entropy, LOGITS, **constants, num_warps=16)
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(all_kernels()))
