@@ -59,6 +59,7 @@ def kernels(values: int) -> list[dict[str, Any]]:
     from atoll.kernels.cross_entropy import cross_entropy_
     from atoll.kernels.live import live
     from atoll.kernels.outer import outer_merge
+    from atoll.kernels.products import inner_products
 
     def rate(act: Callable[[], object], moved: int) -> float:
         milliseconds: float = do_bench(act, warmup=25, rep=100, return_mode="median")
@@ -100,6 +101,10 @@ def kernels(values: int) -> list[dict[str, Any]]:
             payloads.numel() + 4 * values,
         )
         report(f"decode {form} of 2 members into their mean", found)
+    payloads = room(Codec("e3m0"), values, 2, start.device)
+    payloads.copy_(torch.stack([Codec("e3m0").encode(start), Codec("e3m0").encode(anchor)]))
+    found = rate(lambda: inner_products(Codec("e3m0"), payloads, values), 3 * payloads.numel())
+    report("inner products of 2 members, e3m0", found)
     logits = torch.randn(HEAD, device="cuda", dtype=torch.bfloat16)
     targets = torch.randint(HEAD[1], HEAD[:1], device="cuda")
     losses = torch.empty(2, HEAD[0], device="cuda")

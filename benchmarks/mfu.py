@@ -89,6 +89,7 @@ def measure(name: str, batch: int, workers: int, seconds: float) -> dict[str, fl
         torch.cuda.synchronize()
         steps += 5
     tokens_s = steps * batch * SEQUENCE * workers / (time.perf_counter() - began)
+    rate = max(rate, matmul_rate())  # of a GPU that may have been hot before, or is now
     return {
         "preset": name,
         "workers": workers,
@@ -125,8 +126,8 @@ def main() -> None:
         torch.compiler.reset()
         gc.collect()  # a compiled model refers to itself
         torch.cuda.empty_cache()
-    table = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
-    arguments.results.write_text(json.dumps(table, indent=1) + "\n")
+        table = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
+        arguments.results.write_text(json.dumps(table, indent=1) + "\n")
 
 
 if __name__ == "__main__":

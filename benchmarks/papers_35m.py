@@ -14,10 +14,12 @@ can be made in several short sessions, also on machines that forget everything: 
 Held-out loss is in nats per token, of the outer parameters (data-parallel: of the model) after all steps, over two
 million tokens of files that no worker has seen, the same for all. "gap" is to data-parallel in percent, beside that of
 the papers' tables. The text has 105 million tokens, so it is read five times, where the papers' runs see each token
-once.
+once. The loss of every held-out sequence is kept too (.npy), so that the table can say how sure a difference of two
+models is: the standard error of the mean over sequences.
 """
 
 import argparse
+import math
 import shutil
 import signal
 import subprocess
@@ -28,10 +30,17 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from matplotlib.figure import Figure
 
 from atoll import config as run_file
 from atoll.events import End, Eval, read
+from atoll.layout import MODEL
+from atoll.train.batches import held_out
+from atoll.train.export import load_export
+from atoll.train.run import prepare
 from atoll.units import bytes_text
 
 RESULTS = Path(__file__).parent / "results" / "papers_35m"
@@ -108,8 +117,8 @@ def train(arguments: argparse.Namespace) -> None:
         if kept.exists() and not arguments.again:
             print(f"{name}: in the results already", flush=True)
             continue
-        file = arguments.runs / f"{name}.toml"
-        file.write_text(run_file.parse(table).to_toml())
+        file, run = arguments.runs / f"{name}.toml", run_file.parse(table)
+        file.write_text(run.to_toml())
         if arguments.again and folder.exists():
             shutil.rmtree(folder)
         begun = (folder / "run.toml").exists()  # if with other settings, it is refused
@@ -122,12 +131,40 @@ def train(arguments: argparse.Namespace) -> None:
             code = process.wait()
         if code == 0:
             arguments.results.mkdir(parents=True, exist_ok=True)
+            np.save(kept.with_suffix(".npy"), sequence_losses(folder / MODEL, run))
             shutil.copy(folder / "metrics.jsonl", kept)
         elif code == INTERRUPTED:
             print(f"{name}: the time is over; call again to go on", flush=True)
             return
         else:
             sys.exit(f"{name}: ended with {code}")
+
+
+def sequence_losses(export: Path, run: run_file.RunConfig) -> npt.NDArray[np.float32]:
+    """The loss of each held-out sequence that a run evaluates."""
+    model, _ = load_export(export)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = model.to(device).eval()
+    losses = []
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        for rows in held_out(prepare(run).held_out, sequence=SEQUENCE, tokens=run.train.eval_tokens, batch=16):
+            logits, targets = model(rows[:, :-1].to(device)).float(), rows[:, 1:].to(device)
+            found = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+            losses.append(found.mean(1).cpu())
+    return torch.cat(losses).numpy()
+
+
+def sure(folder: Path) -> None:
+    """Print the standard error of the difference of any two models whose losses by sequence are here."""
+    losses = {path.stem: np.load(path) for path in sorted(folder.glob("*.npy"))}
+    errors = [
+        float(np.std(one - other)) / math.sqrt(len(one)) / float(one.mean())
+        for name, one in losses.items()
+        for another, other in losses.items()
+        if name < another
+    ]
+    if errors:
+        print(f"\nstandard error of a difference: {min(errors):.3%} to {max(errors):.3%} ({', '.join(losses)})")
 
 
 def table(folder: Path) -> None:
@@ -149,6 +186,7 @@ def table(folder: Path) -> None:
         )
     if missing := [name for name in METHODS if name not in found]:
         print(f"\nnot trained yet: {', '.join(missing)}")
+    sure(folder)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for name in order:

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compiled
 
 from atoll.core.codec import BLOCK, nearest_limit
-from atoll.kernels import codec, cross_entropy, outer
+from atoll.kernels import codec, cross_entropy, outer, products
 
 TYPES = {"fp32": tl.float32, "bf16": tl.bfloat16}
 ENCODE = {"start": "*fp32", "table": "*i64", "units": "*u8", "codes": "*u8", "worst": "*i32", "numel": "i32"}
@@ -59,6 +59,10 @@ def all_kernels() -> dict[str, dict[str, int]]:
         types = DECODE | ({"codes": f"*{form}"} if plain else {})
         constants = {"MEMBERS": 2, "FORMAT": "plain" if plain else form, "BLOCK": BLOCK, **codec._DECODE}
         found[f"decode {form}"] = accesses(codec._decode_mean, types, **constants)
+        types = {"units": "*u8", "codes": types["codes"], "parts": "*fp64"}
+        types |= dict.fromkeys(["numel", "tiles", "units_stride", "codes_stride"], "i32")
+        constants |= {"TILE": products._TILE}
+        found[f"products {form}"] = accesses(products._products, types, **constants)
     constants = {"VOCABULARY": 32000, "GRADIENTS": True, "TILE": cross_entropy._LARGEST}
     found["cross-entropy"] = accesses(cross_entropy._cross_entropy, LOGITS, **constants, num_warps=16)
     return found

@@ -46,6 +46,10 @@ class Products:
             square = (rows[0] @ rows[0]).view(1)
             self._sums.append(torch.cat([square, (rows[1:] @ rows[1:].T).flatten()]) if decoded else square)
 
+    def add_known(self, inner: Tensor, square: Tensor) -> None:
+        """Take in all at once: products [members, members] of the deltas seen here, and the square of their mean."""
+        self._sums.append(torch.cat([square.view(1), inner.flatten()]))
+
     def applied(self, completed: Round, step: int) -> Applied:
         """What the round that was summed up looked like."""
         sums = (
@@ -63,6 +67,13 @@ class Products:
             passage=completed.passage,
             sums=sums,
         )
+
+
+def mean_square(inner: Tensor, weights: Sequence[float]) -> Tensor:
+    """The square of a mean by weight, [], from the inner products [n, n] of what it is the mean of."""
+    shares = torch.tensor([weight / sum(weights) for weight in weights], dtype=inner.dtype)
+    shares = shares.to(inner.device, non_blocking=True)
+    return shares @ inner @ shares
 
 
 def sizes(sums: Sequence[float]) -> tuple[float, float | None]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from atoll.applied import Products
+from atoll.applied import Products, mean_square
 from atoll.core.cargo import MOST_PARTS_EACH, Cargo
 from atoll.core.codec import Codec
 from atoll.core.flat import Window, fingerprint, pieces
@@ -20,6 +20,7 @@ from atoll.link.base import Contribution, Link, Member, Pending, Round, RoundId
 from atoll.state import Counters
 
 if TYPE_CHECKING:
+    from atoll.kernels.fragment import Fused
     from atoll.kernels.live import Live
 
 
@@ -149,22 +150,34 @@ class Exchange:
     def means(self, completed: Round, products: Products | None = None) -> Iterator[tuple[slice, Tensor]]:
         """The mean of a round with members, piece by piece: temporaries stay in cache, no full mean is stored."""
         fragment, weights = completed.round_id.fragment, [member.weight for member in completed.members]
-        payloads, window, kernels = completed.payloads, self._windows[fragment], self.fused[fragment]
-        if completed.reduced is not None:  # a link has taken the mean
-            payloads, weights = (completed.reduced,), [1.0]
-        stacked = None if kernels is None else kernels.stacked(payloads)
+        window, kernels = self._windows[fragment], self.fused[fragment]
+        if kernels is not None:
+            yield from self._means_by_kernels(completed, kernels, weights, products)
+            return
         for piece in pieces(window.numel, window.device):
             decoded: list[Tensor] = []
-            if kernels is None or stacked is None:
-                decoded = [self.decode_piece(payload, fragment, piece) for payload in payloads]
-                mean = decoded[0] if completed.reduced is not None else weighted_mean(decoded, weights)
+            if products is not None or completed.reduced is None:
+                decoded = [self.decode_piece(payload, fragment, piece) for payload in completed.payloads]
+            if completed.reduced is not None:
+                mean = self.decode_piece(completed.reduced, fragment, piece)
             else:
-                mean = kernels.mean(stacked, weights, piece)
-                if products is not None:
-                    decoded = [kernels.mean(row[None], [1.0], piece) for row in stacked]
+                mean = weighted_mean(decoded, weights)
             if products is not None:
-                products.add(decoded if completed.reduced is None else (), mean)
+                products.add(decoded, mean)
             yield piece, mean
+
+    def _means_by_kernels(
+        self, completed: Round, kernels: "Fused", weights: Sequence[float], products: Products | None
+    ) -> Iterator[tuple[slice, Tensor]]:
+        window, reduced = self._windows[completed.round_id.fragment], completed.reduced
+        averaged, weights = (completed.payloads, weights) if reduced is None else ((reduced,), [1.0])
+        stacked = kernels.stacked(averaged)
+        if products is not None and window.numel:
+            inner = kernels.inner_products(stacked)
+            seen = inner if reduced is None else kernels.inner_products(kernels.stacked(completed.payloads))
+            products.add_known(seen, mean_square(inner, weights))
+        for piece in pieces(window.numel, window.device):
+            yield piece, kernels.mean(stacked, weights, piece)
 
     def decode_piece(self, payload: Tensor, fragment: int, piece: slice) -> Tensor:
         """One of the `pieces` of the vector behind a payload of this fragment."""

@@ -1,5 +1,6 @@
 """The Triton kernels against the plain torch they are twins of, on a GPU, or on the CPU by Triton's interpreter."""
 
+import copy
 import json
 import math
 import os
@@ -13,12 +14,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from atoll import Crew, Delayed, DiLoCo, Eager, OuterLoop, Streaming, Sync, local
+from atoll.applied import Applied, Products, mean_square
 from atoll.core.codec import BLOCK, Codec
 from atoll.core.flat import PIECE, fingerprint, joined_sums, words_of
+from atoll.core.fragments import Balanced
 from atoll.core.outer import SGD, Momentum, Nesterov, OuterOptimizer, blend, weighted_mean
 from atoll.errors import NonFiniteError
 from atoll.kernels import codec as coding
@@ -26,6 +30,8 @@ from atoll.kernels import outer as stepping
 from atoll.kernels.cross_entropy import cross_entropy_
 from atoll.kernels.fingerprint import sums_of_pieces
 from atoll.kernels.live import Live, live
+from atoll.kernels.products import inner_products
+from atoll.link.base import Member, Round, RoundId
 from atoll.train.head import loss_of_logits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -156,6 +162,31 @@ def test_codes_begin_where_they_can_be_read_fast(codec_name: str, numel: int, me
     assert all((row.data_ptr() + codec_units(codec, numel)) % 16 == 0 for row in room)
 
 
+@pytest.mark.parametrize("codec_name", FORMATS)
+@settings(max_examples=10)
+@given(
+    numel=st.integers(1, 5000), weights=st.lists(st.floats(0.1, 1e6), min_size=1, max_size=4), seed=st.integers(0, 99)
+)
+def test_inner_products_are_those_of_what_was_decoded(
+    codec_name: str, numel: int, weights: list[float], seed: int
+) -> None:
+    codec = Codec(codec_name)
+    vectors = [torch.cat(drawn([-(-numel // 16)], seed + k))[:numel] for k in range(len(weights))]
+    payloads = torch.stack([codec.encode(vector) for vector in vectors])
+    decoded = [codec.decode(payload, numel) for payload in payloads]
+    rows = torch.stack(decoded).double()
+    found = inner_products(codec, payloads, numel)
+    torch.testing.assert_close(found, rows @ rows.T, rtol=1e-12, atol=1e-12 * float(rows.square().sum()))
+    assert inner_products(codec, payloads[:0], numel).shape == (0, 0)
+    plain, known = Products(), Products()
+    plain.add(decoded, weighted_mean(decoded, weights))
+    known.add_known(found, mean_square(found, weights))
+    done = Round(RoundId(1, 0), tuple(Member(k, w, 0, 0) for k, w in enumerate(weights)), tuple(payloads))
+    ours, theirs = known.applied(done, 1), plain.applied(done, 1)
+    assert ours.norm == pytest.approx(theirs.norm, rel=1e-6, abs=1e-6 * float(rows.norm()))  # members may cancel
+    assert ours.cosine == pytest.approx(theirs.cosine, abs=1e-9, nan_ok=True)
+
+
 OUTERS: list[OuterOptimizer] = [SGD(0.7), Momentum(0.3, 0.8), Nesterov(0.4, 0.9)]
 
 
@@ -227,22 +258,61 @@ def test_cross_entropy_and_its_gradient_are_those_of_autograd(vocabulary: int, n
     torch.testing.assert_close(logits.double(), exact.grad, rtol=rounding, atol=1e-6)
 
 
+LOOPS = [
+    Streaming(period=3, fragments=Balanced(count=2), delay=1),
+    DiLoCo(period=3, codec="int8"),
+    Eager(period=3),
+    Delayed(period=3, codec="fp32"),
+]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="test_cuda.py has the same on a GPU")
+@pytest.mark.parametrize("workers", [2, 5])  # in one shot, and in two
+@pytest.mark.parametrize("sync", LOOPS, ids=lambda sync: type(sync).__name__)
+def test_a_loop_by_kernels_is_the_plain_one(sync: Sync, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, told = walked(sync, workers)
+    monkeypatch.setattr("atoll.kernels.usable", lambda device: True)
+    by_kernels, seen = walked(sync, workers)
+    assert all(torch.equal(a, b) for a, b in zip(plain, by_kernels, strict=True))
+    assert len(seen) == len(told) > 0
+    for one, other in zip(seen, told, strict=True):
+        assert one.norm == pytest.approx(other.norm, rel=1e-6)
+        assert one.cosine == pytest.approx(other.cosine, abs=1e-6)
+        assert len(one.sums) == len(other.sums)
+
+
+def walked(sync: Sync, workers: int) -> tuple[list[Tensor], list[Applied]]:
+    """The parameters of all workers after 10 steps, and what was told of their rounds."""
+    seen: list[Applied] = []
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16, bias=False))
+    loops = [OuterLoop(copy.deepcopy(start), sync, end, observer=seen.append) for end in local(workers)]
+    crew = Crew(loops)
+    for step in range(10):
+        for loop in loops:
+            for p in loop.model.parameters():
+                p.data += torch.randn(p.shape, generator=torch.Generator().manual_seed(9 * step + loop.link.worker))
+        crew.step()
+    crew.finish()
+    return [p.detach() for loop in loops for p in loop.model.parameters()], seen
+
+
 def test_compiled_kernels_read_and_write_memory_in_wide_words() -> None:
     """Lost alignment, or a mask, parts an access into bytes: of which the interpreter knows nothing."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     driver = Path(__file__).parents[1] / "compiled.py"
     found = json.loads(subprocess.run([sys.executable, driver], env=environment, stdout=PIPE, check=True).stdout)
-    assert len(found) == 35
+    assert len(found) == 41
     for kernel, accesses in found.items():
         narrow = sum(count for kind, count in accesses.items() if kind.endswith((".b8", ".b16")))
         match kernel.split()[:2]:
-            case ["encode" | "decode", "fp32" | "bf16"] | ["outer", _]:
+            case ["encode" | "decode" | "products", "fp32" | "bf16"] | ["outer", _]:
                 assert narrow == 0, (kernel, accesses)
             case ["encode", _]:
                 assert narrow == 1, (kernel, accesses)  # units
-            case ["decode", "int8"]:
-                assert narrow == 4, (kernel, accesses)  # units of two members, in whole tiles and in the last one
-            case ["decode", _]:
-                assert narrow == 4 + 8, (kernel, accesses)  # and the last tile's codes
+            case ["decode" | "products", "int8"]:
+                assert narrow == 2, (kernel, accesses)  # units of two members
+            case ["decode" | "products", _]:
+                assert narrow == 2 + 8, (kernel, accesses)  # and codes where the last tile is not whole
             case _:
                 assert narrow == 1, (kernel, accesses)  # the target's logit

@@ -44,6 +44,12 @@ def _units(codec: Codec, numel: int) -> int:
     return 0 if codec.format in _PLAIN else -(-numel // BLOCK)
 
 
+def codes_of(codec: Codec, payloads: Tensor, numel: int) -> tuple[Tensor, str]:
+    """The codes in payloads [..., bytes] of vectors [numel], and the kernels' FORMAT of them."""
+    codes = payloads[..., _units(codec, numel) :]
+    return (codes.view(_PLAIN[codec.format]), "plain") if codec.format in _PLAIN else (codes, codec.format)
+
+
 # ---------------------------------------------------------------------- encode
 
 
@@ -114,7 +120,7 @@ def encode(codec: Codec, start: Tensor, local: Live | None, payload: Tensor, wor
     bits of the largest magnitude; if `is_bad` says so of it, the payload is not to be sent.
     """
     numel = start.numel()
-    codes = payload[_units(codec, numel) :].view(_PLAIN.get(codec.format, torch.uint8))
+    codes, _ = codes_of(codec, payload, numel)
     launch(
         _encode, -(-numel // _ENCODE["TILE"]),
         start, None if local is None else local.table, payload, codes, worst, numel,
@@ -132,19 +138,19 @@ def is_bad(codec: Codec, worst: int) -> bool:
 
 
 @triton.jit
-def _decoded(
-    units, codes, at, rows, numel,
-    FORMAT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """The fp32 values [ROWS, BLOCK] behind a tile of a payload, all of which must be there if WHOLE."""
+def decoded(units, codes, first, numel, FORMAT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """The fp32 values [ROWS, BLOCK] from block `first` on behind a payload; zeros beyond its end."""
+    rows = first + tl.arange(0, ROWS)
+    whole = (first + ROWS) * BLOCK <= numel
+    at = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     if FORMAT == "plain":
-        return _loaded(codes + at, at < numel, WHOLE).to(tl.float32)
-    unit = _loaded(units + rows, rows * BLOCK < numel, WHOLE).to(tl.int32)[:, None]
+        return _loaded(codes + at, at < numel, whole).to(tl.float32)
+    unit = tl.load(units + rows, rows * BLOCK < numel, 127).to(tl.int32)[:, None]
     if FORMAT == "int8":
-        number = _loaded(codes + at, at < numel, WHOLE).to(tl.int8, bitcast=True)
+        number = _loaded(codes + at, at < numel, whole).to(tl.int8, bitcast=True)
         return number.to(tl.float32) * (unit << 23).to(tl.float32, bitcast=True)
     pair = rows[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
-    both = _loaded(codes + pair, pair * 2 < numel, WHOLE).to(tl.int32)
+    both = _loaded(codes + pair, pair * 2 < numel, whole).to(tl.int32)
     # A code in the highest four bits, anything below. An arithmetic shift takes it to where fp32 has sign, exponent and
     # mantissa: a small float, which is the level but for a factor.
     high = tl.reshape(tl.join(both << 28, both << 24), [ROWS, BLOCK])
@@ -158,23 +164,9 @@ def _decoded(
 
 
 @triton.jit
-def _loaded(pointers, there, WHOLE: tl.constexpr):
-    if WHOLE:  # a mask, even one of ones, would part a wide load into bytes
-        return tl.load(pointers)
-    return tl.load(pointers, there, 0)
-
-
-@triton.jit
-def _summed(
-    units, codes, shares, numel, at, rows, units_stride, codes_stride,
-    MEMBERS: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    total = _decoded(units, codes, at, rows, numel, FORMAT, BLOCK, ROWS, WHOLE) * tl.load(shares)
-    for member in tl.static_range(1, MEMBERS):
-        units += units_stride
-        codes += codes_stride
-        total += _decoded(units, codes, at, rows, numel, FORMAT, BLOCK, ROWS, WHOLE) * tl.load(shares + member)
-    return total
+def _loaded(pointers, there, whole):
+    # A mask would part wide loads into bytes.
+    return tl.load(pointers) if whole else tl.load(pointers, there, 0)
 
 
 @triton.jit
@@ -184,18 +176,13 @@ def _decode_mean(
 ):  # fmt: skip
     count: tl.constexpr = TILE // BLOCK
     first = begin // BLOCK + tl.program_id(0).to(tl.int64) * count
-    rows = first + tl.arange(0, count)
-    at = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    if (first + count) * BLOCK <= end:
-        total = _summed(
-            units, codes, shares, numel, at, rows, units_stride, codes_stride, MEMBERS, FORMAT, BLOCK, count, True
-        )
-        tl.store(mean + at - begin, total)
-    else:
-        total = _summed(
-            units, codes, shares, numel, at, rows, units_stride, codes_stride, MEMBERS, FORMAT, BLOCK, count, False
-        )
-        tl.store(mean + at - begin, total, at < end)
+    total = decoded(units, codes, first, numel, FORMAT, BLOCK, count) * tl.load(shares)
+    for member in tl.static_range(1, MEMBERS):
+        units += units_stride
+        codes += codes_stride
+        total += decoded(units, codes, first, numel, FORMAT, BLOCK, count) * tl.load(shares + member)
+    at = first * BLOCK + tl.arange(0, count)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    tl.store(mean + at - begin, total, at < end)
 
 
 def decode_mean(
@@ -205,13 +192,12 @@ def decode_mean(
 
     A piece begins on a block boundary. Summed in the order given, with the bits of `weighted_mean`.
     """
-    plain = _PLAIN.get(codec.format)
-    codes = payloads[:, _units(codec, numel) :].view(plain or torch.uint8)
+    codes, form = codes_of(codec, payloads, numel)
     shares = torch.tensor([weight / sum(weights) for weight in weights], dtype=torch.float32)
     size = piece.stop - piece.start
     launch(
         _decode_mean, -(-size // _DECODE["TILE"]),
         payloads, codes, shares.to(payloads.device, non_blocking=True), mean, numel, piece.start, piece.stop,
-        payloads.stride(0), codes.stride(0), MEMBERS=len(payloads), FORMAT="plain" if plain else codec.format,
-        BLOCK=BLOCK, enable_fp_fusion=False, **_DECODE,
+        payloads.stride(0), codes.stride(0), MEMBERS=len(payloads), FORMAT=form, BLOCK=BLOCK,
+        enable_fp_fusion=False, **_DECODE,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from atoll.kernels import codec as coding
 from atoll.kernels import outer as stepping
 from atoll.kernels.fingerprint import sums_of_pieces
 from atoll.kernels.live import Live, live
+from atoll.kernels.products import inner_products
 
 
 class Fused:
@@ -54,6 +55,10 @@ class Fused:
         mean = torch.empty(piece.stop - piece.start, dtype=torch.float32, device=payloads.device)
         coding.decode_mean(self._codec, payloads, weights, self._window.numel, piece, mean)
         return mean
+
+    def inner_products(self, payloads: Tensor) -> Tensor:
+        """Of every two of the vectors behind payloads [members, bytes], fp64 [members, members]."""
+        return inner_products(self._codec, payloads, self._window.numel)
 
     def step(
         self, outer: OuterOptimizer, anchor: Tensor, slots: Slots, mean: Tensor, piece: slice, local: Live | None,
