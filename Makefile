@@ -9,9 +9,9 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/atoll demo
 
-# One thread a process: two test processes with two threads each would fight over two cores.
+# One thread a process, or they would fight over two cores; three processes, for many tests wait for others.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not slow' --cov=atoll --cov-report= -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup -m 'not slow' --cov=atoll --cov-report= -q
 	$(BIN)/python -m coverage report --include='src/atoll/core/*' --show-missing --skip-covered --fail-under=100
 
 check: $(READY)

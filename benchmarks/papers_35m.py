@@ -172,6 +172,8 @@ def table(folder: Path) -> None:
     found = {path.stem: list(read(path)) for path in sorted(folder.glob("*.jsonl"))}
     evals = {name: [event for event in events if isinstance(event, Eval)] for name, events in found.items()}
     ends = {name: next(event for event in events if isinstance(event, End)) for name, events in found.items()}
+    if REFERENCE not in ends:
+        sys.exit(f"{folder} has no {REFERENCE}.jsonl, which all are compared with: train it first")
     reference = ends[REFERENCE].loss
     print("| method | loss | gap | papers | payload bytes a worker | tokens |")
     print("|---|---|---|---|---|---|")
