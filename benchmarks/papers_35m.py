@@ -26,6 +26,8 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -36,7 +38,7 @@ import torch
 from matplotlib.figure import Figure
 
 from atoll import config as run_file
-from atoll.events import End, Eval, read
+from atoll.events import End, Eval, Event, read
 from atoll.layout import MODEL
 from atoll.train.batches import held_out
 from atoll.train.export import load_export
@@ -154,51 +156,51 @@ def sequence_losses(export: Path, run: run_file.RunConfig) -> npt.NDArray[np.flo
     return torch.cat(losses).numpy()
 
 
-def sure(folder: Path) -> None:
-    """Print the standard error of the difference of any two models whose losses by sequence are here."""
+def table(results: Mapping[str, Sequence[Event]]) -> list[str]:
+    """The lines of the table, in Markdown."""
+    ends = {name: next(event for event in events if isinstance(event, End)) for name, events in results.items()}
+    lines = ["| method | loss | gap | papers | payload bytes a worker | tokens |", "|---|---|---|---|---|---|"]
+    for name, end in ends.items():
+        gap = "" if name == REFERENCE else f"{100 * (end.loss / ends[REFERENCE].loss - 1):+.2f} %"
+        paper = f"{PAPER[name]:+.1f} %" if name in PAPER else ""
+        sent = bytes_text(mean(end.bytes_sent))
+        lines.append(f"| {name} | {end.loss:.4f} | {gap} | {paper} | {sent} | {end.tokens / 1e6:.0f} M |")
+    return lines
+
+
+def sureness(folder: Path) -> str:
+    """The standard error of the difference of any two models whose losses by sequence are here."""
     losses = {path.stem: np.load(path) for path in sorted(folder.glob("*.npy"))}
     errors = [
         float(np.std(one - other)) / math.sqrt(len(one)) / float(one.mean())
-        for name, one in losses.items()
-        for another, other in losses.items()
-        if name < another
+        for (_, one), (_, other) in combinations(losses.items(), 2)
     ]
-    if errors:
-        print(f"\nstandard error of a difference: {min(errors):.3%} to {max(errors):.3%} ({', '.join(losses)})")
+    return f"{min(errors):.3%} to {max(errors):.3%} ({', '.join(losses)})" if errors else "not known"
 
 
-def table(folder: Path) -> None:
-    """Print the table and draw the curves of all results."""
-    found = {path.stem: list(read(path)) for path in sorted(folder.glob("*.jsonl"))}
-    evals = {name: [event for event in events if isinstance(event, Eval)] for name, events in found.items()}
-    ends = {name: next(event for event in events if isinstance(event, End)) for name, events in found.items()}
-    if REFERENCE not in ends:
-        sys.exit(f"{folder} has no {REFERENCE}.jsonl, which all are compared with: train it first")
-    reference = ends[REFERENCE].loss
-    print("| method | loss | gap | papers | payload bytes a worker | tokens |")
-    print("|---|---|---|---|---|---|")
-    order = [name for name in METHODS if name in found] + [name for name in found if name not in METHODS]
-    for name in order:
-        end = ends[name]
-        gap = "" if name == REFERENCE else f"{100 * (end.loss / reference - 1):+.2f} %"
-        paper = f"{PAPER[name]:+.1f} %" if name in PAPER else ""
-        print(
-            f"| {name} | {end.loss:.4f} | {gap} | {paper} | {bytes_text(mean(end.bytes_sent))} "
-            f"| {end.tokens / 1e6:.0f} M |"
-        )
-    if missing := [name for name in METHODS if name not in found]:
-        print(f"\nnot trained yet: {', '.join(missing)}")
-    sure(folder)
+def picture(results: Mapping[str, Sequence[Event]]) -> Figure:
+    """Held-out loss over tokens, but for the first fifth."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    for name in order:
-        late = [event for event in evals[name] if event.tokens >= ends[name].tokens / 5]
+    for name, events in results.items():
+        evals = [event for event in events if isinstance(event, Eval)]
+        late = [event for event in evals if event.tokens >= evals[-1].tokens / 5]
         axes.plot([event.tokens / 1e6 for event in late], [event.loss for event in late], label=name)
     axes.set_xlabel("tokens of both workers, millions")
     axes.set_ylabel("held-out loss, nats per token")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(folder.with_suffix(".png"), dpi=130)
+    return figure
+
+
+def load(folder: Path) -> dict[str, list[Event]]:
+    """All finished runs in the order of METHODS, variants last."""
+    found = {path.stem: list(read(path)) for path in sorted(folder.glob("*.jsonl"))}
+    if REFERENCE not in found:
+        sys.exit(f"{folder} has no {REFERENCE}.jsonl, which all are compared with: train it first")
+    return {
+        name: found[name] for name in [*(m for m in METHODS if m in found), *(f for f in found if f not in METHODS)]
+    }
 
 
 def main() -> None:
@@ -219,8 +221,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.act == "train":
         train(arguments)
-    else:
-        table(arguments.results)
+        return
+    results = load(arguments.results)
+    print("\n".join(table(results)))
+    if missing := [name for name in METHODS if name not in results]:
+        print(f"\nnot trained yet: {', '.join(missing)}")
+    print(f"\nstandard error of a difference: {sureness(arguments.results)}")
+    picture(results).savefig(arguments.results.with_suffix(".png"), dpi=130)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The examples in README and docs run as they stand."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -51,6 +52,13 @@ def test_run_files_in_the_docs_are_good(block: str, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(block)
     assert read([file]).runs
+
+
+def test_the_table_of_results_is_that_of_the_raw_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    papers_35m = importlib.import_module("papers_35m")
+    lines = papers_35m.table(papers_35m.load(papers_35m.RESULTS))
+    assert "\n".join(lines) in (ROOT / "docs" / "results.md").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
