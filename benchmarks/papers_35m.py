@@ -14,8 +14,8 @@ can be made in several short sessions, also on machines that forget everything: 
 Held-out loss is in nats per token, of the outer parameters (data-parallel: of the model) after all steps, over two
 million tokens of files that no worker has seen, the same for all. "gap" is to data-parallel in percent, beside that of
 the papers' tables. The text has 105 million tokens, so it is read five times, where the papers' runs see each token
-once. The loss of every held-out sequence is kept too (.npy), so that the table can say how sure a difference of two
-models is: the standard error of the mean over sequences.
+once. The loss of every held-out sequence is kept too (.npy), so that the table can say how much of a difference of two
+models may be chance in the choice of held-out text (the standard error over sequences); other seeds differ besides.
 """
 
 import argparse

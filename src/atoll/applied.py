@@ -12,7 +12,7 @@ from atoll.link.base import Passage, Round, RoundId
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """One applied round, the same on every worker that watches."""
+    """One applied round, the same on every worker that watches; on GPUs norm and cosine are rounded differently."""
 
     round_id: RoundId
     step: int
@@ -73,7 +73,7 @@ def mean_square(inner: Tensor, weights: Sequence[float]) -> Tensor:
     """The square of a mean by weight, [], from the inner products [n, n] of what it is the mean of."""
     shares = torch.tensor([weight / sum(weights) for weight in weights], dtype=inner.dtype)
     shares = shares.to(inner.device, non_blocking=True)
-    return shares @ inner @ shares
+    return (shares @ inner @ shares).clamp(min=0)  # where they cancel, rounding may take it below
 
 
 def sizes(sums: Sequence[float]) -> tuple[float, float | None]:

@@ -187,6 +187,22 @@ def test_inner_products_are_those_of_what_was_decoded(
     assert ours.cosine == pytest.approx(theirs.cosine, abs=1e-9, nan_ok=True)
 
 
+def test_the_mean_of_members_that_cancel_has_no_negative_square() -> None:
+    codec, squares = Codec("int8"), []
+    for seed in range(20):
+        numbers = torch.randint(-14, 15, (100,), generator=torch.Generator().manual_seed(seed)).float()
+        payloads = torch.stack([codec.encode(9 * numbers), codec.encode(-numbers)]).to(DEVICE)
+        squares.append(mean_square(inner_products(codec, payloads, 100), [1.0, 9.0]).item())
+    assert min(squares) >= 0 and max(squares) < 1e-9, squares
+
+
+def test_a_target_beyond_the_vocabulary_has_no_loss() -> None:
+    logits, losses = torch.randn(4, 16, device=DEVICE), torch.empty(2, 4, device=DEVICE)
+    targets = torch.tensor([0, -1, 15, 16], device=DEVICE)
+    cross_entropy_(logits, targets, losses[0], losses[1], scale=1.0, z_loss=0.0, gradients=True)
+    assert losses[0].isfinite().tolist() == [True, False, True, False]
+
+
 OUTERS: list[OuterOptimizer] = [SGD(0.7), Momentum(0.3, 0.8), Nesterov(0.4, 0.9)]
 
 

@@ -35,7 +35,7 @@ def room(codec: Codec, numel: int, members: int, device: torch.device) -> Tensor
     at a time, and units, which come before them, are of any number.
     """
     size, lead = codec.payload_bytes(numel), -_units(codec, numel) % _WIDEST
-    stride = lead + size + -(lead + size) % _WIDEST
+    stride = lead + size + -(lead + size) % (4 * _WIDEST)  # so that in values, too, it is a multiple
     return torch.empty(members, stride, dtype=torch.uint8, device=device)[:, lead : lead + size]
 
 

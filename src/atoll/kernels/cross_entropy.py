@@ -21,7 +21,7 @@ def _cross_entropy(
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
-    targeted = tl.load(logits + target).to(tl.float32)
+    targeted = tl.load(logits + target, (target >= 0) & (target < VOCABULARY), float("nan")).to(tl.float32)
     tops = tl.full([TILE], float("-inf"), tl.float32)
     for first in range(0, VOCABULARY, TILE):
         tops = tl.maximum(tops, _some(logits, first, VOCABULARY, TILE))
@@ -53,6 +53,7 @@ def cross_entropy_(
 ) -> None:
     """Write the cross-entropy [rows] and the logsumexp [rows], fp32, of logits [rows, vocabulary] for int64 targets.
 
+    A target that is not in the vocabulary makes the loss NaN, and so does a logit of +inf.
     With `gradients`, the logits become `scale` times those of cross_entropy + z_loss * logsumexp^2, by row.
     """
     tile = min(triton.next_power_of_2(logits.shape[1]), _LARGEST)
