@@ -26,7 +26,7 @@ from atoll.launch import free_ports
 from atoll.train.run import train
 from nests import bits
 
-pytestmark = pytest.mark.xdist_group("ranks")  # all look at the same runs, which take half a minute
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]  # all look at the same runs, of half a minute
 
 TOLERANCE = 1e-6
 """Of parameters up to 1 in size, after 12 steps: fp32 sums in another order. The largest difference seen is 2.7e-7."""
@@ -281,7 +281,6 @@ def test_a_batch_that_ranks_cannot_share_is_refused(place: Path, monkeypatch: py
     assert not (place / "runs" / "odd").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 @pytest.mark.parametrize("kind", KINDS)
 def test_launched_killed_and_resumed_is_the_same_run(place: Path, tmp_path: Path, kind: str) -> None:
