@@ -4,7 +4,8 @@
     python benchmarks/gpu_sync.py rounds [--presets 35M 300M 1B] [--periods 3]
 
 kernels: bytes that each kernel must read and write, over the time it takes, as a share of the rate at which a vector of
-that length is copied in the same run (medians of many).
+that length is copied in the same run (medians of many). Payloads lie where the loop puts them; that it copies those of
+other workers there before it decodes them is not in these rows, but in "added" below.
 
 rounds: two worker processes on this GPU train the same preset with Streaming in e3m0, period 30, and exchange over
 loopback. Periods with an outer loop and periods without take turns, and both processes begin each together, so both
@@ -130,7 +131,7 @@ class Training:
 
     def __init__(self, name: str) -> None:
         shape = preset(name)
-        with torch.device("cuda"):  # to draw a billion values takes the host a quarter of a minute
+        with torch.device("cuda"):  # which draws a billion values much sooner than the host
             self.model = Decoder(shape, generator=torch.Generator("cuda").manual_seed(0)).train()
         self.model.compile()
         self._inner = torch.optim.AdamW(self.model.parameters(), lr=1e-4, betas=(0.9, 0.99), fused=True)

@@ -5,8 +5,8 @@
 One `Trainer.step` after the other, with everything that a run does between evaluations: batches from a token file,
 compiled forward and backward pass, clipping, AdamW, metrics. FLOPs are 6 per matmul parameter and token, and 6 for
 every value of every layer's attention and token that it looks at, half of the sequence on average: causal attention,
-no embedding look-ups. The matmul rate is that of 8192 x 8192 matrices in bf16, the fastest of several bursts, so
-anything else the GPU does (it lowers its clocks under load) counts against the share. Sequences of 1024.
+no embedding look-ups. The matmul rate is that of 8192 x 8192 matrices in bf16, the fastest of bursts before and after,
+so anything else the GPU does (it lowers its clocks under load) counts against the share. Sequences of 1024.
 """
 
 import argparse

@@ -133,8 +133,8 @@ def train(arguments: argparse.Namespace) -> None:
             code = process.wait()
         if code == 0:
             arguments.results.mkdir(parents=True, exist_ok=True)
-            np.save(kept.with_suffix(".npy"), sequence_losses(folder / MODEL, run))
             shutil.copy(folder / "metrics.jsonl", kept)
+            np.save(kept.with_suffix(".npy"), sequence_losses(folder / MODEL, run))
         elif code == INTERRUPTED:
             print(f"{name}: the time is over; call again to go on", flush=True)
             return

@@ -64,7 +64,8 @@ def all_kernels() -> dict[str, dict[str, int]]:
         constants |= {"TILE": products._TILE, "TILES": products._TILES}
         found[f"products {form}"] = accesses(products._products, types, **constants)
     constants = {"VOCABULARY": 32000, "GRADIENTS": True, "TILE": cross_entropy._LARGEST}
-    found["cross-entropy"] = accesses(cross_entropy._cross_entropy, LOGITS, **constants, num_warps=16)
+    warps = cross_entropy._LARGEST // cross_entropy._EACH // 32
+    found["cross-entropy"] = accesses(cross_entropy._cross_entropy, LOGITS, **constants, num_warps=warps)
     return found
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from atoll.core.outer import shares_of
 from atoll.link.base import Passage, Round, RoundId
 
 
@@ -71,8 +72,7 @@ class Products:
 
 def mean_square(inner: Tensor, weights: Sequence[float]) -> Tensor:
     """The square of a mean by weight, [], from the inner products [n, n] of what it is the mean of."""
-    shares = torch.tensor([weight / sum(weights) for weight in weights], dtype=inner.dtype)
-    shares = shares.to(inner.device, non_blocking=True)
+    shares = torch.tensor(shares_of(weights), dtype=inner.dtype).to(inner.device, non_blocking=True)
     return (shares @ inner @ shares).clamp(min=0)  # where they cancel, rounding may take it below
 
 

@@ -18,9 +18,14 @@ Slots = tuple[Tensor, ...]
 """The outer optimizer's vectors beside the anchor: none, (velocity,) or (velocity, variance)."""
 
 
+def shares_of(weights: Sequence[float]) -> list[float]:
+    """Each one's part of the whole, 0 to 1."""
+    return [weight / sum(weights) for weight in weights]
+
+
 def weighted_mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Mean of [n] vectors by weight, summed in the order given, so every worker gets the same bits."""
-    shares = [weight / sum(weights) for weight in weights]
+    shares = shares_of(weights)
     mean = deltas[0] * shares[0]
     for delta, share in zip(deltas[1:], shares[1:], strict=True):
         mean += delta * share

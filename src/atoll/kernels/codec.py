@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atoll.core.codec import BLOCK, TOO_LARGE, Codec, nearest_limit
+from atoll.core.outer import shares_of
 from atoll.kernels.launch import TYPES, launch
 from atoll.kernels.live import Live, addresses
 
@@ -193,7 +194,7 @@ def decode_mean(
     A piece begins on a block boundary. Summed in the order given, with the bits of `weighted_mean`.
     """
     codes, form = codes_of(codec, payloads, numel)
-    shares = torch.tensor([weight / sum(weights) for weight in weights], dtype=torch.float32)
+    shares = torch.tensor(shares_of(weights), dtype=torch.float32)
     size = piece.stop - piece.start
     launch(
         _decode_mean, -(-size // _DECODE["TILE"]),

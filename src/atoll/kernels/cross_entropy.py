@@ -7,7 +7,7 @@ from torch import Tensor
 from atoll.kernels.launch import launch
 
 _LARGEST = 4096
-"""Logits that a program looks at a time."""
+"""Logits that a program takes at a time."""
 _EACH = 8
 """Of these, how many a thread does: 16 bytes in bf16, the most that it loads at once."""
 
@@ -17,7 +17,7 @@ def _cross_entropy(
     logits, targets, losses, log_totals, stride, scale, z_loss,
     VOCABULARY: tl.constexpr, GRADIENTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One row, in three passes, of which only the first reads from memory: the others find the row in a cache."""
+    """One row, in three passes; the second and third should find it in a cache."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
