@@ -113,10 +113,11 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("no GPU here: nothing to measure")
         return
-    rows = []
+    kept = json.loads(arguments.results.read_text())["rows"] if arguments.results.exists() else []
     for name in arguments.presets:
         row = measure(name, arguments.batch or BATCHES.get(name, 16), arguments.workers, arguments.seconds)
-        rows.append(row)
+        kept = [other for other in kept if any(other[what] != row[what] for what in ("preset", "workers", "batch"))]
+        kept.append(row)
         print(
             f"{name:>5}, {row['batch']} x {SEQUENCE} tokens, {arguments.workers} worker(s): {row['tokens_per_s']:,.0f} "
             f"tokens/s, {row['mfu']:.1%} of {row['matmul_flops'] / 1e12:.0f} TFLOP/s, "  # type: ignore[operator]
@@ -126,7 +127,7 @@ def main() -> None:
         torch.compiler.reset()
         gc.collect()  # a compiled model refers to itself
         torch.cuda.empty_cache()
-        table = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
+        table = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": kept}
         arguments.results.write_text(json.dumps(table, indent=1) + "\n")
 
 

@@ -1,6 +1,7 @@
 """The papers' comparison at 35 million parameters, trained for real: what each method's loss is beside data-parallel's.
 
     python benchmarks/papers_35m.py train [--methods diloco-30 ...] [--seconds 500]   # on a GPU; about 6 minutes each
+    python benchmarks/papers_35m.py train --methods streaming-100 --set sync.outer_lr=0.6 --suffix lr0.6   # a variant
     python benchmarks/papers_35m.py table                                              # from the results, anywhere
 
 The papers' 35M decoder (6 layers of width 512, sequences of 1024), two workers in one process, the same tokens in the
@@ -50,6 +51,8 @@ BATCH, SEQUENCE, WORKERS = 32, 1024, 2
 TOKENS = 512_000_000
 """Of both workers together, at least."""
 STREAMING = {"method": "streaming", "delay": 1, "alpha": 0.5}
+FARTHEST = 6.0
+"""Percent from data-parallel that the picture of gaps has room for; Delayed is beyond."""
 INTERRUPTED = 130
 """The exit code of a run that was stopped and saved."""
 REFERENCE = "data-parallel"
@@ -66,29 +69,28 @@ PAPER = {"diloco-30": 0.9, "streaming-30": 0.6, "streaming-100": 1.4, "eager-30"
 """Gaps to data-parallel in percent at 35 million parameters: 3.54, 3.53, 3.56 and 3.62 against 3.51."""
 
 
-def settings(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The run file of a method."""
+def settings(name: str, arguments: argparse.Namespace) -> run_file.RunConfig:
+    """The run of a method."""
     steps = -(-arguments.tokens // (BATCH * SEQUENCE * WORKERS))
     sync = {"workers": WORKERS, **METHODS[name]}
     if METHODS[name]["method"] != "data-parallel":
-        sync |= {"outer_lr": arguments.outer_lr, "outer_momentum": 0.9}
-    return {
+        sync |= {"outer_lr": 0.4, "outer_momentum": 0.9}
+    table = {
         "name": name if arguments.suffix is None else f"{name}-{arguments.suffix}",
-        "seed": arguments.seed,
         "out": str(arguments.runs),
-        "model": {"preset": arguments.preset},
+        "model": {"preset": "35M"},
         "data": {
             "source": sources(),
-            "tokenizer": arguments.tokenizer,
+            "tokenizer": "bpe",
+            "vocabulary": 32_000,
             "held_out": 0.03,
             "cache": str(arguments.runs / "tokens"),
-        }
-        | ({"vocabulary": 32_000} if arguments.tokenizer == "bpe" else {}),
+        },
         "train": {
             "steps": steps,
             "batch": BATCH,
             "sequence": SEQUENCE,
-            "lr": arguments.lr,
+            "lr": 3e-3,
             "warmup": min(1000, steps // 10),
             "eval_every": max(1, steps // 20),
             "eval_tokens": 2**21,
@@ -99,6 +101,7 @@ def settings(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "sync": sync,
         "log": {"view": "lines"},
     }
+    return run_file.parse(table, arguments.changes)
 
 
 def sources() -> list[str]:
@@ -113,13 +116,13 @@ def train(arguments: argparse.Namespace) -> None:
     until = time.monotonic() + arguments.seconds
     arguments.runs.mkdir(parents=True, exist_ok=True)
     for method in arguments.methods:
-        table = settings(method, arguments)
-        name, folder = table["name"], arguments.runs / table["name"]
+        run = settings(method, arguments)
+        name, folder = run.name, arguments.runs / run.name
         kept = arguments.results / f"{name}.jsonl"
         if kept.exists() and not arguments.again:
             print(f"{name}: in the results already", flush=True)
             continue
-        file, run = arguments.runs / f"{name}.toml", run_file.parse(table)
+        file = arguments.runs / f"{name}.toml"
         file.write_text(run.to_toml())
         if arguments.again and folder.exists():
             shutil.rmtree(folder)
@@ -179,17 +182,23 @@ def sureness(folder: Path) -> str:
 
 
 def picture(results: Mapping[str, Sequence[Event]]) -> Figure:
-    """Held-out loss over tokens, but for the first fifth."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for name, events in results.items():
-        evals = [event for event in events if isinstance(event, Eval)]
-        late = [event for event in evals if event.tokens >= evals[-1].tokens / 5]
-        axes.plot([event.tokens / 1e6 for event in late], [event.loss for event in late], label=name)
-    axes.set_xlabel("tokens of both workers, millions")
-    axes.set_ylabel("held-out loss, nats per token")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+    """Held-out loss over tokens, but for the first fifth, and how far each is from data-parallel's."""
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    losses, gaps = figure.subplots(1, 2)
+    curves = {name: [event for event in events if isinstance(event, Eval)] for name, events in results.items()}
+    known = {event.tokens: event.loss for event in curves[REFERENCE]}
+    for name, curve in curves.items():
+        late = [event for event in curve if event.tokens >= curve[-1].tokens / 5]
+        tokens = [event.tokens / 1e6 for event in late]
+        losses.plot(tokens, [event.loss for event in late], label=name)
+        gaps.plot(tokens, [100 * (event.loss / known[event.tokens] - 1) for event in late], label=name)
+    losses.set_ylabel("held-out loss, nats per token")
+    losses.legend(frameon=False)
+    gaps.set_ylabel("gap to data-parallel, %")
+    gaps.set_ylim(-3, FARTHEST)
+    for axes in (losses, gaps):
+        axes.set_xlabel("tokens of both workers, millions")
+        axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
@@ -208,17 +217,15 @@ def main() -> None:
     parser.add_argument("act", choices=["train", "table"])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of both workers together")
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--outer-lr", type=float, default=0.4)
-    parser.add_argument("--preset", default="35M")
-    parser.add_argument("--tokenizer", default="bpe", help="or the tokenizer.json of an earlier call")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", dest="changes", action="append", default=[], help="as of atoll train, for a variant")
     parser.add_argument("--suffix", help="of the runs' names, for a variant")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop, and go on with the next call")
     parser.add_argument("--runs", type=Path, default=Path("runs") / "papers_35m")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--again", action="store_true", help="also what is in the results")
     arguments = parser.parse_args()
+    if arguments.changes and arguments.suffix is None:
+        parser.error("--set makes a variant: give it a name with --suffix, or it would take a method's place")
     if arguments.act == "train":
         train(arguments)
         return

@@ -1,6 +1,7 @@
 """The examples in README and docs run as they stand."""
 
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -59,6 +60,20 @@ def test_the_table_of_results_is_that_of_the_raw_metrics(monkeypatch: pytest.Mon
     papers_35m = importlib.import_module("papers_35m")
     lines = papers_35m.table(papers_35m.load(papers_35m.RESULTS))
     assert "\n".join(lines) in (ROOT / "docs" / "results.md").read_text()
+
+
+def test_figures_of_the_gpu_are_those_of_the_raw_numbers() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    sync, mfu = (json.loads((ROOT / "benchmarks" / "results" / f"{of}.json").read_text()) for of in ("gpu_sync", "mfu"))
+    for row in sync["kernels"][1:]:
+        assert f"| {row['kernel']} | {100 * row['share']:.0f} % |" in page
+    for row in mfu["rows"]:
+        rate = f"{100 * row['mfu']:.1f} % of {row['matmul_flops'] / 1e12:.0f} TFLOP/s"
+        assert f"| {row['preset']} | {row['batch']} | {row['tokens_per_s']:,.0f} | {rate} |" in page
+    one = sync["rounds"]["1B"]
+    outer, offload = (100 * (one["peaks"][mode] / one["peaks"]["bare"] - 1) for mode in ("outer", "offload"))
+    found = re.findall(r"([\d.]+) % (?:longer|more)", page)
+    assert found == [f"{100 * one['added']:.2f}", f"{outer:.1f}", f"{offload:.1f}"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

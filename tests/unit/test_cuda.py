@@ -168,6 +168,7 @@ def test_rolled_back_and_lent_with_offload() -> None:
 
 def test_nothing_waits_for_the_device_when_nothing_is_due() -> None:
     outer = OuterLoop(model("cuda", torch.float32), Streaming(period=6, fragments=Balanced(count=2)), local(1)[0])
+    outer.join()  # or the first step does, and reads fingerprints
     quiet = 0
     try:
         for step in range(1, 25):
