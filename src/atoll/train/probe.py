@@ -2,17 +2,18 @@
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from atoll.config import RunConfig
 from atoll.errors import ConfigError
+from atoll.train.backward import Backward
 from atoll.train.inner import InnerOptimizer, learning_rate
 from atoll.train.model import Decoder
 from atoll.train.recipe import resolve
+from atoll.train.team import Team
 
 STEPS = 7
 WARM_UP = 2
@@ -49,24 +50,17 @@ def probe_step(config: RunConfig, vocabulary: int, *, tell: Callable[[str], None
     tokens = torch.randint(shape.vocabulary, (config.train.batch, sequence + 1), device=device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     tell(f"measuring {STEPS} steps of {tokens.shape[0]} x {sequence} tokens on {name}")
-    taken = [_step(model, inner, tokens, config, rate=learning_rate(n, config.train)) for n in range(1, STEPS + 1)]
+    backward = Backward(Team().wrap(model), inner, config)
+    taken = [_step(backward, inner, tokens, rate=learning_rate(n, config.train)) for n in range(1, STEPS + 1)]
     return StepTime(median(taken[WARM_UP:]), config.train.batch * sequence, name)
 
 
-def _step(model: Decoder, inner: InnerOptimizer, tokens: torch.Tensor, config: RunConfig, rate: float) -> float:
+def _step(backward: Backward, inner: InnerOptimizer, tokens: torch.Tensor, rate: float) -> float:
     """One step as the trainer makes it; returns its seconds."""
     began = time.perf_counter()
-    inner.zero_grad()
-    for part in tokens.chunk(config.train.accumulate):
-        with _autocast(config, tokens.device):
-            loss = model.loss(part)
-        (loss.total / config.train.accumulate).backward()
+    backward(tokens)
     inner.clip()
     inner.step(rate)
     if tokens.is_cuda:
         torch.cuda.synchronize(tokens.device)
     return time.perf_counter() - began
-
-
-def _autocast(config: RunConfig, device: torch.device) -> Any:
-    return torch.autocast(device.type, torch.bfloat16) if config.precision == "bf16" else nullcontext()

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import count
 from textwrap import shorten
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -27,6 +27,7 @@ from atoll.link.base import Link
 from atoll.link.seat import Seat
 from atoll.link.team import Circle, PartLink, TeamLink
 from atoll.train import shards
+from atoll.train.backward import Pass
 from atoll.train.hub import HubModel
 from atoll.train.model import Decoder, Loss
 
@@ -35,13 +36,6 @@ Value = TypeVar("Value")
 _c10d: Any = distributed  # torch's annotations leave its stores out
 _calls = count()  # of this process; the ranks of a worker count alike, so each call has a place of its own to meet
 _PATIENCE_S = 3600.0  # for a rank that evaluates, exports or saves; one that dies is noticed at once
-
-
-class Pass(Protocol):
-    """A forward pass through a model, whatever it takes to get the gradients of all ranks in the backward pass."""
-
-    def __call__(self, tokens: Tensor, *, last: bool = True) -> Loss:
-        """The loss of [rows, time + 1], int64; gradients are exchanged with the `last` of the parts of a batch."""
 
 
 class Team:

@@ -25,6 +25,7 @@ from atoll.state import Counters
 from atoll.sync import Gradients, Sync
 from atoll.train import shards
 from atoll.train.account import Account
+from atoll.train.backward import Backward, autocast
 from atoll.train.batches import Batches
 from atoll.train.inner import InnerOptimizer, learning_rate
 from atoll.train.model import Decoder
@@ -63,6 +64,7 @@ class Trainer:
                 model.compile()
         self._passes = [self.team.wrap(model) for model in self.models]
         self._inner = [InnerOptimizer(model, config.train) for model in self.models]
+        self._backwards = [Backward(*both, config) for both in zip(self._passes, self._inner, strict=True)]
         self._draws = [0 for _ in self.workers]  # batches that each has taken
         self._weights = batches.weights() if config.data.weighting == "examples" else [1.0] * config.sync.workers
         self.account = Account(config, self.workers, self._weights, self.team)
@@ -160,22 +162,11 @@ class Trainer:
 
     def _backward(self, n: int) -> Tensor:
         """Gradients of the next batch of the n-th worker here; returns its mean cross-entropy, a detached scalar."""
-        accumulate = self.config.train.accumulate
         batch = self.team.share(self._batches.batch(self.workers[n], self._draws[n]))
         self._draws[n] += 1
-        self._inner[n].zero_grad()
-        cross_entropy = torch.zeros((), device=self._device)
-        for number, part in enumerate(batch.chunk(accumulate), 1):
-            with self._autocast():
-                loss = self._passes[n](part, last=number == accumulate)
-            (loss.total / accumulate).backward()
-            cross_entropy += loss.cross_entropy / accumulate
+        cross_entropy = self._backwards[n](batch)
         self.team.make_alike(self.models[n])
         return self.team.mean(cross_entropy)
-
-    def _autocast(self) -> Any:
-        bf16 = self.config.precision == "bf16"
-        return torch.autocast(self._device.type, torch.bfloat16) if bf16 else nullcontext()
 
     # ------------------------------------------------------------------ numbers that are not finite
 
@@ -242,7 +233,7 @@ class Trainer:
         """Measure the held-out loss of the outer parameters; returns whether it is the lowest so far."""
         self.account.clock_s = time.perf_counter()
         total, tokens = torch.zeros((), dtype=torch.float64, device=self._device), 0
-        with self.outer_model(), self._autocast():
+        with self.outer_model(), autocast(self.config):
             for batch, counts in self.team.deal(self._held_out):
                 predicted = batch.shape[0] * (batch.shape[1] - 1) * counts
                 total += self._passes[0](batch.to(self._device)).cross_entropy * predicted
