@@ -143,6 +143,29 @@ def test_payloads_through_the_hosts_memory(count: int) -> None:
             assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_rounds_take_no_new_memory_once_warm(offload: bool) -> None:
+    sync = Streaming(period=4, fragments=Balanced(count=2), delay=1)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    start = model("cpu", torch.float32, width=4096)  # so that no two vectors share a piece of memory
+
+    def taken() -> list[int]:
+        return [torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]]
+
+    def work(device: str) -> list[int]:
+        with connect(address, worker=int(device == "cpu"), workers=2, deadline_s=60, join_s=60) as link:
+            outer = OuterLoop(copy.deepcopy(start).to(device), sync, link, offload=offload and device == "cuda")
+            walk([outer], 20)
+            before = taken()
+            walk([outer], 40)
+            return [now - then for now, then in zip(taken(), before, strict=True)]
+
+    with ThreadPoolExecutor(2) as threads:
+        found, _ = threads.map(work, ("cuda", "cpu"))
+    assert max(found) <= 2, found  # of 20 rounds; two may meet where they have not met before
+
+
 def test_parameters_that_do_not_fall_into_stretches() -> None:
     sync = Streaming(period=4, fragments=Balanced(count=2), delay=1)
     assert torch.equal(train("cpu", sync, stop=13, width=51), train("cuda", sync, stop=13, width=51))
