@@ -80,17 +80,18 @@ class OuterLoop:
         late = sync.late(link.workers) if isinstance(sync, Sync) else ()
         self._exchange = Exchange(link, sync.codec, float(weight), self._windows, late, tolerant=leave_out_nonfinite)
         self._gradients = GradientAverage(self._exchange, self._windows[0])
+        self._shelves = shelves(offload=offload)
         self._states: list[FragmentState] = []
         self._replicas: list[Replica] = []
         if isinstance(sync, Sync):
             self._schedule = Schedule(sync.period, len(self._windows), sync.delay_of(link.worker, link.workers))
-            self._states = [
-                FragmentState.fresh(window, sync.outer.slot_names, eager=sync.eager, feedback=sync.codec.feedback)
-                for window in self._windows
-            ]
+            feedback = sync.codec.feedback
+            for window in self._windows:
+                state = FragmentState.fresh(window, sync.outer.slot_names, eager=sync.eager, feedback=feedback)
+                self._shelves.take(state)
+                self._states.append(state)
             self._replicas = [Replica(s, self._exchange, n, sync.outer) for n, s in enumerate(self._states)]
         self._rounds = Rounds(self._exchange, self._replicas, observer)
-        self._shelves = shelves(self._states, offload=offload)
         self._due: set[int] = set()
         self._joined = self._lent = self._finished = False
         if buffers := unsynchronised_buffers(model):

@@ -4,7 +4,7 @@ A fragment is due twice a period and the schedule tells when, so its vectors are
 computed, and put away while the next one is. Both copies go on a stream of their own, from and to pinned memory.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ class Shelf:
 
     def __init__(self, state: FragmentState, stream: torch.cuda.Stream) -> None:
         self._state = state
-        self._stream = stream
+        self.stream = stream
+        """On which copies go, one for all fragments."""
         self._home = {name: vector.cpu().pin_memory() for name, vector in state.vectors().items()}
         self._here: dict[str, Tensor] = {}
         self._fetched = torch.cuda.Event()
@@ -28,15 +29,15 @@ class Shelf:
         """Begin to bring the vectors to the device."""
         if self._here:
             return
-        with torch.cuda.stream(self._stream):
-            self._here = {name: v.to(self._stream.device, non_blocking=True) for name, v in self._home.items()}
-            self._fetched.record(self._stream)
+        with torch.cuda.stream(self.stream):
+            self._here = {name: v.to(self.stream.device, non_blocking=True) for name, v in self._home.items()}
+            self._fetched.record(self.stream)
         self._state.put(self._here)
 
     def use(self) -> None:
         """Have them on the device: what is queued from now on waits for them."""
         self.fetch()
-        current = torch.cuda.current_stream(self._stream.device)
+        current = torch.cuda.current_stream(self.stream.device)
         current.wait_event(self._fetched)
         for vector in self._here.values():
             vector.record_stream(current)
@@ -45,8 +46,8 @@ class Shelf:
         """Begin to take them back, as they are when all that is queued now has been done."""
         if not self._here:
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
             for name, vector in self._here.items():
                 self._home[name].copy_(vector, non_blocking=True)
         self._state.put(self._home)
@@ -55,6 +56,9 @@ class Shelf:
 
 class Shelves:
     """Of all fragments of one worker. These hold nothing: what fragments remember stays where the parameters are."""
+
+    def take(self, state: FragmentState) -> None:
+        """Look after the vectors of the next fragment; before the one after it is made, for not all may fit."""
 
     def use(self, fragments: Collection[int]) -> None:
         """Have the vectors of these fragments, which are due, on the device."""
@@ -71,11 +75,14 @@ class Shelves:
 
 
 class _HostShelves(Shelves):
-    def __init__(self, states: Sequence[FragmentState]) -> None:
-        if any(state.window.device.type != "cuda" for state in states):
+    def __init__(self) -> None:
+        self._shelves: list[Shelf] = []
+
+    def take(self, state: FragmentState) -> None:
+        device = state.window.device
+        if device.type != "cuda":
             raise ConfigError("offload is for parameters on a GPU: elsewhere there is no other memory to put things in")
-        self._stream = torch.cuda.Stream(states[0].window.device)
-        self._shelves = [Shelf(state, self._stream) for state in states]
+        self._shelves.append(Shelf(state, self._shelves[0].stream if self._shelves else torch.cuda.Stream(device)))
 
     def use(self, fragments: Collection[int]) -> None:
         for fragment in fragments:
@@ -93,9 +100,10 @@ class _HostShelves(Shelves):
 
     def settle(self) -> None:
         self.turn_to(())
-        self._stream.synchronize()
+        if self._shelves:
+            self._shelves[0].stream.synchronize()
 
 
-def shelves(states: Sequence[FragmentState], *, offload: bool) -> Shelves:
-    """For these fragments: in the host's memory if `offload` asks for it."""
-    return _HostShelves(states) if offload and states else Shelves()
+def shelves(*, offload: bool) -> Shelves:
+    """For the fragments of one worker: in the host's memory if `offload` asks for it."""
+    return _HostShelves() if offload else Shelves()
