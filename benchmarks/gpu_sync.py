@@ -4,17 +4,19 @@
     python benchmarks/gpu_sync.py rounds [--presets 35M 300M 1B] [--periods 3]
 
 kernels: bytes that each kernel must read and write, over the time it takes, as a share of the rate at which a vector of
-that length is copied in the same run (medians of many). Payloads lie where the loop puts them; that it copies those of
-other workers there before it decodes them is not in these rows, but in "added" below.
+that length is copied in the same run (medians of many). Payloads lie where the loop puts them; that it copies a
+round's payloads there before it decodes them is not in these rows, but in "added" below.
 
-rounds: two worker processes on this GPU train the same preset with Streaming in e3m0, period 30, and exchange over
-loopback. Periods with an outer loop and periods without take turns, and both processes begin each together, so both
-kinds share the GPU with the other process in the same way; "added" is the difference in time, per step, as a share of
-the step without. Like `atoll train`'s, the loops have an observer, which waits for the GPU once where a round is
-applied. "host" is what outer.step() took of the training thread's time. Every outer.step() after which nothing is due
-runs with torch's synchronisation check set to raise an error, and one is profiled: the CUDA calls in it are named.
-Memory is the peak of a bare run, and of runs of one worker with the outer loop with and without offload, in processes
-of their own; evaluating and finish() are not in it.
+rounds: two worker processes on this GPU have the same preset with Streaming in e3m0, period 30, and exchange over
+loopback. Periods with an outer loop and periods without take turns, and both processes begin each together; "added" is
+the difference in time, per step, as a share of the step without, the median over periods. Three cases: both train, and
+share the GPU; only the first trains, as if it had a GPU to itself, while the second sends and receives; the same with
+offload. Like `atoll train`'s, the loops have an observer, which waits for the GPU once where a round is applied. "host"
+is what outer.step() took of the training thread's time, most of it waiting for steps that are still computed. Every
+outer.step() after which nothing is due runs with torch's synchronisation check set to raise an error, and one is
+profiled: the CUDA calls in it are named. Memory is the peak of a bare run, and of runs of one worker with the outer
+loop with and without offload, from before it is made, in processes of their own; evaluating and finish() are not in it.
+All at 1B need about 105 GiB of GPU memory and five minutes.
 """
 
 import argparse
@@ -25,15 +27,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import atoll
 from atoll.core.codec import Codec
+from atoll.core.flat import PIECE, words_of
 from atoll.core.outer import Nesterov
 from atoll.shapes import preset
 from atoll.train.model import Decoder
@@ -46,6 +49,17 @@ HEAD = (16384, 32000)
 """Tokens and vocabulary of the logits that the trainer makes at a time."""
 MODES = ("bare", "outer", "offload")
 """Of a worker alone, whose memory is measured."""
+
+
+class Case(NamedTuple):
+    """What two workers that exchange do."""
+
+    name: str
+    both_train: bool
+    offload: bool
+
+
+CASES = [Case("shared", True, False), Case("alone", False, False), Case("offload", False, True)]
 FORMATS = ("e3m0", "e2m1", "int4", "int8", "bf16")
 
 
@@ -58,6 +72,7 @@ def kernels(values: int) -> list[dict[str, Any]]:
 
     from atoll.kernels.codec import decode_mean, encode, room
     from atoll.kernels.cross_entropy import cross_entropy_
+    from atoll.kernels.fingerprint import sums_of_pieces
     from atoll.kernels.live import live
     from atoll.kernels.outer import outer_merge
     from atoll.kernels.products import inner_products
@@ -106,6 +121,8 @@ def kernels(values: int) -> list[dict[str, Any]]:
     payloads.copy_(torch.stack([Codec("e3m0").encode(start), Codec("e3m0").encode(anchor)]))
     found = rate(lambda: inner_products(Codec("e3m0"), payloads, values), payloads.numel())
     report("inner products of 2 members, e3m0", found)
+    found = rate(lambda: sums_of_pieces(words_of(anchor), PIECE), 4 * values)
+    report("fingerprint of an anchor", found)
     logits = torch.randn(HEAD, device="cuda", dtype=torch.bfloat16)
     targets = torch.randint(HEAD[1], HEAD[:1], device="cuda")
     losses = torch.empty(2, HEAD[0], device="cuda")
@@ -118,9 +135,9 @@ def kernels(values: int) -> list[dict[str, Any]]:
 
 
 def parameters(values: int, dtype: torch.dtype) -> list[Tensor]:
-    """About as many values in the tensors of a decoder's blocks."""
+    """At least as many values, in the tensors of a decoder's blocks."""
     block = [1024, 1024, 3 * 1024 * 1024, 64, 64, 1024 * 1024, 4 * 1024 * 1024, 4 * 1024 * 1024]
-    return [torch.randn(size, device="cuda").to(dtype) for size in block * max(1, values // sum(block))]
+    return [torch.randn(size, device="cuda").to(dtype) for size in block * -(-values // sum(block))]
 
 
 # ---------------------------------------------------------------------- rounds
@@ -146,70 +163,75 @@ class Training:
         self._inner.step()
 
 
-def worker(name: str, number: int, address: str, periods: int, out: str, mode: str) -> None:
+def worker(name: str, number: int, ports: list[int], periods: int, out: str, mode: str) -> None:
     """One process: alone for its memory, or one of two ("rounds")."""
     training = Training(name)
     sync = atoll.Streaming(period=PERIOD)
     found: dict[str, Any] = {}
-    if mode == "bare":
-        for _ in range(3):
-            training.step()
-    elif mode in ("outer", "offload"):
-        outer = atoll.OuterLoop(training.model, sync, atoll.local(1)[0], offload=mode == "offload")
-        torch.cuda.reset_peak_memory_stats()
-        for _ in range(2 * PERIOD + 1):  # a fragment is sent after a full period: until all have been applied
-            training.step()
-            outer.step()
+    if mode == "rounds":
+        for case, port in zip(CASES, ports, strict=True):
+            with atoll.connect(f"127.0.0.1:{port}", worker=number, workers=2, deadline_s=120) as link:
+                offload = case.offload and number == 0
+                outer = atoll.OuterLoop(training.model, sync, link, offload=offload, observer=lambda applied: None)
+                outer.join()
+                trains = case.both_train or number == 0
+                found[case.name] = Rounds(training if trains else None, outer, link).measure(periods)
     else:
-        with atoll.connect(address, worker=number, workers=2, deadline_s=120) as link:
-            outer = atoll.OuterLoop(training.model, sync, link, observer=lambda applied: None)
-            outer.join()
-            found = Rounds(training, outer, lambda place: link.gather(place, place)).measure(periods)
-    torch.cuda.synchronize()
-    found["peak"] = torch.cuda.max_memory_allocated()
+        for _ in range(2):
+            training.step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        if mode == "bare":
+            training.step()
+        else:
+            outer = atoll.OuterLoop(training.model, sync, atoll.local(1)[0], offload=mode == "offload")
+            for _ in range(2 * PERIOD + 1):  # a fragment is sent after a full period: until all have been applied
+                training.step()
+                outer.step()
+        torch.cuda.synchronize()
+        found["peak"] = torch.cuda.max_memory_allocated()
     Path(out).write_text(json.dumps(found))
 
 
 class Rounds:
-    """Periods with and without an outer loop, in turns."""
+    """Periods with and without an outer loop, in turns; a worker without `training` only exchanges."""
 
-    def __init__(self, training: Training, outer: atoll.OuterLoop, meet: Callable[[str], object]) -> None:
-        self._training, self._outer, self._meet = training, outer, meet
+    def __init__(self, training: Training | None, outer: atoll.OuterLoop, link: atoll.Link) -> None:
+        self._training, self._outer, self._link = training, outer, link
         self._periods = 0
 
     def measure(self, periods: int) -> dict[str, Any]:
         for _ in range(2):  # warm up: graphs, every fragment's kernels, pinned memory
             self._period(outer=True)
-        bare, added, host, waited, syncs = [], [], [], [], []
-        for _ in range(periods):
-            bare.append(self._period(outer=False)["seconds"])
-            found = self._period(outer=True)
-            added.append(found["seconds"])
-            host.append(found["host"])
-            waited.append(found["waited"])
-            syncs.append(found["watched"])
-        quiet = self._profiled()
+        turns = [(self._period(outer=False)["seconds"], self._period(outer=True)) for _ in range(periods)]
+        added = [found["seconds"] / bare - 1 for bare, found in turns]
+        counters = self._outer.counters
         return {
-            "bare_step_s": statistics.median(bare) / PERIOD,
-            "added": statistics.median(w / b for w, b in zip(added, bare, strict=True)) - 1,
-            "host_s_per_step": statistics.median(host) / PERIOD,
-            "waited_s_per_step": statistics.median(waited) / PERIOD,
-            "steps_without_synchronising": sum(syncs),
-            "calls_of_a_quiet_step": quiet,
-            "hidden_s_per_round": self._outer.counters.hidden_s / max(1, self._outer.counters.rounds_applied),
+            "bare_step_s": statistics.median(bare for bare, _ in turns) / PERIOD,
+            "added": statistics.median(added),
+            "added_in_each": added,
+            "host_s_per_step": statistics.median(found["host"] for _, found in turns) / PERIOD,
+            "waited_s_per_step": statistics.median(found["waited"] for _, found in turns) / PERIOD,
+            "steps_without_synchronising": sum(found["watched"] for _, found in turns),
+            "calls_of_a_quiet_step": self._profiled(),
+            "hidden_s_per_round": counters.hidden_s / max(1, counters.rounds_applied),
         }
+
+    def _train(self) -> None:
+        if self._training is not None:
+            self._training.step()
 
     def _period(self, *, outer: bool) -> dict[str, float]:
         while outer and self._outer.is_due(self._outer.steps):  # nothing is to be on its way at the ends
-            self._training.step()
+            self._train()
             self._outer.step()
         self._periods += 1
-        self._meet(f"period {self._periods}")
+        self._link.gather(f"period {self._periods}", "")
         torch.cuda.synchronize()
         began, host, watched = time.perf_counter(), 0.0, 0
         waited = self._outer.counters.wait_s
         for _ in range(PERIOD):
-            self._training.step()
+            self._train()
             if outer:
                 due = self._outer.is_due(self._outer.steps + 1)
                 here = time.perf_counter()
@@ -227,44 +249,57 @@ class Rounds:
         from torch.profiler import ProfilerActivity, profile, record_function
 
         while self._outer.is_due(self._outer.steps + 1):
-            self._training.step()
+            self._train()
             self._outer.step()
-        self._training.step()
+        self._train()
         torch.cuda.synchronize()
         name = "a quiet outer.step()"
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen, record_function(name):
             self._outer.step()
         found = next(event for event in seen.events() or () if event.name == name)
-        return sorted({child.name for child in found.cpu_children if child.name.startswith("cuda")})
+        return sorted({event.name for event in below(found) if event.name.startswith("cuda")})
+
+
+def below(event: Any) -> Iterator[Any]:
+    """All that was called in an event of the profiler, however deep."""
+    for child in event.cpu_children:
+        yield child
+        yield from below(child)
 
 
 def rounds(name: str, periods: int) -> dict[str, Any]:
     """One preset: two processes that exchange, then three that do not, for their memory."""
     print(f"{name}, {BATCHES[name]} x {SEQUENCE} tokens a step and worker", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        both = run(name, ["rounds", "rounds"], periods, folder)
+        first, second = run(name, ["rounds", "rounds"], periods, folder)
+        row: dict[str, Any] = {"batch": BATCHES[name]}
+        for case in CASES:
+            both = [first[case.name], second[case.name]] if case.both_train else [first[case.name]]
+            row[case.name] = found = max(both, key=lambda one: float(one["added"]))
+            print(
+                f"  {case.name}: step {1e3 * found['bare_step_s']:.1f} ms without; the outer loop adds "
+                f"{found['added']:+.2%} ({min(found['added_in_each']):+.2%} to {max(found['added_in_each']):+.2%}), "
+                f"takes {1e3 * found['host_s_per_step']:.2f} ms of the host and waits "
+                f"{1e3 * found['waited_s_per_step']:.2f} ms a step; a round travels "
+                f"{found['hidden_s_per_round']:.3f} s behind training; {found['steps_without_synchronising']} steps "
+                f"with nothing due, CUDA calls of one: {', '.join(found['calls_of_a_quiet_step']) or 'none'}",
+                flush=True,
+            )
         alone = run(name, MODES, periods, folder)
     peaks = {mode: found["peak"] for mode, found in zip(MODES, alone, strict=True)}
-    row = {"batch": BATCHES[name], **max(both, key=lambda found: float(found["added"])), "peaks": peaks}
-    step_s = row["bare_step_s"]
     print(
-        f"  step {1e3 * step_s:.1f} ms without; the outer loop adds {row['added']:+.2%}, takes "
-        f"{1e3 * row['host_s_per_step']:.2f} ms of the host and waits {1e3 * row['waited_s_per_step']:.2f} ms a step; "
-        f"a round travels {row['hidden_s_per_round']:.3f} s behind training\n"
-        f"  {row['steps_without_synchronising']} steps with nothing due, none waited for the GPU; CUDA calls of one: "
-        f"{', '.join(row['calls_of_a_quiet_step']) or 'none'}\n"
         f"  memory {peaks['bare'] / 2**30:.1f} GiB bare, {peaks['outer'] / peaks['bare'] - 1:+.1%} with the outer "
         f"loop, {peaks['offload'] / peaks['bare'] - 1:+.1%} with offload",
         flush=True,
     )
-    return row
+    return {**row, "peaks": peaks}
 
 
 def run(name: str, modes: Sequence[str], periods: int, folder: str) -> list[dict[str, Any]]:
     """What processes that run at the same time have found, one of each mode."""
-    address = f"127.0.0.1:{20000 + os.getpid() % 10000}"
+    ports = [20000 + os.getpid() % 10000 + 10000 * number for number, _ in enumerate(CASES)]
     outs = [Path(folder, f"{mode}-{number}.json") for number, mode in enumerate(modes)]
-    tasks = [[name, n, address, periods, str(outs[n]), mode] for n, mode in enumerate(modes)]
+    tasks = [[name, n, ports, periods, str(outs[n]), mode] for n, mode in enumerate(modes)]
     command = [sys.executable, __file__, "rounds", "--child"]
     processes = [subprocess.Popen([*command, json.dumps(task)]) for task in tasks]
     if any([process.wait() for process in processes]):  # noqa: C419 - wait for all of them
@@ -287,8 +322,10 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("no GPU here: nothing to measure")
         return
-    kept = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
-    kept |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    here: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    kept = json.loads(arguments.results.read_text()) if arguments.results.exists() else here
+    if any(kept[what] != here[what] for what in here):
+        kept = here  # what was measured elsewhere would be taken for this machine's
     if arguments.what in ("kernels", "all"):
         kept["kernels"] = kernels(arguments.values)
     if arguments.what in ("rounds", "all"):

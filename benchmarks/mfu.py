@@ -3,7 +3,7 @@
     python benchmarks/mfu.py [--presets 35M 300M 1B] [--batch 128] [--seconds 5] [--workers 1]
 
 One `Trainer.step` after the other, with everything that a run does between evaluations: batches from a token file,
-compiled forward and backward pass, clipping, AdamW, metrics. FLOPs are 6 per matmul parameter and token, and 6 for
+compiled forward and backward pass, clipping, AdamW, metrics. FLOPs are 6 per matmul parameter and token, and 12 for
 every value of every layer's attention and token that it looks at, half of the sequence on average: causal attention,
 no embedding look-ups. The matmul rate is that of 8192 x 8192 matrices in bf16, the fastest of bursts before and after,
 so anything else the GPU does (it lowers its clocks under load) counts against the share. Sequences of 1024.
@@ -14,13 +14,14 @@ import gc
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from atoll import config
 from atoll.link.local import local
-from atoll.shapes import ModelConfig, preset
+from atoll.shapes import PRESETS, ModelConfig, preset
 from atoll.train.batches import Batches, held_out
 from atoll.train.model import Decoder
 from atoll.train.recipe import resolve
@@ -104,7 +105,7 @@ def measure(name: str, batch: int, workers: int, seconds: float) -> dict[str, fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--presets", nargs="+", default=["35M", "300M", "1B"])
+    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["35M", "300M", "1B"])
     parser.add_argument("--batch", type=int, help="sequences a step; left out: what fills an H200")
     parser.add_argument("--workers", type=int, default=1, help="more than one: Streaming, all in this process")
     parser.add_argument("--seconds", type=float, default=5.0)
@@ -113,11 +114,14 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("no GPU here: nothing to measure")
         return
-    kept = json.loads(arguments.results.read_text())["rows"] if arguments.results.exists() else []
+    table: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": []}
+    if arguments.results.exists():
+        before = json.loads(arguments.results.read_text())
+        table = before if before | {"rows": []} == table else table  # of another machine nothing is kept
     for name in arguments.presets:
         row = measure(name, arguments.batch or BATCHES.get(name, 16), arguments.workers, arguments.seconds)
-        kept = [other for other in kept if any(other[what] != row[what] for what in ("preset", "workers", "batch"))]
-        kept.append(row)
+        same = ("preset", "workers", "batch")
+        table["rows"] = [*(other for other in table["rows"] if any(other[key] != row[key] for key in same)), row]
         print(
             f"{name:>5}, {row['batch']} x {SEQUENCE} tokens, {arguments.workers} worker(s): {row['tokens_per_s']:,.0f} "
             f"tokens/s, {row['mfu']:.1%} of {row['matmul_flops'] / 1e12:.0f} TFLOP/s, "  # type: ignore[operator]
@@ -127,7 +131,6 @@ def main() -> None:
         torch.compiler.reset()
         gc.collect()  # a compiled model refers to itself
         torch.cuda.empty_cache()
-        table = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": kept}
         arguments.results.write_text(json.dumps(table, indent=1) + "\n")
 
 

@@ -10,16 +10,19 @@ vocabulary of 32,000. AdamW as in the scaling-laws paper, outer Nesterov at the 
 
 `train` goes through the methods in order, takes up what was interrupted (each is a run folder with checkpoints), stops
 between two steps when its seconds are over, and copies the metrics of every finished run to the results. So the table
-can be made in several short sessions, also on machines that forget everything: a method fits into one.
+can be made in several short sessions, also on machines that forget everything: a method fits into one. On another
+machine the text is another; what was trained on it is not put beside what was not: give --results a folder of its own.
 
 Held-out loss is in nats per token, of the outer parameters (data-parallel: of the model) after all steps, over two
-million tokens of files that no worker has seen, the same for all. "gap" is to data-parallel in percent, beside that of
-the papers' tables. The text has 105 million tokens, so it is read five times, where the papers' runs see each token
-once. The loss of every held-out sequence is kept too (.npy), so that the table can say how much of a difference of two
-models may be chance in the choice of held-out text (the standard error over sequences); other seeds differ besides.
+million tokens of files that no worker has seen, the same for all. "training loss" is that of the workers' own
+parameters, over the last 500 steps. "gap" is to data-parallel in percent, beside that of the papers' tables. The text
+has 105 million tokens, so it is read five times, where the papers' runs see each token once. The loss of every held-out
+sequence is kept too (.npy): what stands after a gap is its standard error by the choice of held-out text, over
+neighbourhoods of 16 sequences; other seeds differ besides.
 """
 
 import argparse
+import json
 import math
 import shutil
 import signal
@@ -27,11 +30,10 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping, Sequence
-from itertools import combinations
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,20 +41,24 @@ import torch
 from matplotlib.figure import Figure
 
 from atoll import config as run_file
-from atoll.events import End, Eval, Event, read
+from atoll.errors import ConfigError
+from atoll.events import End, Eval, Start, Step, read
 from atoll.layout import MODEL
-from atoll.train.batches import held_out
+from atoll.train.batches import Batches, held_out
 from atoll.train.export import load_export
 from atoll.train.run import prepare
 from atoll.units import bytes_text
 
 RESULTS = Path(__file__).parent / "results" / "papers_35m"
-BATCH, SEQUENCE, WORKERS = 32, 1024, 2
+WORKERS = 2
+LOG_EVERY = 50
 TOKENS = 512_000_000
 """Of both workers together, at least."""
 STREAMING = {"method": "streaming", "delay": 1, "alpha": 0.5}
 FARTHEST = 6.0
 """Percent from data-parallel that the picture of gaps has room for; Delayed is beyond."""
+OWN = ("name", "out", "train.steps", "train.warmup", "train.eval_every", "train.save_every", "train.log_every")
+"""Settings that are no variant's to change."""
 INTERRUPTED = 130
 """The exit code of a run that was stopped and saved."""
 REFERENCE = "data-parallel"
@@ -71,7 +77,6 @@ PAPER = {"diloco-30": 0.9, "streaming-30": 0.6, "streaming-100": 1.4, "eager-30"
 
 def settings(name: str, arguments: argparse.Namespace) -> run_file.RunConfig:
     """The run of a method."""
-    steps = -(-arguments.tokens // (BATCH * SEQUENCE * WORKERS))
     sync = {"workers": WORKERS, **METHODS[name]}
     if METHODS[name]["method"] != "data-parallel":
         sync |= {"outer_lr": 0.4, "outer_momentum": 0.9}
@@ -87,21 +92,30 @@ def settings(name: str, arguments: argparse.Namespace) -> run_file.RunConfig:
             "cache": str(arguments.runs / "tokens"),
         },
         "train": {
-            "steps": steps,
-            "batch": BATCH,
-            "sequence": SEQUENCE,
+            "batch": 32,
+            "sequence": 1024,
             "lr": 3e-3,
-            "warmup": min(1000, steps // 10),
-            "eval_every": max(1, steps // 20),
             "eval_tokens": 2**21,
-            "log_every": 50,
-            "save_every": max(1, steps // 2),
+            "log_every": LOG_EVERY,
             "keep": 1,
         },
         "sync": sync,
         "log": {"view": "lines"},
     }
-    return run_file.parse(table, arguments.changes)
+    run = run_file.parse(table, arguments.changes)
+    steps = -(-arguments.tokens // (run.train.batch * sequence_of(run) * run.sync.workers))
+    lengths = {
+        "steps": steps,
+        "warmup": min(1000, steps // 10),
+        "eval_every": max(1, steps // 20),
+        "save_every": max(1, steps // 2),
+    }
+    return run.changed(**{f"train.{key}": value for key, value in lengths.items()})
+
+
+def sequence_of(run: run_file.RunConfig) -> int:
+    assert run.train.sequence is not None  # as settings() gives it
+    return run.train.sequence
 
 
 def sources() -> list[str]:
@@ -122,6 +136,7 @@ def train(arguments: argparse.Namespace) -> None:
         if kept.exists() and not arguments.again:
             print(f"{name}: in the results already", flush=True)
             continue
+        check_text(run, arguments.results)
         file = arguments.runs / f"{name}.toml"
         file.write_text(run.to_toml())
         if arguments.again and folder.exists():
@@ -136,6 +151,7 @@ def train(arguments: argparse.Namespace) -> None:
             code = process.wait()
         if code == 0:
             arguments.results.mkdir(parents=True, exist_ok=True)
+            kept.with_suffix(".json").write_text(json.dumps(about(folder), indent=1) + "\n")
             shutil.copy(folder / "metrics.jsonl", kept)
             np.save(kept.with_suffix(".npy"), sequence_losses(folder / MODEL, run))
         elif code == INTERRUPTED:
@@ -145,6 +161,26 @@ def train(arguments: argparse.Namespace) -> None:
             sys.exit(f"{name}: ended with {code}")
 
 
+def check_text(run: run_file.RunConfig, results: Path) -> None:
+    """Refuse to train what could not stand beside data-parallel, for another text is on this machine."""
+    if run.name == REFERENCE or not (results / f"{REFERENCE}.jsonl").exists():
+        return
+    workers, files = run.sync.workers, list(prepare(run).train)
+    rows = Batches(files, workers=workers, batch=run.train.batch, sequence=sequence_of(run), seed=0).weights()
+    if rows != (theirs := Result.read(results / f"{REFERENCE}.jsonl").start.weights):
+        sys.exit(
+            f"{run.name}: each worker has {rows[0]:.0f} sequences of text here, {REFERENCE} in {results} had "
+            f"{theirs[0]:.0f}: train that on this machine too, into a folder of its own (--results)"
+        )
+
+
+def about(folder: Path) -> dict[str, Any]:
+    """The settings of a run, but for places on its machine."""
+    places = ("out", "data.source", "data.cache")
+    used = run_file.settings_of(run_file.load(folder / "run.toml"))
+    return {key: value for key, value in used.items() if key not in places}
+
+
 def sequence_losses(export: Path, run: run_file.RunConfig) -> npt.NDArray[np.float32]:
     """The loss of each held-out sequence that a run evaluates."""
     model, _ = load_export(export)
@@ -152,43 +188,74 @@ def sequence_losses(export: Path, run: run_file.RunConfig) -> npt.NDArray[np.flo
     model = model.to(device).eval()
     losses = []
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        for rows in held_out(prepare(run).held_out, sequence=SEQUENCE, tokens=run.train.eval_tokens, batch=16):
+        for rows in held_out(prepare(run).held_out, sequence=sequence_of(run), tokens=run.train.eval_tokens, batch=16):
             logits, targets = model(rows[:, :-1].to(device)).float(), rows[:, 1:].to(device)
             found = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
             losses.append(found.mean(1).cpu())
     return torch.cat(losses).numpy()
 
 
-def table(results: Mapping[str, Sequence[Event]]) -> list[str]:
+class Result(NamedTuple):
+    """One finished run."""
+
+    start: Start
+    steps: list[Step]
+    evals: list[Eval]
+    end: End
+    losses: npt.NDArray[np.float32] | None
+    """Of every held-out sequence, if they were kept."""
+
+    @classmethod
+    def read(cls, path: Path) -> "Result":
+        """From its metrics."""
+        events = list(read(path))
+        losses = path.with_suffix(".npy")
+        return cls(
+            start=next(event for event in events if isinstance(event, Start)),
+            steps=[event for event in events if isinstance(event, Step)],
+            evals=[event for event in events if isinstance(event, Eval)],
+            end=next(event for event in events if isinstance(event, End)),
+            losses=np.load(losses) if losses.exists() else None,
+        )
+
+    @property
+    def training_loss(self) -> float:
+        """Of the workers' own parameters, over the last 500 steps."""
+        return mean(loss for step in self.steps[-500 // LOG_EVERY :] for loss in step.loss if loss is not None)
+
+    def gap(self, reference: "Result") -> str:
+        """To another run, in percent of its loss."""
+        gap = f"{100 * (self.end.loss / reference.end.loss - 1):+.2f} %"
+        if self.losses is None or reference.losses is None:
+            return gap
+        apart = (self.losses - reference.losses) / reference.losses.mean()
+        near = np.array([part.mean() for part in np.array_split(apart, max(2, len(apart) // 16))])
+        return f"{gap} ± {100 * np.std(near, ddof=1) / math.sqrt(len(near)):.2f}"
+
+
+def table(results: Mapping[str, Result]) -> list[str]:
     """The lines of the table, in Markdown."""
-    ends = {name: next(event for event in events if isinstance(event, End)) for name, events in results.items()}
-    lines = ["| method | loss | gap | papers | payload bytes a worker | tokens |", "|---|---|---|---|---|---|"]
-    for name, end in ends.items():
-        gap = "" if name == REFERENCE else f"{100 * (end.loss / ends[REFERENCE].loss - 1):+.2f} %"
+    reference = results[REFERENCE]
+    lines = [
+        "| method | held-out loss | gap | papers | training loss | payload bytes a worker | tokens |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        end, gap = result.end, "" if name == REFERENCE else result.gap(reference)
         paper = f"{PAPER[name]:+.1f} %" if name in PAPER else ""
-        sent = bytes_text(mean(end.bytes_sent))
-        lines.append(f"| {name} | {end.loss:.4f} | {gap} | {paper} | {sent} | {end.tokens / 1e6:.0f} M |")
+        sent, tokens = bytes_text(mean(end.bytes_sent)), f"{end.tokens / 1e6:.0f} M"
+        cells = [name, f"{end.loss:.4f}", gap, paper, f"{result.training_loss:.3f}", sent, tokens]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def sureness(folder: Path) -> str:
-    """The standard error of the difference of any two models whose losses by sequence are here."""
-    losses = {path.stem: np.load(path) for path in sorted(folder.glob("*.npy"))}
-    errors = [
-        float(np.std(one - other)) / math.sqrt(len(one)) / float(one.mean())
-        for (_, one), (_, other) in combinations(losses.items(), 2)
-    ]
-    return f"{min(errors):.3%} to {max(errors):.3%} ({', '.join(losses)})" if errors else "not known"
-
-
-def picture(results: Mapping[str, Sequence[Event]]) -> Figure:
+def picture(results: Mapping[str, Result]) -> Figure:
     """Held-out loss over tokens, but for the first fifth, and how far each is from data-parallel's."""
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     losses, gaps = figure.subplots(1, 2)
-    curves = {name: [event for event in events if isinstance(event, Eval)] for name, events in results.items()}
-    known = {event.tokens: event.loss for event in curves[REFERENCE]}
-    for name, curve in curves.items():
-        late = [event for event in curve if event.tokens >= curve[-1].tokens / 5]
+    known = {event.tokens: event.loss for event in results[REFERENCE].evals}
+    for name, result in results.items():
+        late = [event for event in result.evals if event.tokens >= result.end.tokens / 5]
         tokens = [event.tokens / 1e6 for event in late]
         losses.plot(tokens, [event.loss for event in late], label=name)
         gaps.plot(tokens, [100 * (event.loss / known[event.tokens] - 1) for event in late], label=name)
@@ -202,14 +269,20 @@ def picture(results: Mapping[str, Sequence[Event]]) -> Figure:
     return figure
 
 
-def load(folder: Path) -> dict[str, list[Event]]:
-    """All finished runs in the order of METHODS, variants last."""
-    found = {path.stem: list(read(path)) for path in sorted(folder.glob("*.jsonl"))}
+def load(folder: Path) -> dict[str, Result]:
+    """All finished runs on the same text and as many tokens, in the order of METHODS, variants last."""
+    found = {path.stem: Result.read(path) for path in sorted(folder.glob("*.jsonl"))}
     if REFERENCE not in found:
         sys.exit(f"{folder} has no {REFERENCE}.jsonl, which all are compared with: train it first")
-    return {
-        name: found[name] for name in [*(m for m in METHODS if m in found), *(f for f in found if f not in METHODS)]
-    }
+    names = [*(name for name in METHODS if name in found), *(name for name in found if name not in METHODS)]
+    reference, kept = found[REFERENCE], {}
+    for name in names:
+        one = found[name]
+        if (one.start.weights, one.end.tokens) == (reference.start.weights, reference.end.tokens):
+            kept[name] = one
+        else:
+            print(f"{name} is left out: it had another text than {REFERENCE}, or another length", file=sys.stderr)
+    return kept
 
 
 def main() -> None:
@@ -224,16 +297,20 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--again", action="store_true", help="also what is in the results")
     arguments = parser.parse_args()
-    if arguments.changes and arguments.suffix is None:
-        parser.error("--set makes a variant: give it a name with --suffix, or it would take a method's place")
-    if arguments.act == "train":
-        train(arguments)
-        return
+    if (arguments.changes or arguments.tokens != TOKENS) and arguments.suffix is None:
+        parser.error("--set and --tokens make a variant: give it a name (--suffix), or it would take a method's place")
+    if own := [change for change in arguments.changes if change.partition("=")[0].strip() in OWN]:
+        parser.error(f"--set {own[0]}: that is decided here, by --suffix, --runs and --tokens")
+    try:
+        if arguments.act == "train":
+            train(arguments)
+            return
+    except ConfigError as problem:
+        parser.error(str(problem))
     results = load(arguments.results)
     print("\n".join(table(results)))
     if missing := [name for name in METHODS if name not in results]:
         print(f"\nnot trained yet: {', '.join(missing)}")
-    print(f"\nstandard error of a difference: {sureness(arguments.results)}")
     picture(results).savefig(arguments.results.with_suffix(".png"), dpi=130)
 
 

@@ -14,7 +14,8 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compiled
 
 from atoll.core.codec import BLOCK, nearest_limit
-from atoll.kernels import codec, cross_entropy, outer, products
+from atoll.core.flat import PIECE
+from atoll.kernels import codec, cross_entropy, fingerprint, outer, products
 
 TYPES = {"fp32": tl.float32, "bf16": tl.bfloat16}
 ENCODE = {"start": "*fp32", "table": "*i64", "units": "*u8", "codes": "*u8", "worst": "*i32", "numel": "i32"}
@@ -65,6 +66,8 @@ def all_kernels() -> dict[str, dict[str, int]]:
         found[f"products {form}"] = accesses(products._products, types, **constants)
     constants = {"VOCABULARY": 32000, "GRADIENTS": True, "TILE": cross_entropy._LARGEST}
     warps = cross_entropy._LARGEST // cross_entropy._EACH // 32
+    types = {"words": "*i64", "sums": "*i64", "numel": "i32"}
+    found["fingerprint"] = accesses(fingerprint._sums, types, PIECE=PIECE, TILE=fingerprint._TILE)
     found["cross-entropy"] = accesses(cross_entropy._cross_entropy, LOGITS, **constants, num_warps=warps)
     return found
 

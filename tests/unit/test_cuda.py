@@ -172,6 +172,7 @@ def test_parameters_that_do_not_fall_into_stretches() -> None:
 
 
 def test_rolled_back_and_lent_with_offload() -> None:
+    found = []
     for offload in (False, True):
         outer = OuterLoop(
             model("cuda", torch.float32),
@@ -186,11 +187,15 @@ def test_rolled_back_and_lent_with_offload() -> None:
         outer.model.get_parameter("0.weight").data[0, 0] = float("nan")
         walk([outer], 4)
         assert outer.counters.roll_backs == 1
-        assert all(p.isfinite().all() for p in outer.model.parameters()) and anchor
+        found.append([*anchor, *(p.detach().clone() for p in outer.model.parameters())])
+    assert all(tensor.isfinite().all() for tensor in found[0])
+    assert all(torch.equal(here, there) for here, there in zip(*found, strict=True))
 
 
-def test_nothing_waits_for_the_device_when_nothing_is_due() -> None:
-    outer = OuterLoop(model("cuda", torch.float32), Streaming(period=6, fragments=Balanced(count=2)), local(1)[0])
+@pytest.mark.parametrize("offload", [False, True])
+def test_nothing_waits_for_the_device_when_nothing_is_due(offload: bool) -> None:
+    sync = Streaming(period=6, fragments=Balanced(count=2))
+    outer = OuterLoop(model("cuda", torch.float32), sync, local(1)[0], offload=offload)
     outer.join()  # or the first step does, and reads fingerprints
     quiet = 0
     try:

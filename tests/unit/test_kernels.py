@@ -66,7 +66,7 @@ def codec_units(codec: Codec, numel: int) -> int:
     return 0 if codec.format in ("fp32", "bf16") else -(-numel // BLOCK)
 
 
-def encoded(codec: Codec, start: Tensor, local: Live | None) -> tuple[Tensor, int]:
+def encoded(codec: Codec, start: Tensor, local: Live) -> tuple[Tensor, int]:
     """The payload and its worst bits, the same in any memory, with nothing written beside it."""
     size, worst = codec.payload_bytes(start.numel()), torch.zeros(1, dtype=torch.int32, device=DEVICE)
     payloads, units = [], codec_units(codec, start.numel())
@@ -103,11 +103,10 @@ def test_a_delta_is_encoded_as_if_it_had_been_written_down(
 @pytest.mark.parametrize("codec_name", FORMATS)
 @settings(max_examples=10)
 @given(numel=st.integers(1, 3 * 4096), seed=st.integers(0, 99))
-def test_a_vector_of_any_length_is_encoded_and_decoded(codec_name: str, numel: int, seed: int) -> None:
+def test_a_vector_of_any_length_is_decoded(codec_name: str, numel: int, seed: int) -> None:
     codec = Codec(codec_name)
     vector = torch.cat(drawn([-(-numel // 16)], seed))[:numel].contiguous()
-    payload, _ = encoded(codec, vector, None)
-    assert torch.equal(payload, codec.encode(vector))
+    payload = codec.encode(vector)
     decoded = torch.full((numel,), math.nan, device=DEVICE)
     coding.decode_mean(codec, payload[None], [3.0], numel, slice(0, numel), decoded)
     assert torch.equal(decoded.view(torch.int32), codec.decode(payload, numel).view(torch.int32))
@@ -120,7 +119,7 @@ def test_what_cannot_be_sent_is_noticed(codec_name: str, bad: float) -> None:
     for place in (0, 4095, 5000):
         vector = torch.cat(drawn([400], 5))
         vector[place] = bad
-        _, worst = encoded(codec, vector, None)
+        _, worst = encoded(codec, vector, tabled([torch.zeros_like(vector)]))
         in_range = math.isfinite(bad) and codec_name in ("fp32", "bf16")
         assert coding.is_bad(codec, worst) != in_range
 
@@ -201,6 +200,7 @@ def test_a_target_beyond_the_vocabulary_has_no_loss() -> None:
     targets = torch.tensor([0, -1, 15, 16], device=DEVICE)
     cross_entropy_(logits, targets, losses[0], losses[1], scale=1.0, z_loss=0.0, gradients=True)
     assert losses[0].isfinite().tolist() == [True, False, True, False]
+    assert logits.isfinite().all(1).tolist() == [True, False, True, False]  # so that the gradient tells too
 
 
 OUTERS: list[OuterOptimizer] = [SGD(0.7), Momentum(0.3, 0.8), Nesterov(0.4, 0.9)]
@@ -317,11 +317,11 @@ def test_compiled_kernels_read_and_write_memory_in_wide_words() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     driver = Path(__file__).parents[1] / "compiled.py"
     found = json.loads(subprocess.run([sys.executable, driver], env=environment, stdout=PIPE, check=True).stdout)
-    assert len(found) == 41
+    assert len(found) == 42
     for kernel, accesses in found.items():
         narrow = sum(count for kind, count in accesses.items() if kind.endswith((".b8", ".b16")))
         match kernel.split()[:2]:
-            case ["encode" | "decode" | "products", "fp32" | "bf16"] | ["outer", _]:
+            case ["encode" | "decode" | "products", "fp32" | "bf16"] | ["outer", _] | ["fingerprint"]:
                 assert narrow == 0, (kernel, accesses)
             case ["encode", _]:
                 assert narrow == 1, (kernel, accesses)  # units

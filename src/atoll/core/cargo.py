@@ -77,6 +77,8 @@ class Cargo:
 
     def mean_of(self, payloads: Sequence[Tensor], weights: Sequence[float], members: int) -> Tensor:
         """The encoded mean of whole payloads, as `members` would reduce it between them."""
+        if not self.codec.stochastic:  # parts end where blocks do, so they are rounded as in the whole
+            return self.reduced(payloads, weights, 0, 1)
         count = self.part_count(members)
         return self.joined(
             [

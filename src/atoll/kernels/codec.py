@@ -68,12 +68,11 @@ def _encode(
     at = first + stretch[:, None] * GRAIN + tl.arange(0, GRAIN)[None, :]
     value = tl.load(start + at, at < numel, 0.0)
     there = first + stretch * GRAIN < numel
-    if LOCAL is not None:
-        local = addresses(table, first // GRAIN + stretch, there, LOCAL)[:, None] + tl.arange(0, GRAIN)[None, :]
-        now = tl.load(local, there[:, None], 0.0)
-        if LOCAL is not tl.float32:
-            value = value.to(LOCAL).to(tl.float32)
-        value = value - now.to(tl.float32)
+    local = addresses(table, first // GRAIN + stretch, there, LOCAL)[:, None] + tl.arange(0, GRAIN)[None, :]
+    now = tl.load(local, there[:, None], 0.0)
+    if LOCAL is not tl.float32:
+        value = value.to(LOCAL).to(tl.float32)
+    value = value - now.to(tl.float32)
     if LIMIT is None:
         cast = value.to(codes.dtype.element_ty)
         tl.store(codes + at, cast, at < numel)
@@ -110,12 +109,11 @@ def _encode(
         else:
             even, odd = tl.split(tl.reshape(code & 15, [stretches, GRAIN // 2, 2]))
             pair = first // 2 + stretch[:, None] * (GRAIN // 2) + tl.arange(0, GRAIN // 2)[None, :]
-            written = there[:, None] if LOCAL is not None else pair * 2 < numel  # live parameters are whole stretches
-            tl.store(codes + pair, (even | (odd << 4)).to(tl.uint8), written)
+            tl.store(codes + pair, (even | (odd << 4)).to(tl.uint8), there[:, None])
 
 
-def encode(codec: Codec, start: Tensor, local: Live | None, payload: Tensor, worst: Tensor) -> None:
-    """Write the payload of `start` minus `local` (or of `start` itself), where `start` is fp32 [numel].
+def encode(codec: Codec, start: Tensor, local: Live, payload: Tensor, worst: Tensor) -> None:
+    """Write the payload of `start` minus `local`, where `start` is fp32 [numel].
 
     A start is first rounded as the live parameters would have rounded it. `worst`, int32 [1], becomes at least the
     bits of the largest magnitude; if `is_bad` says so of it, the payload is not to be sent.
@@ -124,9 +122,9 @@ def encode(codec: Codec, start: Tensor, local: Live | None, payload: Tensor, wor
     codes, _ = codes_of(codec, payload, numel)
     launch(
         _encode, -(-numel // _ENCODE["TILE"]),
-        start, None if local is None else local.table, payload, codes, worst, numel,
-        FORMAT=codec.format, LIMIT=nearest_limit(codec.format), LOCAL=None if local is None else TYPES[local.dtype],
-        GRAIN=BLOCK if local is None else local.grain, BLOCK=BLOCK, enable_fp_fusion=False, **_ENCODE,
+        start, local.table, payload, codes, worst, numel,
+        FORMAT=codec.format, LIMIT=nearest_limit(codec.format), LOCAL=TYPES[local.dtype],
+        GRAIN=local.grain, BLOCK=BLOCK, enable_fp_fusion=False, **_ENCODE,
     )  # fmt: skip
 
 

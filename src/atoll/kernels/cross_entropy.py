@@ -21,7 +21,8 @@ def _cross_entropy(
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
-    targeted = tl.load(logits + target, (target >= 0) & (target < VOCABULARY), float("nan")).to(tl.float32)
+    known = (target >= 0) & (target < VOCABULARY)
+    targeted = tl.load(logits + target, known, float("nan")).to(tl.float32)
     tops = tl.full([TILE], float("-inf"), tl.float32)
     for first in range(0, VOCABULARY, TILE):
         tops = tl.maximum(tops, _some(logits, first, VOCABULARY, TILE))
@@ -34,7 +35,7 @@ def _cross_entropy(
     tl.store(log_totals + row, log_total)
     if GRADIENTS:
         tl.debug_barrier()  # the target's logit has been read by all before it is written over
-        slope = 1 + 2 * z_loss * log_total
+        slope = tl.where(known, 1 + 2 * z_loss * log_total, float("nan"))
         for first in range(0, VOCABULARY, TILE):
             gradient = tl.exp(_some(logits, first, VOCABULARY, TILE) - log_total) * slope
             at = first + tl.arange(0, TILE)
@@ -53,8 +54,8 @@ def cross_entropy_(
 ) -> None:
     """Write the cross-entropy [rows] and the logsumexp [rows], fp32, of logits [rows, vocabulary] for int64 targets.
 
-    A target that is not in the vocabulary makes the loss NaN, and so does a logit of +inf.
     With `gradients`, the logits become `scale` times those of cross_entropy + z_loss * logsumexp^2, by row.
+    A target that is not in the vocabulary makes both NaN, and so does a logit of +inf.
     """
     tile = min(triton.next_power_of_2(logits.shape[1]), _LARGEST)
     launch(

@@ -211,7 +211,8 @@ class Crossing:
         return sorted((c for c in all_of_it if c is not None), key=lambda c: c.member.worker)
 
     def _expect(self, envelope: Envelope, shot: int = 0) -> Incoming:
-        incoming = self._mail.expect(envelope, self._ticket.tag + shot, pinned=self._stage.pinned)
+        pinned = self._stage.pinned and envelope.kind == Kind.WHOLE  # parts and their means stay with the host
+        incoming = self._mail.expect(envelope, self._ticket.tag + shot, pinned=pinned)
         self._incoming.append(incoming)
         return incoming
 

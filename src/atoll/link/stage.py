@@ -53,7 +53,8 @@ class _GpuStage(Stage):
 
     def up(self, payload: Tensor) -> Tensor:
         with torch.cuda.stream(self._stream):
-            brought = payload.to(self._stream.device, non_blocking=True)
+            pinned = payload if payload.is_pinned() else payload.pin_memory()
+            brought = pinned.to(self._stream.device, non_blocking=True)
             self._there.record(self._stream)
         self._brought.append(brought)
         return brought

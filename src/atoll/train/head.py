@@ -67,6 +67,7 @@ class _InParts(torch.autograd.Function):
                 if to_hidden is not None:
                     torch.mm(logits, weights, out=to_hidden[part])
                     to_matrix = _added(to_matrix, logits.T, inputs[part])
+                del logits  # or the next part's would be made beside them
         if gradients:
             ctx.save_for_backward(to_hidden, to_matrix)
             ctx.dtypes = hidden.dtype, matrix.dtype
@@ -83,9 +84,9 @@ class _InParts(torch.autograd.Function):
 
 
 def _added(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """total + left @ right in fp32: many parts of bf16 would lose what each adds."""
+    """total + left @ right in fp32, perhaps in total's memory: many parts of bf16 would lose what each adds."""
     if left.dtype == torch.float32:
-        return left @ right if total is None else torch.addmm(total, left, right)
+        return left @ right if total is None else total.addmm_(left, right)
     if total is None:
         return torch.mm(left, right, out_dtype=torch.float32)
     return torch.addmm(total, left, right, out_dtype=torch.float32)
