@@ -1,6 +1,7 @@
 """The same bits on a GPU as on the CPU: a worker with one and a worker without must agree."""
 
 import copy
+import inspect
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +32,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),  # of torch, by torch's compiler
 ]
 
+AGREE = 5e-4
+"""Of a loss. To lose the place in the data shifts it by 8e-4, to lose what an optimizer remembers by 1e-2."""
 BLOCKS = ["int8", "int4", "e3m0", "e2m1"]
 CODECS = [Codec(name) for name in ("fp64", "fp32", "bf16", "fp16", *BLOCKS)]
 CODECS += [Codec(name, stochastic=True) for name in BLOCKS]
@@ -253,7 +256,8 @@ def trainer(*, compiled: bool) -> Trainer:
     )
     shape = preset("small")
     settings = resolve(settings, parameters=shape.parameters, context=shape.context)
-    tokens = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8)
+    text = Path(inspect.__file__).read_bytes()[:100_000]  # of noise, a broken run learns as much as a good one
+    tokens = np.frombuffer(text, np.uint8)
     assert settings.train.sequence is not None
     batches = Batches([tokens], workers=2, batch=4, sequence=settings.train.sequence, seed=0, device="cuda")
     checks = held_out(tokens, sequence=settings.train.sequence, tokens=4096, batch=4)
@@ -290,15 +294,15 @@ def test_batches_are_those_of_the_cpu_and_nobody_waits_for_them(
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_two_runs_agree_and_a_resumed_one_goes_on(compiled: bool) -> None:
-    """To 0.1 %: attention and embedding add up gradients in any order, in bf16."""
+    """To AGREE: attention and embedding add up gradients in any order, in bf16."""
     once = final_loss(trainer(compiled=compiled))
-    assert final_loss(trainer(compiled=compiled)) == pytest.approx(once, rel=1e-3)
+    assert final_loss(trainer(compiled=compiled)) == pytest.approx(once, rel=AGREE)
     first = trainer(compiled=compiled)
     for _ in range(18):
         first.step()
     second = trainer(compiled=compiled)
     second.load_state_dict(first.state_dict())
-    assert final_loss(second) == pytest.approx(once, rel=1e-3)
+    assert final_loss(second) == pytest.approx(once, rel=AGREE)
     torch.compiler.reset()
 
 
