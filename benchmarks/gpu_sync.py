@@ -38,6 +38,7 @@ import atoll
 from atoll.core.codec import Codec
 from atoll.core.flat import PIECE, words_of
 from atoll.core.outer import Nesterov
+from atoll.link.dist import DistLink
 from atoll.shapes import preset
 from atoll.train.model import Decoder
 
@@ -176,6 +177,7 @@ def worker(name: str, number: int, ports: list[int], periods: int, out: str, mod
                 outer.join()
                 trains = case.both_train or number == 0
                 found[case.name] = Rounds(training if trains else None, outer, link).measure(periods)
+                outer.finish()  # the next case begins with equal parameters
     else:
         for _ in range(2):
             training.step()
@@ -196,7 +198,7 @@ def worker(name: str, number: int, ports: list[int], periods: int, out: str, mod
 class Rounds:
     """Periods with and without an outer loop, in turns; a worker without `training` only exchanges."""
 
-    def __init__(self, training: Training | None, outer: atoll.OuterLoop, link: atoll.Link) -> None:
+    def __init__(self, training: Training | None, outer: atoll.OuterLoop, link: DistLink) -> None:
         self._training, self._outer, self._link = training, outer, link
         self._periods = 0
 
