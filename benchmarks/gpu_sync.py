@@ -11,9 +11,9 @@ rounds: two worker processes on this GPU have the same preset with Streaming in 
 loopback. Periods with an outer loop and periods without take turns, and both processes begin each together; "added" is
 the difference in time, per step, as a share of the step without, the median over periods. Three cases: both train, and
 share the GPU; only the first trains, as if it had a GPU to itself, while the second sends and receives; the same with
-offload. Like `atoll train`'s, the loops have an observer, which waits for the GPU once where a round is applied. "host"
-is what outer.step() took of the training thread's time, most of it waiting for steps that are still computed. Every
-outer.step() after which nothing is due runs with torch's synchronisation check set to raise an error, and one is
+offload. Like `atoll train`'s, the loops have an observer, which looks at every round when the next one is applied.
+"host" is what outer.step() took of the training thread's time, most of it waiting for steps that are still computed.
+Every outer.step() after which nothing is due runs with torch's synchronisation check set to raise an error, and one is
 profiled: the CUDA calls in it are named. Memory is the peak of a bare run, and of runs of one worker with the outer
 loop with and without offload, from before it is made, in processes of their own; evaluating and finish() are not in it.
 All at 1B need about 105 GiB of GPU memory and five minutes.
@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 import atoll
+from atoll.applied import Applied
 from atoll.core.codec import Codec
 from atoll.core.flat import PIECE, words_of
 from atoll.core.outer import Nesterov
@@ -173,7 +174,7 @@ def worker(name: str, number: int, ports: list[int], periods: int, out: str, mod
         for case, port in zip(CASES, ports, strict=True):
             with atoll.connect(f"127.0.0.1:{port}", worker=number, workers=2, deadline_s=120) as link:
                 offload = case.offload and number == 0
-                outer = atoll.OuterLoop(training.model, sync, link, offload=offload, observer=lambda applied: None)
+                outer = atoll.OuterLoop(training.model, sync, link, offload=offload, observer=Watch())
                 outer.join()
                 trains = case.both_train or number == 0
                 found[case.name] = Rounds(training if trains else None, outer, link).measure(periods)
@@ -193,6 +194,18 @@ def worker(name: str, number: int, ports: list[int], periods: int, out: str, mod
         torch.cuda.synchronize()
         found["peak"] = torch.cuda.max_memory_allocated()
     Path(out).write_text(json.dumps(found))
+
+
+class Watch:
+    """Looks at every applied round, a round later, as the trainer does a step later."""
+
+    def __init__(self) -> None:
+        self._last: Applied | None = None
+
+    def __call__(self, applied: Applied) -> None:
+        if self._last is not None:
+            assert self._last.norm >= 0
+        self._last = applied
 
 
 class Rounds:

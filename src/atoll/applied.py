@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,23 +12,53 @@ from atoll.core.outer import shares_of
 from atoll.link.base import Passage, Round, RoundId
 
 
+class Sums:
+    """Numbers that were summed up on some device, on their way to the host."""
+
+    def __init__(self, sums: Tensor) -> None:
+        self._sums, self._there = sums, None
+        if sums.is_cuda:
+            self._sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+            self._sums.copy_(sums, non_blocking=True)
+            self._there = torch.cuda.Event()
+            self._there.record(torch.cuda.current_stream(sums.device))
+
+    @cached_property
+    def values(self) -> tuple[float, ...]:
+        """All of them; waits until they are here."""
+        if self._there is not None:
+            self._there.synchronize()
+        return tuple(self._sums.tolist())
+
+
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """One applied round, the same on every worker that watches; on GPUs norm and cosine are rounded differently."""
+    """One applied round. Of a GPU, whoever asks for norm, cosine or sums waits until it has got that far."""
 
     round_id: RoundId
     step: int
     """The inner step it was applied after."""
     members: tuple[int, ...]
     """Workers whose payloads arrived."""
-    norm: float
-    """Length of the mean delta, the outer gradient."""
-    cosine: float | None
-    """Cosine similarity of two members' deltas, averaged over all pairs; None where no two were seen here."""
     passage: Passage | None = field(default=None, compare=False)
     """When and how it travelled."""
-    sums: tuple[float, ...] = field(default=(), compare=False)
-    """What norm and cosine are made of (`sizes`): where ranks hold parts of a vector, those of the parts add up."""
+    counted: Sums | None = field(default=None, compare=False, repr=False)
+    """Where `sums` come from; None if nobody's payload arrived."""
+
+    @property
+    def sums(self) -> tuple[float, ...]:
+        """What norm and cosine are made of (`sizes`): where ranks hold parts of a vector, those of the parts add up."""
+        return self.counted.values if self.counted else (0.0,)
+
+    @property
+    def norm(self) -> float:
+        """Length of the mean delta, the outer gradient; the same on every worker, but for rounding on GPUs."""
+        return sizes(self.sums)[0]
+
+    @property
+    def cosine(self) -> float | None:
+        """Cosine similarity of two members' deltas, averaged over all pairs; None where no two were seen here."""
+        return sizes(self.sums)[1]
 
 
 Observer = Callable[[Applied], None]
@@ -53,21 +84,9 @@ class Products:
 
     def applied(self, completed: Round, step: int) -> Applied:
         """What the round that was summed up looked like."""
-        sums = (
-            tuple(torch.stack(self._sums).sum(0).tolist())
-            if self._sums
-            else (0.0,) * (1 + len(completed.payloads) ** 2)
-        )
-        norm, cosine = sizes(sums)
-        return Applied(
-            round_id=completed.round_id,
-            step=step,
-            members=tuple(member.worker for member in completed.members),
-            norm=norm,
-            cosine=cosine,
-            passage=completed.passage,
-            sums=sums,
-        )
+        sums = torch.stack(self._sums).sum(0) if self._sums else torch.zeros(1 + len(completed.payloads) ** 2)
+        members = tuple(member.worker for member in completed.members)
+        return Applied(completed.round_id, step, members, completed.passage, Sums(sums))
 
 
 def mean_square(inner: Tensor, weights: Sequence[float]) -> Tensor:

@@ -91,8 +91,7 @@ class Rounds:
             if keep is not None:
                 self._state(completed.round_id).blend(keep)
             if self._observer:
-                nobody = Applied(completed.round_id, step, (), norm=0.0, cosine=None, passage=completed.passage)
-                self._observer(nobody)
+                self._observer(Applied(completed.round_id, step, (), completed.passage))
             return
         products = Products() if self._observer else None
         self._replicas[completed.round_id.fragment].outer_step(completed, products, keep, plainly=plainly)

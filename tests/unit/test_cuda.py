@@ -213,6 +213,23 @@ def test_nothing_waits_for_the_device_when_nothing_is_due(offload: bool) -> None
     assert quiet > 8
 
 
+def test_nothing_waits_for_the_device_where_a_round_is_applied() -> None:
+    seen: list[Applied] = []
+    sync = Streaming(period=6, fragments=Balanced(count=2), delay=2)
+    loops = [OuterLoop(model("cuda", torch.float32), sync, end, observer=seen.append) for end in local(2)]
+    for loop in loops:
+        loop.join()
+    try:
+        for step in range(1, 25):
+            sends = bool(loops[0]._schedule.due(step).send)
+            torch.cuda.set_sync_debug_mode("default" if sends else "error")
+            Crew(loops).step()
+            torch.cuda.set_sync_debug_mode("default")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(seen) > 8 and all(applied.norm == 0 for applied in seen)
+
+
 def test_a_nan_is_told_with_its_parameter() -> None:
     outer = OuterLoop(model("cuda", torch.float32), Streaming(period=2, fragments=Balanced(count=1)), local(1)[0])
     outer.step()

@@ -4,6 +4,7 @@ The numbers are those of whole workers: where ranks exchange a part each, their 
 worker make the same calls; whose sink is empty only adds its part.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from atoll.applied import Applied, sizes
 from atoll.config import RunConfig
-from atoll.events import End, Eval, Fault, Outcome, Round, Sink, Start, Step
+from atoll.events import End, Eval, Event, Fault, Outcome, Round, Sink, Start, Step
 from atoll.loop import OuterLoop
 from atoll.metrics import Metrics
 from atoll.state import Counters
@@ -40,6 +41,7 @@ class Account:
         self._weights = weights
         self._team = team
         self._sync = config.synchronisation()
+        self._observed: list[tuple[Applied, float]] = []  # rounds not written down yet, each with the run's start
 
     def counted(self) -> list[Counters]:
         """What the loops have counted so far."""
@@ -86,42 +88,56 @@ class Account:
         )
 
     def observe(self, applied: Applied) -> None:
-        """A round has reached the anchor."""
-        sent, passage = applied.round_id, applied.passage
-        loop = self.loops[0]
-        assert self._sync is not None and passage is not None
-        wire_sent, wire_received, *sums = self._team.over_parts([passage.sent, passage.received, *applied.sums])
-        norm, cosine = sizes(sums) if sums else (applied.norm, applied.cosine)
+        """A round has reached the anchor; it is written down with the next step, when it takes no waiting."""
         zero_s = self.clock_s - self.tally.seconds  # the run's start, as far as its clock runs only while it works
-        self.sink.write(
-            Round(
-                step=sent.step,
-                fragment=sent.fragment,
-                applied=applied.step,
-                members=list(applied.members),
-                expected=len(loop.link.weights(max(1, sent.step))),
-                norm=norm,
-                cosine=cosine,
-                bytes=self._sync.codec.payload_bytes(loop.fragments[sent.fragment].numel),
-                worker=self._workers[0],
-                opened_s=passage.opened_s - zero_s,
-                done_s=passage.done_s - zero_s,
-                waited_s=passage.waited_s,
-                hidden_s=passage.hidden_s,
-                wire_sent=int(wire_sent),
-                wire_received=int(wire_received),
-            )
-        )
+        self._observed.append((applied, zero_s))
 
-    def add(self, losses: Mapping[int, Tensor], norms: Mapping[int, Tensor], before: Sequence[Counters]) -> None:
+    def _write(self, event: Event) -> None:
+        """Write an event down, after all that came before it."""
+        self.settle()
+        self.sink.write(event)
+
+    def settle(self, before: float = math.inf) -> None:
+        """Write down the rounds that were applied before this step; of a GPU, that waits until they were."""
+        while self._observed and self._observed[0][0].step < before:
+            applied, zero_s = self._observed.pop(0)
+            sent, passage = applied.round_id, applied.passage
+            loop = self.loops[0]
+            assert self._sync is not None and passage is not None
+            wire_sent, wire_received, *sums = self._team.over_parts([passage.sent, passage.received, *applied.sums])
+            norm, cosine = sizes(sums)
+            self.sink.write(
+                Round(
+                    step=sent.step,
+                    fragment=sent.fragment,
+                    applied=applied.step,
+                    members=list(applied.members),
+                    expected=len(loop.link.weights(max(1, sent.step))),
+                    norm=norm,
+                    cosine=cosine,
+                    bytes=self._sync.codec.payload_bytes(loop.fragments[sent.fragment].numel),
+                    worker=self._workers[0],
+                    opened_s=passage.opened_s - zero_s,
+                    done_s=passage.done_s - zero_s,
+                    waited_s=passage.waited_s,
+                    hidden_s=passage.hidden_s,
+                    wire_sent=int(wire_sent),
+                    wire_received=int(wire_received),
+                )
+            )
+
+    def add(
+        self, step: int, losses: Mapping[int, Tensor], norms: Mapping[int, Tensor], before: Sequence[Counters]
+    ) -> None:
         """One inner step is made; the counters were those `before` when it began, at `clock_s`."""
+        self.settle(before=step)
         waited_s = self.waited_s - sum(then.wait_s for then in before)
         self.tally.add(losses, norms, self.tokens_per_step, time.perf_counter() - self.clock_s, waited_s)
 
     def log(self, step: int, rate: float) -> None:
         """Write down how the steps since the last log went."""
         interval = self.tally.take()
-        self.sink.write(
+        self._write(
             Step(
                 step=step,
                 tokens=self._tokens,
@@ -139,15 +155,15 @@ class Account:
     def evaluated(self, step: int, loss: float, *, best: bool) -> None:
         """Write down the held-out loss of the outer parameters, measured since `clock_s`."""
         self.tally.seconds += time.perf_counter() - self.clock_s
-        self.sink.write(Eval(step=step, tokens=self._tokens, seconds=self.tally.seconds, loss=loss, best=best))
+        self._write(Eval(step=step, tokens=self._tokens, seconds=self.tally.seconds, loss=loss, best=best))
 
     def fault(self, step: int, worker: int, what: str) -> None:
         """Write down what a worker has suffered."""
-        self.sink.write(Fault(step=step, worker=worker, what=what))
+        self._write(Fault(step=step, worker=worker, what=what))
 
     def end(self, step: int, outcome: Outcome, loss: float, best: float) -> None:
         """Write down how the run ended."""
-        self.sink.write(
+        self._write(
             End(
                 step=step,
                 tokens=self._tokens,

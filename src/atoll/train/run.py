@@ -166,6 +166,7 @@ def _run(trainer: Trainer, data: TokenData, folder: RunFolder, log: Jsonl | None
 
     def save() -> None:
         trainer.check_finite()
+        trainer.account.settle()
         folder.save(trainer, log.position() if log else 0, data)
         trainer.account.sink.write(Saved(step=trainer.steps, seconds=trainer.seconds))
 

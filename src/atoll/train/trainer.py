@@ -155,7 +155,7 @@ class Trainer:
         if self._crew is not None:
             self._crew.step()
             self._tell_faults(before)
-        self.account.add(losses, norms, before)
+        self.account.add(self.steps, losses, norms, before)
         if self.steps % self.config.train.log_every == 0 or self.done:
             self.check_finite()
             self.account.log(self.steps, rate)
