@@ -21,7 +21,6 @@ All at 1B need about 105 GiB of GPU memory and five minutes.
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -39,6 +38,7 @@ from atoll.applied import Applied
 from atoll.core.codec import Codec
 from atoll.core.flat import PIECE, words_of
 from atoll.core.outer import Nesterov
+from atoll.launch import free_ports
 from atoll.link.dist import DistLink
 from atoll.shapes import preset
 from atoll.train.model import Decoder
@@ -312,7 +312,7 @@ def rounds(name: str, periods: int) -> dict[str, Any]:
 
 def run(name: str, modes: Sequence[str], periods: int, folder: str) -> list[dict[str, Any]]:
     """What processes that run at the same time have found, one of each mode."""
-    ports = [20000 + os.getpid() % 10000 + 10000 * number for number, _ in enumerate(CASES)]
+    ports = free_ports(len(CASES))
     outs = [Path(folder, f"{mode}-{number}.json") for number, mode in enumerate(modes)]
     tasks = [[name, n, ports, periods, str(outs[n]), mode] for n, mode in enumerate(modes)]
     command = [sys.executable, __file__, "rounds", "--child"]
@@ -339,15 +339,15 @@ def main() -> None:
         return
     here: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     kept = json.loads(arguments.results.read_text()) if arguments.results.exists() else here
-    if any(kept[what] != here[what] for what in here):
+    if any(kept.get(what) != here[what] for what in here):
         kept = here  # what was measured elsewhere would be taken for this machine's
     if arguments.what in ("kernels", "all"):
         kept["kernels"] = kernels(arguments.values)
+        arguments.results.write_text(json.dumps(kept, indent=1) + "\n")
     if arguments.what in ("rounds", "all"):
         for name in arguments.presets:
             kept["rounds"] = kept.get("rounds", {}) | {name: rounds(name, arguments.periods)}
             arguments.results.write_text(json.dumps(kept, indent=1) + "\n")
-    arguments.results.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":

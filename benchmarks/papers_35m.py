@@ -22,6 +22,7 @@ neighbourhoods of 16 sequences; other seeds differ besides.
 """
 
 import argparse
+import hashlib
 import json
 import math
 import shutil
@@ -59,6 +60,8 @@ FARTHEST = 6.0
 """Percent from data-parallel that the picture of gaps has room for; Delayed is beyond."""
 OWN = ("name", "out", "train.steps", "train.warmup", "train.eval_every", "train.save_every", "train.log_every")
 """Settings that are no variant's to change."""
+COMPARED = ("data", "sync.workers", "train.batch", "train.sequence", "train.eval_tokens")
+"""Settings in which runs that are compared agree, or begin so."""
 INTERRUPTED = 130
 """The exit code of a run that was stopped and saved."""
 REFERENCE = "data-parallel"
@@ -133,14 +136,17 @@ def train(arguments: argparse.Namespace) -> None:
         run = settings(method, arguments)
         name, folder = run.name, arguments.runs / run.name
         kept = arguments.results / f"{name}.jsonl"
-        if kept.exists() and not arguments.again:
+        if arguments.again and kept.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            kept.unlink()
+        if kept.exists():
             print(f"{name}: in the results already", flush=True)
+            if not kept.with_suffix(".npy").exists() and (folder / MODEL).exists():
+                np.save(kept.with_suffix(".npy"), sequence_losses(folder / MODEL, run))
             continue
         check_text(run, arguments.results)
         file = arguments.runs / f"{name}.toml"
         file.write_text(run.to_toml())
-        if arguments.again and folder.exists():
-            shutil.rmtree(folder)
         begun = (folder / "run.toml").exists()  # if with other settings, it is refused
         command = [sys.executable, "-m", "atoll", "train", str(file), *(["--resume"] if begun else [])]
         process = subprocess.Popen(command)
@@ -151,7 +157,7 @@ def train(arguments: argparse.Namespace) -> None:
             code = process.wait()
         if code == 0:
             arguments.results.mkdir(parents=True, exist_ok=True)
-            kept.with_suffix(".json").write_text(json.dumps(about(folder), indent=1) + "\n")
+            kept.with_suffix(".json").write_text(json.dumps(about(folder, run), indent=1) + "\n")
             shutil.copy(folder / "metrics.jsonl", kept)
             np.save(kept.with_suffix(".npy"), sequence_losses(folder / MODEL, run))
         elif code == INTERRUPTED:
@@ -163,22 +169,37 @@ def train(arguments: argparse.Namespace) -> None:
 
 def check_text(run: run_file.RunConfig, results: Path) -> None:
     """Refuse to train what could not stand beside data-parallel, for another text is on this machine."""
-    if run.name == REFERENCE or not (results / f"{REFERENCE}.jsonl").exists():
+    reference = results / f"{REFERENCE}.jsonl"
+    if run.name == REFERENCE or not reference.exists():
         return
-    workers, files = run.sync.workers, list(prepare(run).train)
-    rows = Batches(files, workers=workers, batch=run.train.batch, sequence=sequence_of(run), seed=0).weights()
-    if rows != (theirs := Result.read(results / f"{REFERENCE}.jsonl").start.weights):
+    known = reference.with_suffix(".json")
+    theirs = json.loads(known.read_text())["text"] if known.exists() else None
+    if theirs is not None:
+        same = theirs == digest(run)
+    else:
+        files, workers = list(prepare(run).train), run.sync.workers
+        batches = Batches(files, workers=workers, batch=1, sequence=sequence_of(run), seed=0)
+        same = batches.weights() == Result.read(reference).start.weights
+    if not same:
         sys.exit(
-            f"{run.name}: each worker has {rows[0]:.0f} sequences of text here, {REFERENCE} in {results} had "
-            f"{theirs[0]:.0f}: train that on this machine too, into a folder of its own (--results)"
+            f"{run.name}: the text on this machine is not that of {REFERENCE} in {results}: "
+            "train that here too, into a folder of its own (--results)"
         )
 
 
-def about(folder: Path) -> dict[str, Any]:
-    """The settings of a run, but for places on its machine."""
+def digest(run: run_file.RunConfig) -> str:
+    """Of the tokens that a run trains on and is measured by."""
+    data, found = prepare(run), hashlib.blake2b(digest_size=16)
+    for file in (*data.train, data.held_out):
+        found.update(file.tokens.data)
+    return found.hexdigest()
+
+
+def about(folder: Path, run: run_file.RunConfig) -> dict[str, Any]:
+    """The settings of a run, but for places on its machine, and a digest of its text."""
     places = ("out", "data.source", "data.cache")
     used = run_file.settings_of(run_file.load(folder / "run.toml"))
-    return {key: value for key, value in used.items() if key not in places}
+    return {key: value for key, value in used.items() if key not in places} | {"text": digest(run)}
 
 
 def sequence_losses(export: Path, run: run_file.RunConfig) -> npt.NDArray[np.float32]:
@@ -226,7 +247,7 @@ class Result(NamedTuple):
     def gap(self, reference: "Result") -> str:
         """To another run, in percent of its loss."""
         gap = f"{100 * (self.end.loss / reference.end.loss - 1):+.2f} %"
-        if self.losses is None or reference.losses is None:
+        if self.losses is None or reference.losses is None or self.losses.shape != reference.losses.shape:
             return gap
         apart = (self.losses - reference.losses) / reference.losses.mean()
         near = np.array([part.mean() for part in np.array_split(apart, max(2, len(apart) // 16))])
@@ -285,6 +306,23 @@ def load(folder: Path) -> dict[str, Result]:
     return kept
 
 
+def refuse(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """What would be put in the wrong place, or could not be compared with what is there."""
+    keys = [change.partition("=")[0].strip() for change in arguments.changes]
+    if own := [key for key in keys if any(key == one or one.startswith(f"{key}.") for one in OWN)]:
+        parser.error(f"--set {own[0]}: that is decided here, by --suffix, --runs and --tokens")
+    if arguments.suffix and any(f"{method}-{arguments.suffix}" in METHODS for method in arguments.methods):
+        parser.error(f"--suffix {arguments.suffix}: that is the name of another method")
+    if arguments.results != RESULTS:
+        return
+    if (keys or arguments.tokens != TOKENS) and arguments.suffix is None:
+        parser.error("--set and --tokens make a variant: give it a name (--suffix), or it would take a method's place")
+    others = [key for key in keys if key.startswith(COMPARED)]
+    if others or arguments.tokens != TOKENS:
+        what = f"--set {others[0]}" if others else "--tokens"
+        parser.error(f"{what}: the run could not be compared with others: give it a folder of its own (--results)")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("act", choices=["train", "table"])
@@ -297,10 +335,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--again", action="store_true", help="also what is in the results")
     arguments = parser.parse_args()
-    if (arguments.changes or arguments.tokens != TOKENS) and arguments.suffix is None:
-        parser.error("--set and --tokens make a variant: give it a name (--suffix), or it would take a method's place")
-    if own := [change for change in arguments.changes if change.partition("=")[0].strip() in OWN]:
-        parser.error(f"--set {own[0]}: that is decided here, by --suffix, --runs and --tokens")
+    refuse(parser, arguments)
     try:
         if arguments.act == "train":
             train(arguments)

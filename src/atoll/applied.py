@@ -18,7 +18,7 @@ class Sums:
     def __init__(self, sums: Tensor) -> None:
         self._sums, self._there = sums, None
         if sums.is_cuda:
-            self._sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+            self._sums = torch.empty(sums.shape, dtype=sums.dtype, device="cpu", pin_memory=True)
             self._sums.copy_(sums, non_blocking=True)
             self._there = torch.cuda.Event()
             self._there.record(torch.cuda.current_stream(sums.device))
@@ -28,10 +28,12 @@ class Sums:
         """All of them; waits until they are here."""
         if self._there is not None:
             self._there.synchronize()
-        return tuple(self._sums.tolist())
+        values = tuple(self._sums.tolist())
+        del self._sums, self._there  # pinned memory is not to be kept for long
+        return values
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Applied:
     """One applied round. Of a GPU, whoever asks for norm, cosine or sums waits until it has got that far."""
 
@@ -42,7 +44,7 @@ class Applied:
     """Workers whose payloads arrived."""
     passage: Passage | None = field(default=None, compare=False)
     """When and how it travelled."""
-    counted: Sums | None = field(default=None, compare=False, repr=False)
+    counted: Sums | None = field(default=None, compare=False)
     """Where `sums` come from; None if nobody's payload arrived."""
 
     @property
@@ -59,6 +61,10 @@ class Applied:
     def cosine(self) -> float | None:
         """Cosine similarity of two members' deltas, averaged over all pairs; None where no two were seen here."""
         return sizes(self.sums)[1]
+
+    def __repr__(self) -> str:
+        at = f"{self.round_id}, step={self.step}, members={self.members}"
+        return f"Applied({at}, norm={self.norm}, cosine={self.cosine})"
 
 
 Observer = Callable[[Applied], None]

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from atoll import checkpoint, config
 from atoll.config import RunConfig
-from atoll.errors import AtollError, CheckpointError, ConfigError, DataError
+from atoll.errors import AtollError, CheckpointError, ConfigError, DataError, LinkError
 from atoll.events import End, Eval, Fault, Resumed, Round, Start, Step, read
 from atoll.train.export import load_export
 from atoll.train.run import train
@@ -105,6 +105,25 @@ def test_interrupted_and_resumed_is_the_same_run(make: Any, method: str, monkeyp
     events = read(folder / "metrics.jsonl")
     assert [event.step for event in events if isinstance(event, Resumed)] == [4, 10, 19]
     assert isinstance(events[-1], End) and events[-1].outcome == "finished"
+
+
+def test_what_fails_has_written_down_its_last_round(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from atoll.train.trainer import Trainer
+
+    original = Trainer._backward
+
+    def failing(self: Trainer, n: int) -> torch.Tensor:
+        if self.steps == 8:
+            raise LinkError("the cable was pulled")
+        return original(self, n)
+
+    monkeypatch.setattr(Trainer, "_backward", failing)
+    seldom = {"train.log_every": 100, "train.eval_every": 100, "train.save_every": 100}
+    run = make(**METHODS["diloco"], **seldom, **{"sync.period": 1})
+    with pytest.raises(LinkError, match="the cable was pulled"):
+        train(run)
+    events = read(Path(run.out) / run.name / "metrics.jsonl")
+    assert [event.applied for event in events if isinstance(event, Round)] == list(range(1, 8))
 
 
 def interrupt_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:

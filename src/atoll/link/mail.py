@@ -109,7 +109,7 @@ class Mail:
     def expect(self, envelope: Envelope, tag: int, *, pinned: bool = False) -> Incoming:
         """Post the receives of a message; into pinned memory, if it goes on to a GPU."""
         chunks = -(-envelope.message_bytes // CHUNK_BYTES)
-        buffer = torch.empty(chunks * CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        buffer = torch.empty(chunks * CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         works = [self._expect(chunk, envelope.sender, tag) for chunk in buffer.split(CHUNK_BYTES)]
         return Incoming(envelope, buffer, works)
 

@@ -42,7 +42,7 @@ class _GpuStage(Stage):
         self._brought: list[Tensor] = []
 
     def down(self, payload: Tensor) -> Tensor:
-        host = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True)
+        host = torch.empty(payload.shape, dtype=payload.dtype, device="cpu", pin_memory=True)
         done = torch.cuda.Event(blocking=True)  # leaves the core to others meanwhile
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._queued)

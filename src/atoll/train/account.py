@@ -91,6 +91,8 @@ class Account:
         """A round has reached the anchor; it is written down with the next step, when it takes no waiting."""
         zero_s = self.clock_s - self.tally.seconds  # the run's start, as far as its clock runs only while it works
         self._observed.append((applied, zero_s))
+        if not self._team.whole:  # its parts are summed up now, while all ranks are here
+            self.settle()
 
     def _write(self, event: Event) -> None:
         """Write an event down, after all that came before it."""

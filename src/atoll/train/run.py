@@ -2,14 +2,14 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from atoll.config import RunConfig
-from atoll.errors import ConfigError
+from atoll.errors import AtollError, ConfigError
 from atoll.events import Jsonl, Resumed, Saved, Sink, read
 from atoll.interrupts import Interrupts, interruptible
 from atoll.layout import BEST, CHECKPOINTS, METRICS, MODEL, RUN, worker_folder
@@ -103,6 +103,8 @@ def _train(config: RunConfig, seat: Seat | None, team: Team, resume: bool) -> Pa
         _tell_what_may_surprise(config, data, trainer)
         folder.begin(config, trainer.parameters, data)
         log = _open_log(trainer, folder, others, saved.metrics if saved else None, stack) if team.leads else None
+        if team.whole:  # else it is a question to all ranks, of which some may have failed
+            stack.callback(_write_down_the_last_rounds, trainer)
         if saved is None and folder.of_many:  # nobody trains on before all have a state that they can come back to
             folder.save(trainer, log.position() if log else 0, data)
             _meet_all("begun", mate, team, interrupted)
@@ -114,6 +116,12 @@ def _train(config: RunConfig, seat: Seat | None, team: Team, resume: bool) -> Pa
     if team.leads and (said := foretold(config, trainer.account)):
         _tell(config, said)
     return folder.path
+
+
+def _write_down_the_last_rounds(trainer: Trainer) -> None:
+    """Of a run that ends too soon; nothing that goes wrong here may hide why it does."""
+    with suppress(AtollError, OSError, RuntimeError):
+        trainer.account.settle()
 
 
 def _meet_all(place: str, mate: DistLink | None, team: Team, interrupted: Interrupts) -> None:
