@@ -162,7 +162,9 @@ def test_rounds_take_no_new_memory_once_warm(offload: bool) -> None:
             walk([outer], 20)
             before = taken()
             walk([outer], 40)
-            return [now - then for now, then in zip(taken(), before, strict=True)]
+            found = [now - then for now, then in zip(taken(), before, strict=True)]
+            outer.finish()
+            return found
 
     with ThreadPoolExecutor(2) as threads:
         found, _ = threads.map(work, ("cuda", "cpu"))
