@@ -16,7 +16,7 @@ offload. Like `atoll train`'s, the loops have an observer, which looks at every 
 Every outer.step() after which nothing is due runs with torch's synchronisation check set to raise an error, and one is
 profiled: the CUDA calls in it are named. Memory is the peak of a bare run, and of runs of one worker with the outer
 loop with and without offload, from before it is made, in processes of their own; evaluating and finish() are not in it.
-All at 1B need about 105 GiB of GPU memory and five minutes.
+All at 1B need about 105 GiB of GPU memory.
 """
 
 import argparse

@@ -117,6 +117,7 @@ def settings(name: str, arguments: argparse.Namespace) -> run_file.RunConfig:
 
 
 def sequence_of(run: run_file.RunConfig) -> int:
+    """Tokens of a sequence."""
     assert run.train.sequence is not None  # as settings() gives it
     return run.train.sequence
 

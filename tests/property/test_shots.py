@@ -42,6 +42,12 @@ def gaussian(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tenso
     return torch.randn(numel, generator=generator, dtype=dtype) * 2.0**scales
 
 
+def mean_by_parts(cargo: Cargo, payloads: list[Tensor], weights: list[float], count: int) -> Tensor:
+    """As members that have a part each find it."""
+    cuts = [[cargo.cut(payload, part, count) for payload in payloads] for part in range(count)]
+    return cargo.joined([cargo.reduced(cut, weights, part, count) for part, cut in enumerate(cuts)])
+
+
 def encoded_mean(cargo: Cargo, payloads: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Straight from the definition, with no parts at all."""
     decoded = [cargo.codec.decode(payload, cargo.numel, cargo.dtype) for payload in payloads]
@@ -153,6 +159,7 @@ def test_the_mean_is_the_encoded_weighted_mean_of_what_was_decoded(
     mean = cargo.mean_of(payloads, weights, len(weights) + absent)
     assert mean.numel() == cargo.payload_bytes
     assert torch.equal(mean, encoded_mean(cargo, payloads, weights))
+    assert torch.equal(mean, mean_by_parts(cargo, payloads, weights, len(weights) + absent))
 
 
 @given(
@@ -173,7 +180,9 @@ def test_parts_longer_than_a_piece_have_the_same_mean() -> None:
     cargo = Cargo(Codec("int8"), 4 * PIECE + 3 * BLOCK + 7)
     payloads = [cargo.codec.encode(gaussian(cargo.numel, m)) for m in range(2)]
     assert parts(cargo.numel, 2)[0].stop > PIECE
-    assert torch.equal(cargo.mean_of(payloads, [1.0, 3.0], 2), encoded_mean(cargo, payloads, [1.0, 3.0]))
+    mean = mean_by_parts(cargo, payloads, [1.0, 3.0], 2)
+    assert torch.equal(mean, encoded_mean(cargo, payloads, [1.0, 3.0]))
+    assert torch.equal(mean, cargo.mean_of(payloads, [1.0, 3.0], 2))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -102,31 +102,30 @@ class Account:
     def settle(self, before: float = math.inf) -> None:
         """Write down the rounds that were applied before this step; of a GPU, that waits until they were."""
         while self._observed and self._observed[0][0].step < before:
-            applied, zero_s = self._observed.pop(0)
-            sent, passage = applied.round_id, applied.passage
-            loop = self.loops[0]
-            assert self._sync is not None and passage is not None
-            wire_sent, wire_received, *sums = self._team.over_parts([passage.sent, passage.received, *applied.sums])
-            norm, cosine = sizes(sums)
-            self.sink.write(
-                Round(
-                    step=sent.step,
-                    fragment=sent.fragment,
-                    applied=applied.step,
-                    members=list(applied.members),
-                    expected=len(loop.link.weights(max(1, sent.step))),
-                    norm=norm,
-                    cosine=cosine,
-                    bytes=self._sync.codec.payload_bytes(loop.fragments[sent.fragment].numel),
-                    worker=self._workers[0],
-                    opened_s=passage.opened_s - zero_s,
-                    done_s=passage.done_s - zero_s,
-                    waited_s=passage.waited_s,
-                    hidden_s=passage.hidden_s,
-                    wire_sent=int(wire_sent),
-                    wire_received=int(wire_received),
-                )
-            )
+            self.sink.write(self._round(*self._observed.pop(0)))
+
+    def _round(self, applied: Applied, zero_s: float) -> Round:
+        sent, passage, loop = applied.round_id, applied.passage, self.loops[0]
+        assert self._sync is not None and passage is not None
+        wire_sent, wire_received, *sums = self._team.over_parts([passage.sent, passage.received, *applied.sums])
+        norm, cosine = sizes(sums)
+        return Round(
+            step=sent.step,
+            fragment=sent.fragment,
+            applied=applied.step,
+            members=list(applied.members),
+            expected=len(loop.link.weights(max(1, sent.step))),
+            norm=norm,
+            cosine=cosine,
+            bytes=self._sync.codec.payload_bytes(loop.fragments[sent.fragment].numel),
+            worker=self._workers[0],
+            opened_s=passage.opened_s - zero_s,
+            done_s=passage.done_s - zero_s,
+            waited_s=passage.waited_s,
+            hidden_s=passage.hidden_s,
+            wire_sent=int(wire_sent),
+            wire_received=int(wire_received),
+        )
 
     def add(
         self, step: int, losses: Mapping[int, Tensor], norms: Mapping[int, Tensor], before: Sequence[Counters]

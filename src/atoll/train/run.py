@@ -103,8 +103,6 @@ def _train(config: RunConfig, seat: Seat | None, team: Team, resume: bool) -> Pa
         _tell_what_may_surprise(config, data, trainer)
         folder.begin(config, trainer.parameters, data)
         log = _open_log(trainer, folder, others, saved.metrics if saved else None, stack) if team.leads else None
-        if team.whole:  # else it is a question to all ranks, of which some may have failed
-            stack.callback(_write_down_the_last_rounds, trainer)
         if saved is None and folder.of_many:  # nobody trains on before all have a state that they can come back to
             folder.save(trainer, log.position() if log else 0, data)
             _meet_all("begun", mate, team, interrupted)
@@ -143,6 +141,8 @@ def _open_log(trainer: Trainer, folder: RunFolder, others: Sink, length: int | N
     past = read(folder.path / METRICS) if resumed else ()
     seen = stack.enter_context(closing(view(trainer.config.log.view, past=past)))
     trainer.account.sink = Metrics([log, others, seen])
+    if trainer.team.whole:  # else it is a question to all ranks, of which some may have failed
+        stack.callback(_write_down_the_last_rounds, trainer)
     if log.missing:
         print(f"warning: {folder.path / METRICS} has lost {log.missing} bytes of what happened", file=sys.stderr)
     if log.position() == 0:
