@@ -273,7 +273,7 @@ def table(results: Mapping[str, Result]) -> list[str]:
 
 def picture(results: Mapping[str, Result]) -> Figure:
     """Held-out loss over tokens, but for the first fifth, and how far each is from data-parallel's."""
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    figure = Figure(figsize=(12.5, 4.2), layout="constrained")
     losses, gaps = figure.subplots(1, 2)
     known = {event.tokens: event.loss for event in results[REFERENCE].evals}
     for name, result in results.items():
@@ -282,12 +282,12 @@ def picture(results: Mapping[str, Result]) -> Figure:
         losses.plot(tokens, [event.loss for event in late], label=name)
         gaps.plot(tokens, [100 * (event.loss / known[event.tokens] - 1) for event in late], label=name)
     losses.set_ylabel("held-out loss, nats per token")
-    losses.legend(frameon=False)
     gaps.set_ylabel("gap to data-parallel, %")
     gaps.set_ylim(-3, FARTHEST)
     for axes in (losses, gaps):
         axes.set_xlabel("tokens of both workers, millions")
         axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*losses.get_legend_handles_labels(), loc="outside right upper", frameon=False)
     return figure
 
 

@@ -72,7 +72,7 @@ MUTANTS = [
            "flight.left_out or any(member.worker == worker for member in completed.members)", "True"),
     Mutant("what was blended away is sent again at the end", "rounds.py", "flight.held *= keep", "pass"),
     Mutant("a lost eager delta is forgotten", "replica.py",
-           "if lost and lost.contribution and not lost.forgotten else None", "if False else None"),
+           "if lost and lost.offer and not lost.forgotten else None", "if False else None"),
     Mutant("a joiner keeps its random parameters", "state.py",
            "        self.newest = None\n        self.window.write(self.anchor)\n", "        self.newest = None\n"),
     Mutant("a joiner keeps its old momentum", "state.py",

@@ -3,34 +3,13 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from atoll.core.outer import shares_of
+from atoll.late import Late
 from atoll.link.base import Passage, Round, RoundId
-
-
-class Sums:
-    """Numbers that were summed up on some device, on their way to the host."""
-
-    def __init__(self, sums: Tensor) -> None:
-        self._sums, self._there = sums, None
-        if sums.is_cuda:
-            self._sums = torch.empty(sums.shape, dtype=sums.dtype, device="cpu", pin_memory=True)
-            self._sums.copy_(sums, non_blocking=True)
-            self._there = torch.cuda.Event()
-            self._there.record(torch.cuda.current_stream(sums.device))
-
-    @cached_property
-    def values(self) -> tuple[float, ...]:
-        """All of them; waits until they are here."""
-        if self._there is not None:
-            self._there.synchronize()
-        values = tuple(self._sums.tolist())
-        del self._sums, self._there  # pinned memory is not to be kept for long
-        return values
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -44,7 +23,7 @@ class Applied:
     """Workers whose payloads arrived."""
     passage: Passage | None = field(default=None, compare=False)
     """When and how it travelled."""
-    counted: Sums | None = field(default=None, compare=False)
+    counted: Late | None = field(default=None, compare=False)
     """Where `sums` come from; None if nobody's payload arrived."""
 
     @property
@@ -92,7 +71,7 @@ class Products:
         """What the round that was summed up looked like."""
         sums = torch.stack(self._sums).sum(0) if self._sums else torch.zeros(1 + len(completed.payloads) ** 2)
         members = tuple(member.worker for member in completed.members)
-        return Applied(completed.round_id, step, members, completed.passage, Sums(sums))
+        return Applied(completed.round_id, step, members, completed.passage, Late(sums))
 
 
 def mean_square(inner: Tensor, weights: Sequence[float]) -> Tensor:

@@ -16,12 +16,34 @@ from atoll.core.outer import weighted_mean
 from atoll.core.shots import sent_bytes
 from atoll.errors import LinkError, NonFiniteError
 from atoll.kernels import fused
-from atoll.link.base import Contribution, Link, Member, Pending, Round, RoundId
+from atoll.late import Late
+from atoll.link.base import Contribution, Link, Member, Offer, Pending, Round, RoundId
 from atoll.state import Counters
 
 if TYPE_CHECKING:
     from atoll.kernels.fragment import Fused
     from atoll.kernels.live import Live
+
+
+class Encoding:
+    """What kernels are encoding: from which anchor, and whether it can be sent, is known once they are done."""
+
+    def __init__(self, made: Contribution, found: Late, kernels: "Fused") -> None:
+        self._made = made
+        self._found = found
+        self._kernels = kernels
+
+    @property
+    def payload(self) -> Tensor:
+        """Where it will be, uint8."""
+        return self._made.payload
+
+    def settled(self) -> Contribution | None:
+        """Wait for it; None if a value of the delta was not finite, or too large."""
+        anchor_fingerprint = self._kernels.fingerprint_if_sound(self._found.values)
+        if anchor_fingerprint is None:
+            return None
+        return replace(self._made, member=replace(self._made.member, anchor_fingerprint=anchor_fingerprint))
 
 
 class Exchange:
@@ -45,7 +67,8 @@ class Exchange:
         self.fused = [fused(window, codec) for window in windows]
         """By fragment, the kernels that do its arithmetic, where its device has any."""
         self._late = late  # workers that apply a round only after they have sent the next: their anchors trail by one
-        self._tolerant = tolerant  # of NaNs and infinities: they keep this worker out of the round
+        self.tolerant = tolerant
+        """Of NaNs and infinities: they keep this worker out of the round."""
 
     def share(self, step: int) -> float:
         """This worker's part, 0 to 1, of a mean over all who are present at this step."""
@@ -63,21 +86,19 @@ class Exchange:
         try:
             payload = self.codec.encode(vector, self._seed(round_id) + self.link.worker)
         except NonFiniteError as error:
-            if self._tolerant:
+            if self.tolerant:
                 return None
             worst = int(vector.abs().nan_to_num(torch.inf).argmax())
             name = self._windows[round_id.fragment].locate(worst)
             raise NonFiniteError(f"worker {self.link.worker}, {round_id}, parameter {name!r}: {error}") from error
         return self._contribution(payload, version, 0 if anchor is None else fingerprint(anchor))
 
-    def contribution_by_kernels(
-        self, round_id: RoundId, start: Tensor, local: "Live", *, anchor: Tensor, version: int
-    ) -> Contribution | None:
-        """What this worker puts into a round, of start - local; None if a value of it cannot be sent."""
+    def encoding(self, round_id: RoundId, start: Tensor, local: "Live", *, anchor: Tensor, version: int) -> "Encoding":
+        """What this worker puts into a round, of start - local, by kernels; does not wait for them."""
         kernels = self.fused[round_id.fragment]
         assert kernels is not None
-        found = kernels.encode(start, local, anchor)
-        return None if found is None else self._contribution(found[0], version, found[1])
+        payload, found = kernels.encode(start, local, anchor)
+        return Encoding(self._contribution(payload, version, 0), Late(found), kernels)
 
     def _contribution(self, payload: Tensor, version: int, anchor_fingerprint: int) -> Contribution:
         return Contribution(Member(self.link.worker, self.weight, version, anchor_fingerprint), payload)
@@ -86,16 +107,24 @@ class Exchange:
         """Where the seeds of a round's payloads begin, one per worker; the same ones when a run is repeated."""
         return (round_id.step * len(self._windows) + round_id.fragment) * self.link.workers
 
-    def open(self, round_id: RoundId, contribution: Contribution | None) -> Pending:
+    def open(self, round_id: RoundId, offer: Offer | None) -> Pending:
         """Send a contribution on its way."""
-        if contribution is not None:
-            self.counters.rounds_sent += 1
-            self.counters.bytes_sent += contribution.payload.numel()
-        return self.reopen(round_id, contribution)
+        if offer is not None:
+            self._count_sent(round_id, 1)
+        return self.reopen(round_id, offer)
 
-    def reopen(self, round_id: RoundId, contribution: Contribution | None) -> Pending:
+    def reopen(self, round_id: RoundId, offer: Offer | None) -> Pending:
         """Take up a round that was in flight when a run was saved: it has been counted."""
-        return self.link.open(round_id, contribution, self._cargo(round_id))
+        return self.link.open(round_id, offer, self._cargo(round_id))
+
+    def take_back(self, round_id: RoundId) -> None:
+        """Count a round as one that this worker was left out of: its offer could not be sent."""
+        self._count_sent(round_id, -1)
+        self.counters.rounds_left_out += 1
+
+    def _count_sent(self, round_id: RoundId, rounds: int) -> None:
+        self.counters.rounds_sent += rounds
+        self.counters.bytes_sent += rounds * self.codec.payload_bytes(self._windows[round_id.fragment].numel)
 
     def _cargo(self, round_id: RoundId) -> Cargo:
         window = self._windows[round_id.fragment]

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from atoll.core.flat import Window, check_coverage, fingerprint, scatter, state_
 from atoll.core.fragments import Whole, describe, split, unsynchronised_buffers
 from atoll.core.outer import Blend
 from atoll.core.schedule import Schedule
-from atoll.errors import AtollError, ConfigError
+from atoll.errors import AtollError, ConfigError, NonFiniteError
 from atoll.exchange import Exchange
 from atoll.gradients import GradientAverage
 from atoll.link.base import Link, RoundId, difference
@@ -198,6 +198,8 @@ class OuterLoop:
             self.steps = step
             return
         due = self._schedule.due(step)
+        if due.send or due.apply:
+            self._settle()
         for fragment in due.apply:
             self._windows[fragment].parameters()  # what could not be written later is refused now
         self._use({*due.send, *due.apply})
@@ -238,7 +240,8 @@ class OuterLoop:
         """Measure and encode what is to be sent; a value that cannot be is refused here, before anything changes."""
         if round_ids:
             check_coverage(self.model, self._windows)
-        return [self._replicas[round_id.fragment].outgoing(round_id) for round_id in round_ids]
+        wait = self._schedule.delay == 0  # later on, a GPU has a step to work on while it is waited for
+        return [self._replicas[round_id.fragment].outgoing(round_id, wait=wait) for round_id in round_ids]
 
     def _send(self, outgoing: Sequence[Outgoing]) -> None:
         if self._spoilt(outgoing):
@@ -247,7 +250,22 @@ class OuterLoop:
 
     def _spoilt(self, outgoing: Sequence[Outgoing]) -> bool:
         """Whether a delta could not be sent for not being finite; the work in the other fragments is no better then."""
-        return any(o.contribution is None and self.link.present(o.round_id.step) for o in outgoing)
+        return any(o.offer is None and self.link.present(o.round_id.step) for o in outgoing)
+
+    def _settle(self) -> None:
+        """Learn whether what a GPU was still encoding when it was sent could be; if not, act on it now."""
+        unsent = self._rounds.unsent()
+        spoilt = [round_id for round_id, flight in unsent if not flight.forgotten]
+        if spoilt:
+            if not self._exchange.tolerant:
+                self._refuse(spoilt[0])
+            self.roll_back()
+        self._rounds.leave_out(unsent)
+
+    def _refuse(self, round_id: RoundId) -> NoReturn:
+        replica = self._at(round_id)
+        replica.outgoing_of(round_id, replica.delta())  # names the parameter, unless it has come to rights meanwhile
+        raise NonFiniteError(f"worker {self.link.worker}, {round_id}: a value was not finite, or too large to be sent")
 
     def _start_anew(self) -> None:
         """Join, come back or be rolled back: take the anchor, and nothing of one's own."""
@@ -264,6 +282,7 @@ class OuterLoop:
         if isinstance(self.sync, Gradients):
             self._finished = True
             return
+        self._settle()
         check_coverage(self.model, self._windows)
         everything = [RoundId(self.steps, fragment, last=True) for fragment in range(len(self._states))]
         deltas, spoilt = [], False

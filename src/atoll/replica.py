@@ -22,17 +22,19 @@ class Replica:
         self._outer = outer
         self._kernels = exchange.fused[fragment]
 
-    def outgoing(self, round_id: RoundId) -> Outgoing:
-        """What is to be sent; if a value cannot be, NonFiniteError names its parameter, or nothing is put in."""
+    def outgoing(self, round_id: RoundId, *, wait: bool) -> Outgoing:
+        """What is to be sent; if a value cannot be, NonFiniteError names its parameter, or nothing is put in.
+
+        With kernels, and unless it is to `wait`, what it offers tells later whether it can be sent.
+        """
         state = self.state
         local = self._kernels.live() if self._kernels and state.residual is None else None
         if local is not None and self._exchange.link.present(round_id.step):
             start = state.anchor if state.newest is None else self._whole_start()
-            sent = self._exchange.contribution_by_kernels(
-                round_id, start, local, anchor=state.anchor, version=state.version
-            )
-            if sent is not None:
-                return Outgoing(round_id, None, sent)
+            encoding = self._exchange.encoding(round_id, start, local, anchor=state.anchor, version=state.version)
+            offer = encoding.settled() if wait else encoding
+            if offer is not None:
+                return Outgoing(round_id, None, offer)
         return self.outgoing_of(round_id, self.delta())
 
     def outgoing_of(self, round_id: RoundId, delta: Tensor) -> Outgoing:
@@ -99,7 +101,7 @@ class Replica:
             state.window.write(state.anchor)
             return
         state.share = self._exchange.share(step)
-        payload = lost.contribution.payload if lost and lost.contribution and not lost.forgotten else None
+        payload = lost.offer.payload if lost and lost.offer and not lost.forgotten else None
         local = torch.empty_like(state.anchor)
         for piece in pieces(local.numel(), local.device):
             newest = self._decoded(state.newest, piece)
@@ -116,10 +118,10 @@ class Replica:
         A blending worker's parameters still held what it had sent (or part of it), and an eager worker had started
         beyond it.
         """
-        if flight.contribution is None or flight.forgotten:
+        if flight.offer is None or flight.forgotten:
             return
         held = flight.held if self.state.own is None else 0.0
-        delta.add_(self._exchange.decode(flight.contribution.payload, self._fragment), alpha=lost - held)
+        delta.add_(self._exchange.decode(flight.offer.payload, self._fragment), alpha=lost - held)
         if flight.restore is not None:
             delta.add_(flight.restore)
 

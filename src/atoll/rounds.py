@@ -25,9 +25,9 @@ class Rounds:
 
     def send(self, outgoing: Sequence[Outgoing]) -> None:
         """Open a round for each; a worker that was rolled back since its last send puts nothing in."""
-        for round_id, delta, contribution in outgoing:
+        for round_id, delta, offer in outgoing:
             state = self._state(round_id)
-            sent = None if state.left_out else contribution
+            sent = None if state.left_out else offer
             flight = Flight(sent, left_out=state.left_out)
             self._exchange.counters.rounds_left_out += state.left_out
             state.left_out = False
@@ -38,10 +38,28 @@ class Rounds:
             flight.pending = self._exchange.open(round_id, sent)
             self._flights[round_id] = flight
 
+    def unsent(self) -> list[tuple[RoundId, Flight]]:
+        """Those whose offer could not be sent after all; waits for what was still encoded when it was sent."""
+        found = []
+        for round_id, flight in self._flights.items():
+            if flight.offer is not None:
+                if (sent := flight.offer.settled()) is None:
+                    found.append((round_id, flight))
+                else:
+                    flight.offer = sent
+        return found
+
+    def leave_out(self, unsent: Sequence[tuple[RoundId, Flight]]) -> None:
+        """Note that these were completed without this worker, which has sat out the round it had to."""
+        for round_id, flight in unsent:
+            flight.offer, flight.left_out = None, True
+            self._state(round_id).left_out = False
+            self._exchange.take_back(round_id)
+
     def take_up(self) -> None:
         """Open again, in a resumed run, what was in flight when it was saved."""
         for round_id, flight in self._flights.items():
-            flight.pending = self._exchange.reopen(round_id, flight.contribution)
+            flight.pending = self._exchange.reopen(round_id, flight.offer)
 
     def apply(self, round_id: RoundId, step: int, keep: float | None = None) -> Flight | None:
         """Let a round move the anchor after this step; returns the flight if this worker's payload did not arrive.
@@ -61,7 +79,7 @@ class Rounds:
             if keep is not None:
                 self._thin_out(round_id.fragment, keep)
             return None
-        self._exchange.counters.rounds_missed += flight.contribution is not None
+        self._exchange.counters.rounds_missed += flight.offer is not None
         if keep is not None:
             self._state(round_id).restore(flight)
         return flight

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atoll.core.flat import Window, pieces
 from atoll.core.outer import blend
-from atoll.link.base import Contribution, Member, Pending, RoundId
+from atoll.link.base import Contribution, Member, Offer, Pending, RoundId
 
 
 @dataclass(slots=True)
@@ -155,15 +155,24 @@ class Outgoing(NamedTuple):
     round_id: RoundId
     delta: Tensor | None
     """None if it was never written down: nobody needs it once it is encoded."""
-    contribution: Contribution | None
+    offer: Offer | None
+
+
+class Unsent:
+    """An offer of which it is known that it could not be sent, but not yet to the worker that made it."""
+
+    payload = torch.empty(0, dtype=torch.uint8)
+
+    def settled(self) -> None:
+        """There is none."""
 
 
 @dataclass(slots=True)
 class Flight:
     """A round this worker has opened and that some worker has yet to apply."""
 
-    contribution: Contribution | None
-    """What it sent; None if it was absent and only follows."""
+    offer: Offer | None
+    """What it sent, or tried to; None if it was absent and only follows."""
     pending: Pending | None = None
     """Where the result will come from; None until the link is joined after a resume."""
     restore: Tensor | None = None
@@ -179,8 +188,9 @@ class Flight:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the pending round, which is opened anew on resume with the same contribution."""
-        sent = self.contribution
+        sent = None if self.offer is None else self.offer.settled()
         return {
+            "unsent": self.offer is not None and sent is None,
             "payload": None if sent is None else sent.payload.clone(),
             "anchor": None if sent is None else (sent.member.anchor_version, sent.member.anchor_fingerprint),
             "restore": _copy(self.restore),
@@ -193,7 +203,7 @@ class Flight:
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], worker: int, weight: float, device: torch.device) -> Self:
         """A flight as state_dict gave it, sent by this worker."""
-        sent = None
+        sent: Offer | None = Unsent() if state.get("unsent") else None
         if (payload := _copy(state["payload"], device)) is not None:
             sent = Contribution(Member(worker, weight, *state["anchor"]), payload)
         restore = _copy(state["restore"], device)

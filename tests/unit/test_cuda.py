@@ -215,28 +215,42 @@ def test_nothing_waits_for_the_device_when_nothing_is_due(offload: bool) -> None
     assert quiet > 8
 
 
-def test_nothing_waits_for_the_device_where_a_round_is_applied() -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_nothing_holds_up_the_device_where_a_round_is_sent_or_applied(offload: bool) -> None:
     seen: list[Applied] = []
     sync = Streaming(period=6, fragments=Balanced(count=2), delay=2)
-    loops = [OuterLoop(model("cuda", torch.float32), sync, end, observer=seen.append) for end in local(2)]
-    for loop in loops:
-        loop.join()
+    loops = [
+        OuterLoop(model("cuda", torch.float32), sync, end, offload=offload, observer=seen.append) for end in local(2)
+    ]
+    crew = Crew(loops)
+    for _ in range(14):  # all that is made once
+        crew.step()
     try:
-        for step in range(1, 25):
-            sends = bool(loops[0]._schedule.due(step).send)
-            torch.cuda.set_sync_debug_mode("default" if sends else "error")
-            Crew(loops).step()
-            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.set_sync_debug_mode("error")
+        for _ in range(24):
+            crew.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(seen) > 8 and all(applied.norm == 0 for applied in seen)
+
+
+def test_a_step_is_launched_while_the_delta_before_it_is_still_encoded() -> None:
+    outer = OuterLoop(model("cuda", torch.float32), Streaming(period=4, fragments=Balanced(count=1)), local(1)[0])
+    for _ in range(11):
+        outer.step()
+    torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+    trained = torch.cuda.Event()
+    trained.record()
+    outer.step()
+    assert outer.is_due(12) and outer.counters.rounds_sent == 3 and not trained.query()
 
 
 def test_a_nan_is_told_with_its_parameter() -> None:
     outer = OuterLoop(model("cuda", torch.float32), Streaming(period=2, fragments=Balanced(count=1)), local(1)[0])
     outer.step()
     outer.model.get_parameter("2.weight").data[3, 5] = float("nan")
-    with pytest.raises(NonFiniteError, match=r"parameter '2.weight': a value is nan"):
+    outer.step()
+    with pytest.raises(NonFiniteError, match=r"step 2, fragment 0, parameter '2.weight': a value is nan"):
         outer.step()
 
 

@@ -21,7 +21,7 @@ from atoll.core.cargo import Cargo
 from atoll.core.codec import Codec
 from atoll.core.shots import sent_bytes
 from atoll.errors import ConfigError, LinkError
-from atoll.link.base import Contribution, Link, Member, Passage, Pending, Round, RoundId
+from atoll.link.base import Contribution, Link, Member, Offer, Passage, Pending, Round, RoundId
 from atoll.link.local import Absence, Faults, run_local
 from atoll.link.shaped import Outage, Shape, ShapedLink, shaped
 from atoll.plan.job import transfer_s
@@ -238,7 +238,7 @@ class Stub:
     def weights(self, step: int) -> Mapping[int, float]:
         return {0: 1.0, 1: 3.0}
 
-    def open(self, round_id: RoundId, contribution: Contribution | None, cargo: Cargo) -> Pending:
+    def open(self, round_id: RoundId, offer: Offer | None, cargo: Cargo) -> Pending:
         self.blocked.wait()
         self.threads.append(threading.current_thread())
         if self.open_error:

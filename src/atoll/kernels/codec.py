@@ -137,28 +137,38 @@ def is_bad(codec: Codec, worst: int) -> bool:
 
 
 @triton.jit
-def decoded(units, codes, first, numel, FORMAT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """The fp32 values [ROWS, BLOCK] from block `first` on behind a payload; zeros beyond its end."""
+def levels(units, codes, first, numel, FORMAT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """The fp32 levels [ROWS, BLOCK] from block `first` on behind a payload, and their units' exponents [ROWS, 1].
+
+    Levels are multiples of one power of two, so few that fp32 sums up products of a block's without rounding. Beyond
+    the end they are zeros. A plain format has no units: values are levels, of any number.
+    """
     rows = first + tl.arange(0, ROWS)
     whole = (first + ROWS) * BLOCK <= numel
     at = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     if FORMAT == "plain":
-        return _loaded(codes + at, at < numel, whole).to(tl.float32)
+        return _loaded(codes + at, at < numel, whole).to(tl.float32), tl.full([ROWS, 1], 127, tl.int32)
     unit = tl.load(units + rows, rows * BLOCK < numel, 127).to(tl.int32)[:, None]
     if FORMAT == "int8":
-        number = _loaded(codes + at, at < numel, whole).to(tl.int8, bitcast=True)
-        return number.to(tl.float32) * (unit << 23).to(tl.float32, bitcast=True)
+        return _loaded(codes + at, at < numel, whole).to(tl.int8, bitcast=True).to(tl.float32), unit
     pair = rows[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
     both = _loaded(codes + pair, pair * 2 < numel, whole).to(tl.int32)
     # A code in the highest four bits, anything below. An arithmetic shift takes it to where fp32 has sign, exponent and
     # mantissa: a small float, which is the level but for a factor.
     high = tl.reshape(tl.join(both << 28, both << 24), [ROWS, BLOCK])
     if FORMAT == "int4":
-        level = (high >> 28).to(tl.float32)
-    elif FORMAT == "e3m0":
-        level = ((high >> 5) & -0x7C800000).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
-    else:
-        level = ((high >> 6) & -0x7E400000).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
+        return (high >> 28).to(tl.float32), unit
+    if FORMAT == "e3m0":
+        return ((high >> 5) & -0x7C800000).to(tl.float32, bitcast=True) * 1.329227995784916e36, unit  # 2 ** 120
+    return ((high >> 6) & -0x7E400000).to(tl.float32, bitcast=True) * 8.507059173023462e37, unit  # 2 ** 126
+
+
+@triton.jit
+def decoded(units, codes, first, numel, FORMAT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """The fp32 values [ROWS, BLOCK] from block `first` on behind a payload; zeros beyond its end."""
+    level, unit = levels(units, codes, first, numel, FORMAT, BLOCK, ROWS)
+    if FORMAT == "plain":
+        return level
     return level * (unit << 23).to(tl.float32, bitcast=True)
 
 

@@ -32,16 +32,17 @@ class Fused:
             self._live = live(tensors)
         return self._live
 
-    def encode(self, start: Tensor, local: Live, anchor: Tensor) -> tuple[Tensor, int] | None:
-        """The payload of start - local, and the anchor's fingerprint; None if a value cannot be sent.
-
-        Waits for the device, once.
-        """
+    def encode(self, start: Tensor, local: Live, anchor: Tensor) -> tuple[Tensor, Tensor]:
+        """The payload of start - local, and numbers, int64, for `fingerprint_if_sound`; waits for nothing."""
         payload = coding.room(self._codec, start.numel(), 1, start.device)[0]
         worst = torch.zeros(1, dtype=torch.int32, device=start.device)
         coding.encode(self._codec, start, local, payload, worst)
-        found, *sums = torch.cat([worst, sums_of_pieces(words_of(anchor), PIECE)]).tolist()
-        return None if coding.is_bad(self._codec, found) else (payload, joined_sums(sums))
+        return payload, torch.cat([worst, sums_of_pieces(words_of(anchor), PIECE)])
+
+    def fingerprint_if_sound(self, found: Sequence[int]) -> int | None:
+        """The anchor's fingerprint, from the numbers that `encode` found; None if a value cannot be sent."""
+        worst, *sums = found
+        return None if coding.is_bad(self._codec, worst) else joined_sums(sums)
 
     def stacked(self, payloads: Sequence[Tensor]) -> Tensor:
         """Payloads, from whatever device, as [members, bytes] where the kernels decode them fastest."""

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atoll.core.codec import BLOCK, Codec
-from atoll.kernels.codec import codes_of, decoded
+from atoll.kernels.codec import codes_of, levels
 from atoll.kernels.launch import launch
 
 _TILE = 1024
@@ -28,16 +28,23 @@ def _products(
     pair, share = program // shares, program % shares
     one, other = pair // MEMBERS, pair % MEMBERS
     if one <= other:
-        total = tl.zeros([count, BLOCK], tl.float64)
+        total = tl.zeros([count], tl.float64)
         for tile in range(TILES):
             at = (share * TILES + tile) * count
             if at * BLOCK < numel:
-                left = decoded(units + one * units_stride, codes + one * codes_stride, at, numel, FORMAT, BLOCK, count)
-                right = decoded(
+                left, left_unit = levels(
+                    units + one * units_stride, codes + one * codes_stride, at, numel, FORMAT, BLOCK, count
+                )
+                right, right_unit = levels(
                     units + other * units_stride, codes + other * codes_stride, at, numel, FORMAT, BLOCK, count
                 )
-                total += left.to(tl.float64) * right.to(tl.float64)
-        tl.store(parts + program, tl.sum(tl.sum(total, 1), 0))
+                if FORMAT == "plain":
+                    total += tl.sum(left.to(tl.float64) * right.to(tl.float64), 1)
+                else:
+                    # Without rounding in fp32; the exponents of both units make one of fp64, which holds them all.
+                    scale = tl.reshape(left_unit + right_unit, [count]).to(tl.int64) + (1023 - 2 * 127)
+                    total += tl.sum(left * right, 1).to(tl.float64) * (scale << 52).to(tl.float64, bitcast=True)
+        tl.store(parts + program, tl.sum(total, 0))
 
 
 def inner_products(codec: Codec, payloads: Tensor, numel: int) -> Tensor:

@@ -47,6 +47,21 @@ class Contribution:
     payload: Tensor
     """The encoded delta, uint8; not changed after it is handed over."""
 
+    def settled(self) -> "Contribution":
+        """Itself, as an Offer."""
+        return self
+
+
+class Offer(Protocol):
+    """What one worker puts into a round, made or still in the making on a GPU."""
+
+    @property
+    def payload(self) -> Tensor:
+        """Where it is, or will be."""
+
+    def settled(self) -> Contribution | None:
+        """Wait for it, in whatever thread; None if it turns out that it cannot be sent. Always the same answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Passage:
@@ -105,8 +120,8 @@ class Link(Protocol):
     def weights(self, step: int) -> Mapping[int, float]:
         """Worker -> weight of all who are present at this step."""
 
-    def open(self, round_id: RoundId, contribution: Contribution | None, cargo: Cargo) -> Pending:
-        """Start a round; None takes part in nothing and still learns the result."""
+    def open(self, round_id: RoundId, offer: Offer | None, cargo: Cargo) -> Pending:
+        """Start a round; None takes part in nothing and still learns the result. Does not wait for the offer."""
 
     def check(self) -> None:
         """Raise the LinkError of a round that has failed meanwhile, so that nobody trains on for nothing."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from atoll.core.cargo import Cargo
 from atoll.core.shots import shots
 from atoll.errors import LinkError
-from atoll.link.base import Contribution, Member, Passage, Round, RoundId
+from atoll.link.base import Contribution, Member, Offer, Passage, Round, RoundId
 from atoll.link.mail import Incoming, LostError, Mail, Outgoing
 from atoll.link.stage import stage
 from atoll.link.wire import Envelope, Kind, seal
@@ -34,7 +34,7 @@ class Ticket:
     """What a round is, as this worker opens it."""
 
     round_id: RoundId
-    mine: Contribution | None
+    offer: Offer | None
     """What this worker puts in; None if it has nothing."""
     cargo: Cargo
     tag: int
@@ -62,7 +62,7 @@ class Crossing:
         self._tell = ended
         self._opened_s = time.perf_counter()
         self._stage = stage(ticket.cargo.device)
-        self._mine = ticket.mine
+        self._mine: Contribution | None = None
         self._incoming: list[Incoming] = []
         self._outgoing: list[Outgoing] = []
         self._sent = 0
@@ -76,10 +76,12 @@ class Crossing:
         # A clock of its own, for gloo's closes all connections before anybody can be told why.
         clock = threading.Timer(self._ticket.deadline_s, self._run_out)
         clock.daemon = True
-        clock.start()
+        offer = self._ticket.offer
         try:
-            if self._mine is not None:
-                self._mine = replace(self._mine, payload=self._stage.down(self._mine.payload))
+            if offer is not None and (mine := offer.settled()) is not None:
+                self._mine = replace(mine, payload=self._stage.down(mine.payload))
+            self._opened_s = time.perf_counter()  # what is still computed is not under way
+            clock.start()
             completed = self._two_shots() if shots(self._workers) == 2 else self._one_shot()
             completed = self._brought_up(completed)
             received = sum(incoming.envelope.message_bytes for incoming in self._incoming)
@@ -126,7 +128,7 @@ class Crossing:
 
     def _brought_up(self, completed: Round) -> Round:
         """With its payloads where they are used; what this worker has put in is there already."""
-        own, sent = self._ticket.mine, self._mine
+        own, sent = self._ticket.offer, self._mine
         payloads = tuple(
             own.payload if own and sent and payload is sent.payload else self._stage.up(payload)
             for payload in completed.payloads

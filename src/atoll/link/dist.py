@@ -26,7 +26,7 @@ from torch import distributed
 
 from atoll.core.cargo import Cargo
 from atoll.errors import AtollError, ConfigError, LinkError
-from atoll.link.base import Contribution, Pending, RoundId, difference
+from atoll.link.base import Offer, Pending, RoundId, difference
 from atoll.link.blame import Report, verdict
 from atoll.link.crossing import Crossing, Ticket
 from atoll.link.mail import TAGS, LostError, Mail
@@ -225,7 +225,7 @@ class DistLink:
         """Worker -> weight of all."""
         return self._weights
 
-    def open(self, round_id: RoundId, contribution: Contribution | None, cargo: Cargo) -> Pending:
+    def open(self, round_id: RoundId, offer: Offer | None, cargo: Cargo) -> Pending:
         """Start a round; None takes part in nothing and still learns the result."""
         with self._lock:
             self.check()
@@ -233,7 +233,7 @@ class DistLink:
                 raise LinkError(f"{round_id}: {self.seat} has not joined")
             tag = 2 * self._opened % TAGS
             self._opened += 1  # all open the same rounds in the same order, or headers tell
-            ticket = Ticket(round_id, contribution, cargo, tag, self.deadline_s)
+            ticket = Ticket(round_id, offer, cargo, tag, self.deadline_s)
             crossing = Crossing(ticket, self._mail, self.worker, self.workers, self._over)
             self._flying.append(crossing)
             self._newest = f"after {round_id}"

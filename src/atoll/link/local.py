@@ -18,7 +18,7 @@ from atoll.checks import check_whole
 from atoll.core.cargo import Cargo
 from atoll.core.shots import shots
 from atoll.errors import ConfigError, LinkError
-from atoll.link.base import Contribution, Passage, Pending, Round, RoundId, difference
+from atoll.link.base import Offer, Passage, Pending, Round, RoundId, difference
 
 Result = TypeVar("Result")
 
@@ -95,7 +95,7 @@ class _Board:
         self.joined: dict[int, float] = {}
         self.threads: dict[int, threading.Thread] = {}
         self.gone: dict[int, str] = {}
-        self.rounds: dict[RoundId, dict[int, Contribution | None]] = {}
+        self.rounds: dict[RoundId, dict[int, Offer | None]] = {}
         self.reduced: dict[RoundId, Tensor] = {}
         self.last_s: dict[RoundId, float] = {}  # when somebody last posted to a round
         self.taken: dict[RoundId, set[int]] = {}
@@ -124,12 +124,12 @@ class _Board:
     def members(self, step: int) -> list[int]:
         return [w for w in range(self.workers) if self.faults.present(w, step)]
 
-    def post(self, worker: int, round_id: RoundId, contribution: Contribution | None) -> None:
+    def post(self, worker: int, round_id: RoundId, offer: Offer | None) -> None:
         arrives = self.faults.present(worker, round_id.step) and not self.faults.lost(worker, round_id)
         with self.changed:
             self.check_open(worker)
             self.threads[worker] = threading.current_thread()
-            self.rounds.setdefault(round_id, {})[worker] = contribution if arrives else None
+            self.rounds.setdefault(round_id, {})[worker] = offer if arrives else None
             self.last_s[round_id] = time.perf_counter()
             self.changed.notify_all()
 
@@ -139,7 +139,8 @@ class _Board:
             self.check_open(worker)
             posted = self.rounds[round_id]
             self.wait_for(str(round_id), worker, lambda: [w for w in members if w not in posted])
-            arrived = [c for _, c in sorted(posted.items()) if c is not None]
+            offers = [offer for _, offer in sorted(posted.items()) if offer is not None]
+            arrived = [c for offer in offers if (c := offer.settled()) is not None]
             payloads, who = tuple(c.payload for c in arrived), tuple(c.member for c in arrived)
             if arrived and shots(len(members)) == 2 and round_id not in self.reduced:
                 here = [payload.to(cargo.device) for payload in payloads]
@@ -214,9 +215,9 @@ class LocalLink:
         """Worker -> weight of all who are present at this step; waits for those who have yet to join."""
         return self._board.weights(self.worker, step)
 
-    def open(self, round_id: RoundId, contribution: Contribution | None, cargo: Cargo) -> Pending:
+    def open(self, round_id: RoundId, offer: Offer | None, cargo: Cargo) -> Pending:
         """Start a round; None takes part in nothing and still learns the result."""
-        self._board.post(self.worker, round_id, contribution)
+        self._board.post(self.worker, round_id, offer)
         return _Pending(self._board, self.worker, round_id, cargo, time.perf_counter())
 
     def check(self) -> None:

@@ -20,7 +20,7 @@ from atoll.checks import check_number, check_whole
 from atoll.core.cargo import Cargo
 from atoll.core.shots import sent_bytes, shots
 from atoll.errors import ConfigError, LinkError
-from atoll.link.base import Contribution, Link, Passage, Pending, Round, RoundId
+from atoll.link.base import Contribution, Link, Offer, Passage, Pending, Round, RoundId
 
 PACKET_BYTES = 1500
 """What is lost at once."""
@@ -325,11 +325,12 @@ class ShapedLink:
         """Worker -> weight of all who are present at this step."""
         return self._inner.weights(step)
 
-    def open(self, round_id: RoundId, contribution: Contribution | None, cargo: Cargo) -> Pending:
+    def open(self, round_id: RoundId, offer: Offer | None, cargo: Cargo) -> Pending:
         """Send a round on its way, which takes what the shape says; returns at once."""
         self._check_open()
         if self._courier is None:
             raise LinkError(f"{round_id}: worker {self.worker} has not joined yet, and its line is not open")
+        contribution = None if offer is None else offer.settled()  # a line takes what is there, and its time from then
         opened_s = time.perf_counter()
         parcel = _Parcel(round_id, contribution, cargo, opened_s, Future())
         self._courier.inbox.put(parcel)

@@ -17,7 +17,7 @@ from torch import Tensor, distributed
 
 from atoll.core.cargo import Cargo
 from atoll.errors import AtollError, LinkError
-from atoll.link.base import Contribution, Link, Member, Passage, Pending, Round, RoundId, difference
+from atoll.link.base import Link, Member, Offer, Passage, Pending, Round, RoundId, difference
 
 Value = TypeVar("Value")
 
@@ -132,9 +132,9 @@ class TeamLink:
         """Worker -> weight of all."""
         return self._weights
 
-    def open(self, round_id: RoundId, contribution: Contribution | None, cargo: Cargo) -> Pending:
+    def open(self, round_id: RoundId, offer: Offer | None, cargo: Cargo) -> Pending:
         """Start a round; None takes part in nothing and still learns the result."""
-        pending = None if self._link is None else _opened(self._link, round_id, contribution, cargo)
+        pending = None if self._link is None else _opened(self._link, round_id, offer, cargo)
         return _Relay(self, round_id, pending)
 
     def check(self) -> None:
@@ -239,9 +239,9 @@ class PartLink:
         """Worker -> weight of all who are present at this step."""
         return self._link.weights(step)
 
-    def open(self, round_id: RoundId, contribution: Contribution | None, cargo: Cargo) -> Pending:
+    def open(self, round_id: RoundId, offer: Offer | None, cargo: Cargo) -> Pending:
         """Start a round; None takes part in nothing and still learns the result."""
-        return _Part(self._circle, _opened(self._link, round_id, contribution, cargo))
+        return _Part(self._circle, _opened(self._link, round_id, offer, cargo))
 
     def check(self) -> None:
         """Raise the LinkError of a round that has failed meanwhile, here or on another rank."""
@@ -273,8 +273,8 @@ class _Failed:
         raise self._fault
 
 
-def _opened(link: Link, round_id: RoundId, contribution: Contribution | None, cargo: Cargo) -> Pending:
+def _opened(link: Link, round_id: RoundId, offer: Offer | None, cargo: Cargo) -> Pending:
     try:
-        return link.open(round_id, contribution, cargo)
+        return link.open(round_id, offer, cargo)
     except AtollError as fault:
         return _Failed(fault)

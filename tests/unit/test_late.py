@@ -1,0 +1,256 @@
+"""What kernels still encode when it is sent: nobody waits for it, and what cannot be sent is acted on at the next due
+step. By Triton's interpreter; test_cuda.py has the waiting itself, on a GPU."""
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from atoll import Crew, Eager, OuterLoop, Streaming, Sync, connect, local
+from atoll.applied import Applied
+from atoll.core.cargo import Cargo
+from atoll.core.codec import Codec
+from atoll.errors import NonFiniteError
+from atoll.late import Late
+from atoll.link.base import Contribution, Link, Member, Round, RoundId
+from atoll.link.local import Faults
+from atoll.link.shaped import Shape, shaped
+from harness import PRESETS, Problem, bits, by_part, inner_step, snapshot, toy, train
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels on a CPU need Triton's interpreter"),
+    pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning"),
+]
+
+PROBLEM = Problem(sizes=(32, 16, 48, 16), dtype=torch.float32)  # parameters that fall into the kernels' stretches
+ALONE = replace(PROBLEM, workers=1)
+LATE = [name for name, sync in PRESETS.items() if min(sync.delays) > 0 or len(sync.delays) > 1]
+STREAMING = Streaming(period=6, fragments=by_part(4), delay=2)
+
+
+@pytest.fixture(autouse=True)
+def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.kernels.usable", lambda device: True)
+
+
+def tolerant(sync: Sync, observed: list[Applied] | None = None) -> list[OuterLoop]:
+    loops = PROBLEM.loops(sync)
+    for loop in loops:
+        loop._exchange.tolerant = True
+        loop._rounds._observer = observed.append if observed is not None and loop.link.worker == 0 else None
+    return loops
+
+
+def spoil(loop: OuterLoop) -> None:
+    with torch.no_grad():
+        next(loop.model.parameters()).view(-1)[5] = torch.nan
+
+
+# ---------------------------------------------------------------------- what cannot be sent
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_spoilt_worker_is_left_out_once_of_every_fragment(name: str) -> None:
+    sync, observed = PRESETS[name], list[Applied]()
+    loops = tolerant(sync, observed)
+    train(loops, 7, PROBLEM.inner)
+    spoil(loops[1])
+    train(loops, 40, PROBLEM.inner)
+    anchors = [snapshot(loop)[1].tobytes() for loop in loops if sync.delay_of(loop.link.worker, 3) == sync.delays[0]]
+    assert len(set(anchors)) == 1
+    assert all(np.isfinite(toy(loop).vector()).all() for loop in loops)
+    fragments = len(loops[0].fragments)
+    assert [loop.counters.rounds_left_out for loop in loops] == [0, fragments, 0]
+    assert [loop.counters.roll_backs for loop in loops] == [0, 1, 0]
+    sent = [loop.counters.rounds_sent for loop in loops]
+    assert sent[0] - sent[1] == fragments and sent[0] == sent[2]
+    without = [applied for applied in observed if applied.members != (0, 1, 2)]
+    assert len(without) == fragments and all(applied.members == (0, 2) for applied in without)
+    Crew(loops).finish()
+    assert len({toy(loop).vector().tobytes() for loop in loops}) == 1
+
+
+def test_it_is_rolled_back_at_the_next_step_where_something_is_due() -> None:
+    (loop,) = ALONE.loops(Streaming(period=12, fragments=by_part(4), delay=2))
+    loop._exchange.tolerant = True
+    train([loop], 22, PROBLEM.inner)
+    spoil(loop)  # fragment 0, which is sent after 24
+    seen = {}
+    for _ in range(6):
+        train([loop], 1, PROBLEM.inner)
+        seen[loop.steps] = loop.counters.roll_backs
+    assert [step for step in seen if loop.is_due(step)] == [23, 24, 26, 27]
+    assert seen == {23: 0, 24: 0, 25: 0, 26: 1, 27: 1, 28: 1}
+
+
+def test_where_it_is_not_tolerated_the_next_due_step_names_the_parameter_every_time() -> None:
+    (loop,) = ALONE.loops(STREAMING)
+    train([loop], 5, PROBLEM.inner)
+    spoil(loop)
+    train([loop], 1, PROBLEM.inner)
+    for _ in range(2):
+        with pytest.raises(NonFiniteError, match=r"worker 0, step 6, fragment 0, parameter 'parts\.0\.values'"):
+            loop.step()
+    with pytest.raises(NonFiniteError, match="step 6, fragment 0"):
+        loop.finish()
+    loop.roll_back()
+    train([loop], 12, PROBLEM.inner)
+    assert loop.counters.roll_backs == 1 and np.isfinite(toy(loop).vector()).all()
+
+
+def test_a_value_that_has_come_to_rights_meanwhile_is_refused_all_the_same() -> None:
+    (loop,) = ALONE.loops(STREAMING)
+    train([loop], 5, PROBLEM.inner)
+    spoil(loop)
+    train([loop], 1, PROBLEM.inner)
+    with torch.no_grad():
+        next(loop.model.parameters()).zero_()
+    with pytest.raises(NonFiniteError, match="step 6, fragment 0: a value was not finite, or too large"):
+        loop.step()
+
+
+def test_who_was_rolled_back_meanwhile_is_not_rolled_back_again() -> None:
+    loops = tolerant(STREAMING)
+    train(loops, 5, PROBLEM.inner)
+    spoil(loops[1])
+    train(loops, 1, PROBLEM.inner)
+    loops[1].roll_back()
+    train(loops, 20, PROBLEM.inner)
+    assert loops[1].counters.roll_backs == 1
+    assert loops[1].counters.rounds_left_out == 4
+
+
+@pytest.mark.parametrize("sync", [STREAMING, Eager(period=4)], ids=["streaming", "eager"])
+@pytest.mark.parametrize("spoilt", [True, False])
+def test_a_state_saved_before_it_is_known_goes_on_to_the_bit(sync: Sync, spoilt: bool) -> None:
+    def until_sent() -> list[OuterLoop]:
+        loops = tolerant(sync)
+        train(loops, 11, PROBLEM.inner)
+        if spoilt:
+            spoil(loops[1])
+        train(loops, 1, PROBLEM.inner)
+        return loops
+
+    whole, saved, resumed = until_sent(), until_sent(), tolerant(sync)
+    for loop, old in zip(resumed, saved, strict=True):
+        loop.model.load_state_dict(old.model.state_dict())
+        loop.load_state_dict(old.state_dict())
+    assert [loop.counters.roll_backs for loop in saved] == [0, 0, 0]  # saving has changed nothing
+    for loops in (whole, saved, resumed):
+        train(loops, 13, PROBLEM.inner)
+        assert loops[1].counters.roll_backs == spoilt
+    for one, other, third in zip(whole, saved, resumed, strict=True):
+        assert bits(one) == bits(other) == bits(third)
+        assert replace(one.counters, wait_s=0, hidden_s=0) == replace(third.counters, wait_s=0, hidden_s=0)
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_payloads_that_are_lost_are_lost_as_without_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(PROBLEM, faults=Faults(drop=0.3, seed=3), steps=25)
+    sync = PRESETS[name]
+    if sync.codec.format == "bf16":  # which the interpreter does not round
+        sync = replace(sync, codec=Codec("int8"))
+
+    def trained() -> list[list[bytes]]:
+        loops = problem.loops(sync)
+        train(loops, problem.steps, problem.inner)
+        assert any(loop.counters.rounds_missed for loop in loops)
+        Crew(loops).finish()
+        return [bits(loop) for loop in loops]
+
+    by_kernels = trained()
+    monkeypatch.setattr("atoll.kernels.usable", lambda device: False)
+    assert trained() == by_kernels
+
+
+# ---------------------------------------------------------------------- nobody waits
+
+
+class Slow:
+    """An offer that is not known before it is let go."""
+
+    def __init__(self, worker: int, cargo: Cargo, *, sound: bool = True) -> None:
+        payload = cargo.codec.encode(torch.full((cargo.numel,), 1.0 + worker))
+        self._made = Contribution(Member(worker, 1.0, 0, 0), payload) if sound else None
+        self.payload = payload
+        self.known = threading.Event()
+
+    def settled(self) -> Contribution | None:
+        assert self.known.wait(30)
+        return self._made
+
+
+CARGO = Cargo(Codec("int8"), 1000, torch.float32, 0, torch.device("cpu"))
+AT = RoundId(1, 0)
+
+
+def ends(kind: str) -> list[AbstractContextManager[Link]]:
+    if kind == "local":
+        return [nullcontext(link) for link in local(2)]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    return [connect(address, worker=worker, workers=2) for worker in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["local", "dist"])
+@pytest.mark.parametrize("sound", [True, False])
+def test_a_round_is_opened_before_its_offer_is_known(kind: str, sound: bool) -> None:
+    offers = [Slow(0, CARGO), Slow(1, CARGO, sound=sound)]
+    opened = threading.Barrier(3)
+
+    def work(end: AbstractContextManager[Link]) -> Round:
+        with end as link:
+            link.join({}, 1.0)
+            pending = link.open(AT, offers[link.worker], CARGO)
+            opened.wait(30)
+            return pending.wait()
+
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(work, end) for end in ends(kind)]
+        opened.wait(30)
+        offers[0].known.set()
+        assert not any(one.done() for one in waiting)
+        offers[1].known.set()
+        for completed in (one.result(30) for one in waiting):
+            assert [member.worker for member in completed.members] == ([0, 1] if sound else [0])
+            assert torch.equal(completed.payloads[0], offers[0].payload)
+
+
+def test_an_emulated_line_takes_what_is_there() -> None:
+    (link,) = shaped(local(1), Shape(latency_s=1e-3))
+    link.join({}, 1.0)
+    offer = Slow(0, CARGO)
+    timer = threading.Timer(0.2, offer.known.set)
+    timer.start()
+    passage = link.open(AT, offer, CARGO).wait().passage
+    assert passage is not None and passage.done_s - passage.opened_s < 0.15
+    link.close()
+
+
+def test_numbers_may_be_asked_for_by_several_threads_and_again() -> None:
+    late = Late(torch.arange(5))
+    found: list[Any] = []
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: late.values, range(64)))
+    assert found == [(0, 1, 2, 3, 4)] * 64
+
+
+def test_an_inner_step_is_made_before_anybody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    (loop,) = ALONE.loops(STREAMING)
+    asked: list[int] = []
+    values = Late.values
+    assert isinstance(values, property) and values.fget is not None
+    read = values.fget
+    monkeypatch.setattr(Late, "values", property(lambda self: asked.append(loop.steps) or read(self)))
+    for _ in range(9):
+        inner_step(loop, PROBLEM.inner)
+        loop.step()
+    assert asked and min(asked) == 6 and 7 in asked  # sent after 6 and 7: first asked for in steps 7 and 8
