@@ -1,7 +1,7 @@
 """Vectors on one side, a link on the other: encodes and decodes, counts what passes, refuses what does not fit."""
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 class Encoding:
     """What kernels are encoding: from which anchor, and whether it can be sent, is known once they are done."""
 
-    def __init__(self, made: Contribution, found: Late, kernels: "Fused") -> None:
+    def __init__(self, made: Contribution, found: Late, read: Callable[[Sequence[int]], int | None]) -> None:
         self._made = made
         self._found = found
-        self._kernels = kernels
+        self._read = read  # no more of the kernels, for links keep offers, and would keep the model
 
     @property
     def payload(self) -> Tensor:
@@ -40,7 +40,7 @@ class Encoding:
 
     def settled(self) -> Contribution | None:
         """Wait for it; None if a value of the delta was not finite, or too large."""
-        anchor_fingerprint = self._kernels.fingerprint_if_sound(self._found.values)
+        anchor_fingerprint = self._read(self._found.values)
         if anchor_fingerprint is None:
             return None
         return replace(self._made, member=replace(self._made.member, anchor_fingerprint=anchor_fingerprint))
@@ -98,7 +98,17 @@ class Exchange:
         kernels = self.fused[round_id.fragment]
         assert kernels is not None
         payload, found = kernels.encode(start, local, anchor)
-        return Encoding(self._contribution(payload, version, 0), Late(found), kernels)
+        return Encoding(self._contribution(payload, version, 0), Late(found), kernels.read)
+
+    def refusal(self, round_id: RoundId, offer: Offer) -> NonFiniteError:
+        """What to say of an offer that could not be sent: the parameter is looked up in what was encoded."""
+        window, where = self._windows[round_id.fragment], ""
+        if offer.payload.numel():
+            values = self.codec.largest(offer.payload, window.numel)
+            names = dict.fromkeys(window.locate(index) for index in (values.start, values.stop - 1))
+            where = f", parameter {' or '.join(map(repr, names))}"
+        at = f"worker {self.link.worker}, {round_id}{where}"
+        return NonFiniteError(f"{at}: a value was not finite, or too large to be sent")
 
     def _contribution(self, payload: Tensor, version: int, anchor_fingerprint: int) -> Contribution:
         return Contribution(Member(self.link.worker, self.weight, version, anchor_fingerprint), payload)

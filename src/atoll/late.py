@@ -1,7 +1,7 @@
 """Numbers that a device works out, on their way to the host: whoever asks waits, and nobody else does."""
 
-import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ class Late:
         self._numbers: Tensor | None = numbers
         self._there: torch.cuda.Event | None = None
         self._values: tuple[Any, ...] = ()
-        self._lock = threading.Lock()
         if numbers.is_cuda:
             self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)
@@ -24,10 +23,22 @@ class Late:
     @property
     def values(self) -> tuple[Any, ...]:
         """All of them; waits until they are here."""
-        with self._lock:
-            if self._numbers is not None:
-                if self._there is not None:
-                    self._there.synchronize()
-                self._values = tuple(self._numbers.tolist())
-                self._numbers = self._there = None  # pinned memory is not to be kept for long
-            return self._values
+        # Two threads may do this at once, with the same outcome; what one of them clears comes last.
+        numbers, there = self._numbers, self._there
+        if numbers is not None:
+            if there is not None:
+                there.synchronize()
+            self._values = tuple(numbers.tolist())
+            self._numbers = None  # pinned memory is not to be kept for long
+            self._there = None
+        return self._values
+
+    def __reduce__(self) -> tuple[Callable[[tuple[Any, ...]], Self], tuple[tuple[Any, ...]]]:
+        """A copy has the values."""
+        return type(self)._of, (self.values,)
+
+    @classmethod
+    def _of(cls, values: tuple[Any, ...]) -> Self:
+        late = cls.__new__(cls)
+        late._numbers, late._there, late._values = None, None, values
+        return late

@@ -11,15 +11,16 @@ The clock is `step()`, never an optimizer hook: a loss scaler that skips an opti
 worker's schedule. The inner optimizer and its state are never touched.
 
 Every operation is a generator, so that one caller can take several workers through it in turn (`Crew`). It yields
-twice: when all that can be refused is prepared and nothing has changed yet, and when it has sent, before it waits.
+twice: when all that can be refused is prepared and nothing of this step has been done, and when it has sent, before it
+waits. What a GPU still encodes when it is sent is refused later, where the next thing is due (`_settle`).
 """
 
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from atoll.core.flat import Window, check_coverage, fingerprint, scatter, state_
 from atoll.core.fragments import Whole, describe, split, unsynchronised_buffers
 from atoll.core.outer import Blend
 from atoll.core.schedule import Schedule
-from atoll.errors import AtollError, ConfigError, NonFiniteError
+from atoll.errors import AtollError, ConfigError
 from atoll.exchange import Exchange
 from atoll.gradients import GradientAverage
 from atoll.link.base import Link, RoundId, difference
@@ -199,7 +200,7 @@ class OuterLoop:
             return
         due = self._schedule.due(step)
         if due.send or due.apply:
-            self._settle()
+            self._settle(due.send)
         for fragment in due.apply:
             self._windows[fragment].parameters()  # what could not be written later is refused now
         self._use({*due.send, *due.apply})
@@ -252,20 +253,21 @@ class OuterLoop:
         """Whether a delta could not be sent for not being finite; the work in the other fragments is no better then."""
         return any(o.offer is None and self.link.present(o.round_id.step) for o in outgoing)
 
-    def _settle(self) -> None:
-        """Learn whether what a GPU was still encoding when it was sent could be; if not, act on it now."""
+    def _settle(self, sending: Collection[int]) -> None:
+        """Learn whether what a GPU was still encoding when it was sent could be; if not, act on it now.
+
+        The round of such a fragment is the one that does without this worker, and not the next one as well; unless the
+        fragment is among those `sending` now, in which there is nothing yet since it was rolled back.
+        """
         unsent = self._rounds.unsent()
-        spoilt = [round_id for round_id, flight in unsent if not flight.forgotten]
+        spoilt = [(round_id, flight.offer) for round_id, flight in unsent if flight.offer and not flight.forgotten]
         if spoilt:
             if not self._exchange.tolerant:
-                self._refuse(spoilt[0])
+                raise self._exchange.refusal(*spoilt[0])
             self.roll_back()
         self._rounds.leave_out(unsent)
-
-    def _refuse(self, round_id: RoundId) -> NoReturn:
-        replica = self._at(round_id)
-        replica.outgoing_of(round_id, replica.delta())  # names the parameter, unless it has come to rights meanwhile
-        raise NonFiniteError(f"worker {self.link.worker}, {round_id}: a value was not finite, or too large to be sent")
+        for round_id, _ in spoilt:
+            self._states[round_id.fragment].left_out = round_id.fragment in sending
 
     def _start_anew(self) -> None:
         """Join, come back or be rolled back: take the anchor, and nothing of one's own."""
@@ -282,7 +284,7 @@ class OuterLoop:
         if isinstance(self.sync, Gradients):
             self._finished = True
             return
-        self._settle()
+        self._settle(range(len(self._states)))
         check_coverage(self.model, self._windows)
         everything = [RoundId(self.steps, fragment, last=True) for fragment in range(len(self._states))]
         deltas, spoilt = [], False

@@ -32,7 +32,10 @@ class Replica:
         if local is not None and self._exchange.link.present(round_id.step):
             start = state.anchor if state.newest is None else self._whole_start()
             encoding = self._exchange.encoding(round_id, start, local, anchor=state.anchor, version=state.version)
-            offer = encoding.settled() if wait else encoding
+            # Rolled back, it sends nothing, and nobody would ask; and a rank that holds a part may not learn of its
+            # trouble later than the next forward pass, which would give it to the other ranks.
+            now = wait or state.left_out or state.window.in_parts
+            offer = encoding.settled() if now else encoding
             if offer is not None:
                 return Outgoing(round_id, None, offer)
         return self.outgoing_of(round_id, self.delta())

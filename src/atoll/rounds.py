@@ -50,10 +50,9 @@ class Rounds:
         return found
 
     def leave_out(self, unsent: Sequence[tuple[RoundId, Flight]]) -> None:
-        """Note that these were completed without this worker, which has sat out the round it had to."""
+        """Note that these are completed without this worker."""
         for round_id, flight in unsent:
             flight.offer, flight.left_out = None, True
-            self._state(round_id).left_out = False
             self._exchange.take_back(round_id)
 
     def take_up(self) -> None:

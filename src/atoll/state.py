@@ -17,6 +17,7 @@ class Counters:
     """What one worker's outer loop has done so far."""
 
     rounds_sent: int = 0
+    """Rounds that this worker gave something to; with kernels, one that could not be sent is taken back later."""
     rounds_applied: int = 0
     rounds_missed: int = 0
     """Rounds that were completed without the payload this worker had sent."""

@@ -250,7 +250,7 @@ def test_a_nan_is_told_with_its_parameter() -> None:
     outer.step()
     outer.model.get_parameter("2.weight").data[3, 5] = float("nan")
     outer.step()
-    with pytest.raises(NonFiniteError, match=r"step 2, fragment 0, parameter '2.weight': a value is nan"):
+    with pytest.raises(NonFiniteError, match=r"step 2, fragment 0, parameter '2.weight': a value was not finite"):
         outer.step()
 
 

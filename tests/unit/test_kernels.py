@@ -119,9 +119,11 @@ def test_what_cannot_be_sent_is_noticed(codec_name: str, bad: float) -> None:
     for place in (0, 4095, 5000):
         vector = torch.cat(drawn([400], 5))
         vector[place] = bad
-        _, worst = encoded(codec, vector, tabled([torch.zeros_like(vector)]))
+        payload, worst = encoded(codec, vector, tabled([torch.zeros_like(vector)]))
         in_range = math.isfinite(bad) and codec_name in ("fp32", "bf16")
         assert coding.is_bad(codec, worst) != in_range
+        there = codec.largest(payload, vector.numel())
+        assert there.start <= place < there.stop <= min(there.start + BLOCK, vector.numel())
 
 
 @pytest.mark.parametrize("codec_name", FORMATS)

@@ -58,6 +58,10 @@ class _Plain:
         size = self.dtype.itemsize
         return [payload[cut.start * size : cut.stop * size]]
 
+    def largest(self, payload: Tensor, numel: int) -> slice:
+        at = int(payload.view(self.dtype).abs().nan_to_num(torch.inf).argmax())
+        return slice(at, at + 1)
+
 
 # ---------------------------------------------------------------------- block formats
 
@@ -100,6 +104,10 @@ class _Blocks:
     def sections(self, payload: Tensor, numel: int, cut: slice) -> list[Tensor]:
         blocks = -(-numel // BLOCK)
         return [payload[:blocks][_block_range(cut)], payload[blocks:][self._code_range(cut)]]
+
+    def largest(self, payload: Tensor, numel: int) -> slice:
+        first = BLOCK * int(payload[: -(-numel // BLOCK)].argmax())
+        return slice(first, min(first + BLOCK, numel))
 
     def decode(self, payload: Tensor, numel: int, piece: slice) -> Tensor:
         units, code = self.sections(payload, numel, piece)
@@ -282,6 +290,13 @@ class Codec:
     def decode_piece(self, payload: Tensor, numel: int, piece: slice) -> Tensor:
         """Values [piece] of the vector [numel] behind a payload, where `piece` begins on a block boundary."""
         return _FORMATS[self.format].decode(payload, numel, piece)
+
+    def largest(self, payload: Tensor, numel: int) -> slice:
+        """Where in the vector [numel] behind a payload the largest value is; of blocks, the first of the largest unit.
+
+        Also behind a payload that is not to be sent: there it is a value that is too large, or not finite.
+        """
+        return _FORMATS[self.format].largest(payload, numel)
 
     def cut(self, payload: Tensor, numel: int, part: slice) -> Tensor:
         """The payload of values [part] of the vector [numel] behind a payload; `part` begins on a block boundary."""

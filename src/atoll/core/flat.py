@@ -71,6 +71,8 @@ class Window:
         self.dtype = dtype
         self._model = model
         self._shapes = [local_part(live[name]).shape for name in self.names]
+        self.in_parts = any(hasattr(live[name], "to_local") for name in self.names)  # DTensor's own
+        """Whether other ranks hold the rest of these parameters."""
         self.device = local_part(live[self.names[0]]).device
         self.numel = sum(shape.numel() for shape in self._shapes)
 

@@ -1,6 +1,7 @@
 """All kernels of one fragment together, as its exchange and its replica ask for them."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ class Fused:
         self._window = window
         self._codec = codec
         self._live: Live | None = None
+        self.read = partial(_fingerprint_if_sound, codec)
+        """Of the numbers that `encode` has found: the anchor's fingerprint, or None if a value cannot be sent."""
 
     def live(self) -> Live | None:
         """The parameters where they are; None if they do not lie in memory as the kernels need it."""
@@ -33,16 +36,11 @@ class Fused:
         return self._live
 
     def encode(self, start: Tensor, local: Live, anchor: Tensor) -> tuple[Tensor, Tensor]:
-        """The payload of start - local, and numbers, int64, for `fingerprint_if_sound`; waits for nothing."""
+        """The payload of start - local, and numbers, int64, for `read`; waits for nothing."""
         payload = coding.room(self._codec, start.numel(), 1, start.device)[0]
         worst = torch.zeros(1, dtype=torch.int32, device=start.device)
         coding.encode(self._codec, start, local, payload, worst)
         return payload, torch.cat([worst, sums_of_pieces(words_of(anchor), PIECE)])
-
-    def fingerprint_if_sound(self, found: Sequence[int]) -> int | None:
-        """The anchor's fingerprint, from the numbers that `encode` found; None if a value cannot be sent."""
-        worst, *sums = found
-        return None if coding.is_bad(self._codec, worst) else joined_sums(sums)
 
     def stacked(self, payloads: Sequence[Tensor]) -> Tensor:
         """Payloads, from whatever device, as [members, bytes] where the kernels decode them fastest."""
@@ -69,3 +67,8 @@ class Fused:
         stepping.outer_merge(outer, anchor, slots[0] if slots else None, mean, piece, local, alpha)
         if local is not None:
             torch.autograd.graph.increment_version(local.tensors)  # as any write by torch would have
+
+
+def _fingerprint_if_sound(codec: Codec, found: Sequence[int]) -> int | None:
+    worst, *sums = found
+    return None if coding.is_bad(codec, worst) else joined_sums(sums)

@@ -78,10 +78,11 @@ class Crossing:
         clock.daemon = True
         offer = self._ticket.offer
         try:
-            if offer is not None and (mine := offer.settled()) is not None:
-                self._mine = replace(mine, payload=self._stage.down(mine.payload))
+            mine = None if offer is None else offer.settled()
             self._opened_s = time.perf_counter()  # what is still computed is not under way
             clock.start()
+            if mine is not None:
+                self._mine = replace(mine, payload=self._stage.down(mine.payload))
             completed = self._two_shots() if shots(self._workers) == 2 else self._one_shot()
             completed = self._brought_up(completed)
             received = sum(incoming.envelope.message_bytes for incoming in self._incoming)

@@ -140,7 +140,9 @@ class _Board:
             posted = self.rounds[round_id]
             self.wait_for(str(round_id), worker, lambda: [w for w in members if w not in posted])
             offers = [offer for _, offer in sorted(posted.items()) if offer is not None]
-            arrived = [c for offer in offers if (c := offer.settled()) is not None]
+        arrived = [c for offer in offers if (c := offer.settled()) is not None]  # others may go on meanwhile
+        with self.changed:
+            self.check_open(worker)
             payloads, who = tuple(c.payload for c in arrived), tuple(c.member for c in arrived)
             if arrived and shots(len(members)) == 2 and round_id not in self.reduced:
                 here = [payload.to(cargo.device) for payload in payloads]
