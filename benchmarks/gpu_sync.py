@@ -10,9 +10,10 @@ round's payloads there before it decodes them is not in these rows, but in "adde
 rounds: two worker processes on this GPU have the same preset with Streaming in e3m0, period 30, and exchange over
 loopback. Periods with an outer loop and periods without take turns, and both processes begin each together; "added" is
 the difference in time, per step, as a share of the step without, the median over periods. Three cases: both train, and
-share the GPU; only the first trains, as if it had a GPU to itself, while the second sends and receives; the same with
-offload. Like `atoll train`'s, the loops have an observer, which looks at every round when the next one is applied.
-"host" is what outer.step() took of the training thread's time, most of it waiting for steps that are still computed.
+share the GPU; only the first trains, almost as if it had a GPU to itself, while the second sends and receives (whose
+kernels are in "added" too, for they run on the same GPU); the same with offload. Like `atoll train`'s, the loops have
+an observer, which looks at every round when the next one is applied. "host" is what outer.step() took of the training
+thread's time, most of it waiting for steps that are still computed.
 Every outer.step() after which nothing is due runs with torch's synchronisation check set to raise an error, and one is
 profiled: the CUDA calls in it are named. Memory is the peak of a bare run, and of runs of one worker with the outer
 loop with and without offload, from before it is made, in processes of their own; evaluating and finish() are not in it.
@@ -192,7 +193,7 @@ def worker(name: str, number: int, ports: list[int], periods: int, out: str, mod
                 training.step()
                 outer.step()
         torch.cuda.synchronize()
-        found["peak"] = torch.cuda.max_memory_allocated()
+        found["peak"] = torch.cuda.memory_stats()["active_bytes.all.peak"]  # with what copies still use
     Path(out).write_text(json.dumps(found))
 
 
@@ -218,7 +219,11 @@ class Rounds:
     def measure(self, periods: int) -> dict[str, Any]:
         for _ in range(2):  # warm up: graphs, every fragment's kernels, pinned memory
             self._period(outer=True)
-        turns = [(self._period(outer=False)["seconds"], self._period(outer=True)) for _ in range(periods)]
+        turns = []
+        for number in range(periods):
+            order = (False, True) if number % 2 else (True, False)  # or a GPU that gets slower would show as "added"
+            found = {outer: self._period(outer=outer) for outer in order}
+            turns.append((found[False]["seconds"], found[True]))
         added = [found["seconds"] / bare - 1 for bare, found in turns]
         counters = self._outer.counters
         return {

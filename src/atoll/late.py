@@ -13,6 +13,7 @@ class Late:
     def __init__(self, numbers: Tensor) -> None:
         self._numbers: Tensor | None = numbers
         self._there: torch.cuda.Event | None = None
+        self._device = numbers.device
         self._values: tuple[Any, ...] = ()
         if numbers.is_cuda:
             self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
@@ -27,7 +28,8 @@ class Late:
         numbers, there = self._numbers, self._there
         if numbers is not None:
             if there is not None:
-                there.synchronize()
+                with torch.cuda.device(self._device):  # or a new thread takes the first GPU, and memory on it
+                    there.synchronize()
             self._values = tuple(numbers.tolist())
             self._numbers = None  # pinned memory is not to be kept for long
             self._there = None
@@ -40,5 +42,5 @@ class Late:
     @classmethod
     def _of(cls, values: tuple[Any, ...]) -> Self:
         late = cls.__new__(cls)
-        late._numbers, late._there, late._values = None, None, values
+        late._numbers, late._there, late._device, late._values = None, None, torch.device("cpu"), values
         return late

@@ -29,7 +29,7 @@ class Shelf:
         """Begin to bring the vectors to the device."""
         if self._here:
             return
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
             self._here = {name: v.to(self.stream.device, non_blocking=True) for name, v in self._home.items()}
             self._fetched.record(self.stream)
         self._state.put(self._here)
@@ -47,7 +47,7 @@ class Shelf:
         if not self._here:
             return
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
             for name, vector in self._here.items():
                 self._home[name].copy_(vector, non_blocking=True)
         self._state.put(self._home)

@@ -234,15 +234,21 @@ def test_nothing_holds_up_the_device_where_a_round_is_sent_or_applied(offload: b
     assert len(seen) > 8 and all(applied.norm == 0 for applied in seen)
 
 
-def test_a_step_is_launched_while_the_delta_before_it_is_still_encoded() -> None:
-    outer = OuterLoop(model("cuda", torch.float32), Streaming(period=4, fragments=Balanced(count=1)), local(1)[0])
+def test_steps_are_launched_while_the_device_is_busy() -> None:
+    """Events are waited for unseen by torch's check: so the device is kept busy, and must be when step() returns."""
+    seen: list[Applied] = []
+    sync = Streaming(period=4, fragments=Balanced(count=1))
+    outer = OuterLoop(model("cuda", torch.float32), sync, local(1)[0], observer=seen.append)
     for _ in range(11):
         outer.step()
-    torch.cuda._sleep(2_000_000_000)  # cycles: about a second
-    trained = torch.cuda.Event()
-    trained.record()
-    outer.step()
-    assert outer.is_due(12) and outer.counters.rounds_sent == 3 and not trained.query()
+    for _ in range(2):  # sent after 12, applied after 13
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+        trained = torch.cuda.Event()
+        trained.record()
+        outer.step()
+        assert outer.is_due(outer.steps) and not trained.query()
+    assert outer.counters.rounds_sent == outer.counters.rounds_applied == len(seen) == 3
 
 
 def test_a_nan_is_told_with_its_parameter() -> None:

@@ -19,7 +19,7 @@ from atoll.errors import LinkError
 from atoll.link.base import Contribution, Member, Offer, Passage, Round, RoundId
 from atoll.link.mail import Incoming, LostError, Mail, Outgoing
 from atoll.link.stage import stage
-from atoll.link.wire import Envelope, Kind, seal
+from atoll.link.wire import HEADER_BYTES, Envelope, Kind, seal
 
 OVERLAP_BYTES = 1 << 20
 """What may be missing of one turn when the next begins, so that no line falls silent for a latency."""
@@ -63,6 +63,7 @@ class Crossing:
         self._opened_s = time.perf_counter()
         self._stage = stage(ticket.cargo.device)
         self._mine: Contribution | None = None
+        self._clock: threading.Timer | None = None
         self._incoming: list[Incoming] = []
         self._outgoing: list[Outgoing] = []
         self._sent = 0
@@ -73,16 +74,8 @@ class Crossing:
 
     def run(self) -> None:
         """Carry it to its end."""
-        # A clock of its own, for gloo's closes all connections before anybody can be told why.
-        clock = threading.Timer(self._ticket.deadline_s, self._run_out)
-        clock.daemon = True
-        offer = self._ticket.offer
         try:
-            mine = None if offer is None else offer.settled()
-            self._opened_s = time.perf_counter()  # what is still computed is not under way
-            clock.start()
-            if mine is not None:
-                self._mine = replace(mine, payload=self._stage.down(mine.payload))
+            self._stage.begin()
             completed = self._two_shots() if shots(self._workers) == 2 else self._one_shot()
             completed = self._brought_up(completed)
             received = sum(incoming.envelope.message_bytes for incoming in self._incoming)
@@ -98,7 +91,9 @@ class Crossing:
         else:
             self._tell(self, None)
         finally:
-            clock.cancel()
+            if self._clock is not None:
+                self._clock.cancel()
+                self._clock = None  # it knows this round: together they would outlive the link
             self._incoming, self._outgoing = [], []  # their memory
 
     @property
@@ -129,22 +124,35 @@ class Crossing:
 
     def _brought_up(self, completed: Round) -> Round:
         """With its payloads where they are used; what this worker has put in is there already."""
-        own, sent = self._ticket.offer, self._mine
-        payloads = tuple(
-            own.payload if own and sent and payload is sent.payload else self._stage.up(payload)
-            for payload in completed.payloads
-        )
+        own = None if self._mine is None else self._mine.payload
+        payloads = tuple(payload if payload is own else self._stage.up(payload) for payload in completed.payloads)
         reduced = None if completed.reduced is None else self._stage.up(completed.reduced)
         return replace(completed, payloads=payloads, reduced=reduced)
 
     # ------------------------------------------------------------------ shots
 
+    def _settled(self) -> Contribution | None:
+        """What this worker puts in, once it is known; what is still computed until then is not under way."""
+        offer = self._ticket.offer
+        self._mine = None if offer is None else offer.settled()
+        self._opened_s = time.perf_counter()
+        # A clock of its own, for gloo's closes all connections before anybody can be told why.
+        self._clock = threading.Timer(self._ticket.deadline_s, self._run_out)
+        self._clock.daemon = True
+        self._clock.start()
+        return self._mine
+
     def _one_shot(self) -> Round:
         """Everybody's payload to everybody."""
-        at, mine, cargo = self.round_id, self._mine, self._ticket.cargo
+        at, cargo = self.round_id, self._ticket.cargo
         due = {peer: self._expect(Envelope.whole(at, peer, cargo)) for peer in self._peers}
+        mine = self._settled()
         if self._peers:
-            message = seal(Envelope.whole(at, self._worker, cargo), mine)
+            envelope = Envelope.whole(at, self._worker, cargo)
+            message = self._stage.room(envelope.message_bytes)
+            if mine is not None:
+                self._stage.down(mine.payload, message[HEADER_BYTES:])
+            message = seal(envelope, mine, message)
             for receiver, sender in self._turns:
                 self._send(message, receiver)
                 self._nearly(due[sender])
@@ -165,7 +173,7 @@ class Crossing:
             for part in range(count)
             if part not in own
         }
-        cuts = self._cuts(count)
+        cuts = self._cuts(self._settled(), count)
         reduced: dict[int, Contribution | None] = {}
         who: tuple[Member, ...] = ()
         for stripe in range(0, count + (STRIPES_AHEAD - 1) * members, members):
@@ -201,12 +209,12 @@ class Crossing:
         mean = self._ticket.cargo.reduced(payloads, weights, part, count)
         return Contribution(Member(self._worker, 0.0, 0, 0), mean)
 
-    def _cuts(self, count: int) -> dict[int, Contribution | None]:
+    def _cuts(self, mine: Contribution | None, count: int) -> dict[int, Contribution | None]:
         """What this worker gives of each part."""
-        mine, cargo = self._mine, self._ticket.cargo
         if mine is None:
             return dict.fromkeys(range(count))
-        return {part: Contribution(mine.member, cargo.cut(mine.payload, part, count)) for part in range(count)}
+        payload, cargo = self._stage.host(mine.payload), self._ticket.cargo
+        return {part: Contribution(mine.member, cargo.cut(payload, part, count)) for part in range(count)}
 
     def _arrived(self, mine: Contribution | None, due: Iterable[Incoming]) -> list[Contribution]:
         """What everybody put in, in worker order."""

@@ -6,6 +6,7 @@ one that is posted late waits behind it, and the two directions take turns.
 
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from atoll.link.base import Contribution
-from atoll.link.wire import BadMessage, Envelope, unseal
+from atoll.link.wire import HEADER_BYTES, BadMessage, Envelope, unseal
 
 CHUNK_BYTES = 1 << 19
 """Of one send; also of every receive, for gloo ends the process if more comes than was asked for."""
@@ -50,23 +51,27 @@ class Incoming:
         self.envelope = envelope
         self._buffer = buffer
         self._works = deque(works)  # gloo waits for ever when it is asked twice about the same one
-        self._chunks = len(self._works)
+        self._here_bytes = 0
+        self._checksum = 0
 
     @property
     def left_bytes(self) -> int:
-        """What has not been waited for; the last chunk may be smaller than the others."""
-        return max(0, self.envelope.message_bytes - (self._chunks - len(self._works)) * CHUNK_BYTES)
+        """What has not been waited for."""
+        return self.envelope.message_bytes - self._here_bytes
 
     def advance(self) -> None:
-        """Wait for the next chunk."""
+        """Wait for the next chunk, and take its checksum while others arrive."""
         _settle(self.envelope.sender, [self._works.popleft()])
+        end = min(self._here_bytes + CHUNK_BYTES, self.envelope.message_bytes)
+        payload = self._buffer[max(self._here_bytes, HEADER_BYTES) : end]
+        self._checksum, self._here_bytes = zlib.crc32(payload.numpy().data, self._checksum), end
 
     def wait(self) -> Contribution | None:
         """What it brings, or None if its sender had nothing."""
         while self._works:
             self.advance()
         try:
-            return unseal(self._buffer[: self.envelope.message_bytes], self.envelope)
+            return unseal(self._buffer[: self.envelope.message_bytes], self.envelope, self._checksum)
         except BadMessage as bad:
             raise LostError(self.envelope.sender, str(bad)) from bad
 

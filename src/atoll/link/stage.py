@@ -12,12 +12,23 @@ from torch import Tensor
 
 
 class Stage:
-    """For payloads in the host's memory: nothing is to be done."""
+    """For payloads in the host's memory: there is little to do."""
 
     pinned = False
     """Whether what arrives should be received into pinned memory."""
 
-    def down(self, payload: Tensor) -> Tensor:
+    def begin(self) -> None:
+        """Called first by the thread that carries the round."""
+
+    def room(self, size: int) -> Tensor:
+        """So many bytes of the host's memory, uint8, for `down`."""
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.pinned)
+
+    def down(self, payload: Tensor, room: Tensor) -> None:
+        """Put the payload into `room`; waits for it."""
+        room.copy_(payload)
+
+    def host(self, payload: Tensor) -> Tensor:
         """The payload in the host's memory; waits for it."""
         return payload
 
@@ -41,15 +52,21 @@ class _GpuStage(Stage):
         self._there = torch.cuda.Event()
         self._brought: list[Tensor] = []
 
-    def down(self, payload: Tensor) -> Tensor:
-        host = torch.empty(payload.shape, dtype=payload.dtype, device="cpu", pin_memory=True)
+    def begin(self) -> None:
+        torch.cuda.set_device(self._stream.device)  # or a new thread takes the first GPU, and memory on it
+
+    def down(self, payload: Tensor, room: Tensor) -> None:
         done = torch.cuda.Event(blocking=True)  # leaves the core to others meanwhile
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._queued)
-            host.copy_(payload, non_blocking=True)
+            room.copy_(payload, non_blocking=True)
             done.record(self._stream)
         done.synchronize()
-        return host
+
+    def host(self, payload: Tensor) -> Tensor:
+        room = self.room(payload.numel())
+        self.down(payload, room)
+        return room
 
     def up(self, payload: Tensor) -> Tensor:
         with torch.cuda.stream(self._stream):

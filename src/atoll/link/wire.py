@@ -74,19 +74,23 @@ class Envelope:
         return HEADER_BYTES + self.length
 
 
-def seal(envelope: Envelope, contribution: Contribution | None) -> Tensor:
+def seal(envelope: Envelope, contribution: Contribution | None, message: Tensor | None = None) -> Tensor:
     """The message [message_bytes] uint8, on the CPU; None takes as many bytes, and says that they mean nothing.
 
-    A message of the same size whatever happened keeps the receives that were posted for it valid.
+    A message of the same size whatever happened keeps the receives that were posted for it valid. If `message` is
+    given, the payload is already in its place there.
     """
-    message = torch.zeros(envelope.message_bytes, dtype=torch.uint8)
+    placed = message is not None
+    message = torch.empty(envelope.message_bytes, dtype=torch.uint8) if message is None else message
     body, flags = message[HEADER_BYTES:], int(envelope.kind) | (_LAST if envelope.round_id.last else 0)
     member = Member(envelope.sender, 0.0, 0, 0)
     if contribution is None:
         flags |= _EMPTY
+        body.zero_()
     else:
         member = contribution.member
-        body.copy_(contribution.payload)
+        if not placed:
+            body.copy_(contribution.payload)
     fields = (
         *(MAGIC, VERSION, CODECS[envelope.codec], flags),
         *(envelope.round_id.step, envelope.round_id.fragment, envelope.sender, envelope.part),
@@ -99,10 +103,11 @@ def seal(envelope: Envelope, contribution: Contribution | None) -> Tensor:
     return message
 
 
-def unseal(message: Tensor, due: Envelope) -> Contribution | None:
+def unseal(message: Tensor, due: Envelope, found: int | None = None) -> Contribution | None:
     """What a message [message_bytes] uint8 carries, sharing its memory; None if its sender had nothing to give.
 
-    BadMessage says how it differs from what was due.
+    `found` is the CRC-32 of its payload, if that was taken while it arrived. BadMessage says how it differs from what
+    was due.
     """
     header = message[:HEADER_BYTES].numpy().tobytes()
     if len(header) < HEADER_BYTES or header[:4] != MAGIC:
@@ -119,7 +124,7 @@ def unseal(message: Tensor, due: Envelope) -> Contribution | None:
     _compare("codec", _NAMES.get(codec, codec), due.codec)
     _compare("payload bytes", length, due.length)
     body = message[HEADER_BYTES:]
-    if body.numel() != due.length or _checksum(body) != checksum:
+    if body.numel() != due.length or (_checksum(body) if found is None else found) != checksum:
         raise BadMessage("sent a payload that was damaged on the way: its checksum is wrong")
     if flags & _EMPTY:
         return None
