@@ -29,6 +29,7 @@ TESTS = [
     "tests/property/test_shots.py",
     "tests/property/test_oracle.py",
     "tests/unit/test_kernels.py",
+    "tests/unit/test_late.py",
 ]
 
 
@@ -100,8 +101,8 @@ MUTANTS = [
     Mutant("rounded down instead of to nearest", "core/codec.py", "((quarters + 1) >> 1)", "(quarters >> 1)"),
     Mutant("the highest level wraps around", "core/codec.py", ".floor_().clamp_(max=127)", ".floor_()"),
     Mutant("fingerprint says nothing", "core/flat.py", "    return total\n", "    return 0\n"),
-    Mutant("members in order of arrival", "link/local.py", "for _, c in sorted(posted.items())",
-           "for _, c in posted.items()"),
+    Mutant("members in order of arrival", "link/local.py", "in sorted(posted.items()) if offer",
+           "in posted.items() if offer"),
     # two shots
     Mutant("the mean of many not rounded again", "link/local.py", "if arrived and shots(len(members)) == 2 and",
            "if False and"),
@@ -130,6 +131,17 @@ MUTANTS = [
            "take * tl.load(local, inside, 0.0)"),
     Mutant("a table of parameters that have moved", "kernels/live.py",
            "return [t.data_ptr() for t in tensors] == [t.data_ptr() for t in self.tensors]", "return True"),
+    Mutant("a kernel multiplies without units", "kernels/products.py", "+ (1023 - 2 * 127)", "* 0 + 1023"),
+    Mutant("rolled back, a worker puts in zeros", "loop.py", ".left_out = round_id.fragment in sending",
+           ".left_out = False"),
+    Mutant("who is left out is never asked", "replica.py", "now = wait or state.left_out or state",
+           "now = wait or state"),
+    Mutant("what could not be sent is forgotten by a save", "state.py",
+           'Unsent() if state.get("unsent") else None', "None"),
+    Mutant("rolled back twice for one loss", "loop.py", "if flight.offer and not flight.forgotten]",
+           "if flight.offer]"),
+    Mutant("an offer is waited for where it is made", "replica.py", "offer = encoding.settled() if now else encoding",
+           "offer = encoding.settled()"),
 ]  # fmt: skip
 
 
