@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from atoll import config
+from atoll import Crew, config
 from atoll.core.flat import local_part
 from atoll.errors import AtollError, LinkError
 from atoll.link.dist import DistLink
@@ -95,7 +95,21 @@ def spoil(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(shards, "alike", alike)
 
 
-FAULTS = {"cut": cut, "stop": stop, "unlink": unlink, "disagree": disagree, "spoil": spoil}
+def blot(patch: pytest.MonkeyPatch) -> None:
+    """A value of the last process's part becomes NaN between the 8th inner step and what is sent after it."""
+    original = Crew.step
+
+    def step(self: Crew) -> None:
+        (loop,) = self.loops
+        if RANK == 3 and loop.steps == 7:
+            (sent,) = loop._schedule.due(8).send
+            local_part(loop._windows[sent].parameters()[0]).view(-1)[0] = math.nan
+        original(self)
+
+    patch.setattr(Crew, "step", step)
+
+
+FAULTS = {"cut": cut, "stop": stop, "unlink": unlink, "disagree": disagree, "spoil": spoil, "blot": blot}
 
 
 def main() -> None:

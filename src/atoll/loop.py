@@ -245,7 +245,7 @@ class OuterLoop:
         return [self._replicas[round_id.fragment].outgoing(round_id, wait=wait) for round_id in round_ids]
 
     def _send(self, outgoing: Sequence[Outgoing]) -> None:
-        if self._spoilt(outgoing):
+        if outgoing and self.link.on_any_rank(self._spoilt(outgoing)):
             self.roll_back()
         self._rounds.send(outgoing)
 
@@ -293,6 +293,7 @@ class OuterLoop:
             delta = replica.delta()
             spoilt |= self._spoilt([replica.outgoing_of(round_id, delta)])  # what can be refused is refused now
             deltas.append(self._shelves.kept(delta))
+        spoilt = self.link.on_any_rank(spoilt)
         yield
         self._finished = True
         if spoilt:

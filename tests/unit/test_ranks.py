@@ -63,7 +63,7 @@ CASES = [
     Case("none", "fsdp", address=False),
     *(Case("streaming", kind, "cut", resume=resume) for kind in KINDS for resume in (False, True)),
     *(Case("streaming", kind, fault) for kind in KINDS for fault in ("stop", "unlink")),
-    *(Case("streaming", "fsdp", fault) for fault in ("disagree", "spoil")),
+    *(Case("streaming", "fsdp", fault) for fault in ("disagree", "spoil", "blot")),
 ]
 
 
@@ -270,6 +270,16 @@ def test_what_is_not_finite_in_one_part_rolls_back_the_whole_worker(place: Path,
     assert not events(first, Fault)
     assert next((fault.worker, fault.step) for fault in events(second, Fault)) == (1, 6)
     left_out = [state_of(seat)["outer"][0]["counters"] for seat in seats_of(place, "streaming-fsdp-spoil")[2:]]
+    assert all(counters["roll_backs"] == 1 and counters["rounds_left_out"] == 3 for counters in left_out)
+
+
+def test_a_delta_that_one_rank_cannot_send_is_sent_by_none(place: Path, became: Any) -> None:
+    assert [told["streaming-fsdp-blot"] for told in became] == ["done"] * 4
+    first, second = workers_of(place, "streaming-fsdp-blot")
+    assert bits(model_of(first)) == bits(model_of(second))
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in model_of(first).values())
+    assert next((fault.worker, fault.step) for fault in events(second, Fault)) == (1, 8)
+    left_out = [state_of(seat)["outer"][0]["counters"] for seat in seats_of(place, "streaming-fsdp-blot")[2:]]
     assert all(counters["roll_backs"] == 1 and counters["rounds_left_out"] == 3 for counters in left_out)
 
 

@@ -123,6 +123,9 @@ class Link(Protocol):
     def open(self, round_id: RoundId, offer: Offer | None, cargo: Cargo) -> Pending:
         """Start a round; None takes part in nothing and still learns the result. Does not wait for the offer."""
 
+    def on_any_rank(self, so: bool) -> bool:
+        """Whether it is `so` on some rank of this worker, where ranks hold parts of it; all of them ask."""
+
     def check(self) -> None:
         """Raise the LinkError of a round that has failed meanwhile, so that nobody trains on for nothing."""
 

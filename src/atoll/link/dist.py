@@ -240,6 +240,10 @@ class DistLink:
             self._mail.start(crossing.run)
         return crossing
 
+    def on_any_rank(self, so: bool) -> bool:
+        """Whether it is so on this rank: others have links of their own, and `PartLink` asks them."""
+        return so
+
     def check(self) -> None:
         """Raise the LinkError of a round that has failed meanwhile, so that nobody trains on for nothing."""
         if self._error is not None:

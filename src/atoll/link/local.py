@@ -222,6 +222,10 @@ class LocalLink:
         self._board.post(self.worker, round_id, offer)
         return _Pending(self._board, self.worker, round_id, cargo, time.perf_counter())
 
+    def on_any_rank(self, so: bool) -> bool:
+        """Whether it is so: a worker is whole here."""
+        return so
+
     def check(self) -> None:
         """Nothing fails here while nobody waits."""
 

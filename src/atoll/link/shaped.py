@@ -336,6 +336,10 @@ class ShapedLink:
         self._courier.inbox.put(parcel)
         return _Pending(self, round_id, cargo, opened_s, parcel.handed)
 
+    def on_any_rank(self, so: bool) -> bool:
+        """Whether it is so on some rank of this worker."""
+        return self._inner.on_any_rank(so)
+
     def check(self) -> None:
         """Raise the error of a round that has failed meanwhile, on its line or in the inner link."""
         if self._courier is not None and self._courier.failed is not None:

@@ -137,6 +137,10 @@ class TeamLink:
         pending = None if self._link is None else _opened(self._link, round_id, offer, cargo)
         return _Relay(self, round_id, pending)
 
+    def on_any_rank(self, so: bool) -> bool:
+        """Whether it is so: all ranks hold the same bits."""
+        return so
+
     def check(self) -> None:
         """Raise the LinkError of a round that has failed meanwhile, on all ranks alike; a few bytes from the first."""
         self._relayed(lambda link: link.check())
@@ -242,6 +246,10 @@ class PartLink:
     def open(self, round_id: RoundId, offer: Offer | None, cargo: Cargo) -> Pending:
         """Start a round; None takes part in nothing and still learns the result."""
         return _Part(self._circle, _opened(self._link, round_id, offer, cargo))
+
+    def on_any_rank(self, so: bool) -> bool:
+        """Whether it is so on some rank of this worker; a few bytes between them."""
+        return bool(self._circle.sum(torch.tensor([float(so)])).item())
 
     def check(self) -> None:
         """Raise the LinkError of a round that has failed meanwhile, here or on another rank."""
