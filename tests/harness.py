@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from atoll import Crew, Delayed, DiLoCo, Eager, OuterLoop, Streaming, Sync, local
+from atoll.applied import Applied
 from atoll.core.codec import Codec
 from atoll.core.fragments import Patterns
 from atoll.core.outer import Adam
@@ -128,6 +129,41 @@ class Problem:
             OuterLoop(Toy(self.start, self.sizes, self.dtype), sync, link, weight=weight)
             for link, weight in zip(links, self.all_weights, strict=True)
         ]
+
+
+def tolerant(problem: Problem, sync: Sync | Gradients, observed: list[Applied] | None = None) -> list[OuterLoop]:
+    """Loops that leave out what is not finite; rounds of the first are noted."""
+    return [
+        OuterLoop(
+            Toy(problem.start, problem.sizes, problem.dtype),
+            sync,
+            link,
+            leave_out_nonfinite=True,
+            observer=observed.append if observed is not None and link.worker == 0 else None,
+        )
+        for link in local(problem.workers, timeout_s=30)
+    ]
+
+
+def spoil(loop: OuterLoop, value: float = float("nan"), part: int = 0) -> None:
+    """Put it among the live parameters."""
+    with torch.no_grad():
+        loop.model.get_parameter(f"parts.{part}.values")[0] = value
+
+
+def check_recovered(loops: Sequence[OuterLoop], observed: Sequence[Applied], left_out: int) -> None:
+    """Worker 1 of three was spoilt once: it missed so many rounds, and goes on with the others' anchor."""
+    delays = [loop._schedule.delay for loop in loops]
+    anchors = {snapshot(loop)[1].tobytes() for loop, delay in zip(loops, delays, strict=True) if delay == delays[0]}
+    assert len(anchors) == 1
+    assert all(np.isfinite(toy(loop).vector()).all() for loop in loops)
+    assert [loop.counters.rounds_left_out for loop in loops] == [0, left_out, 0]
+    assert [loop.counters.roll_backs for loop in loops] == [0, 1, 0]
+    without = [applied for applied in observed if applied.members != (0, 1, 2)]
+    assert len(without) == left_out and all(applied.members == (0, 2) for applied in without)
+    Crew(loops).finish()
+    finals = {toy(loop).vector().tobytes() for loop in loops}
+    assert len(finals) == 1 and np.isfinite(toy(loops[0]).vector()).all()
 
 
 def toy(loop: OuterLoop) -> Toy:

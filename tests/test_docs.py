@@ -58,8 +58,9 @@ def test_run_files_in_the_docs_are_good(block: str, tmp_path: Path) -> None:
 def test_the_table_of_results_is_that_of_the_raw_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     papers_35m = importlib.import_module("papers_35m")
-    lines = papers_35m.table(papers_35m.load(papers_35m.RESULTS))
-    assert "\n".join(lines) in (ROOT / "docs" / "results.md").read_text()
+    results, page = papers_35m.load(papers_35m.RESULTS), (ROOT / "docs" / "results.md").read_text()
+    assert "\n".join(papers_35m.table(results)) in page
+    assert papers_35m.cost_of_4_bits(results) in " ".join(page.split())
 
 
 def test_figures_of_the_gpu_are_those_of_the_raw_numbers() -> None:

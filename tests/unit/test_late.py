@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+import harness
+
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from atoll import Crew, Eager, OuterLoop, Streaming, Sync, connect, local
@@ -27,7 +29,7 @@ from atoll.late import Late
 from atoll.link.base import Contribution, Link, Member, Round, RoundId
 from atoll.link.local import Faults
 from atoll.link.shaped import Shape, shaped
-from harness import PRESETS, Problem, bits, by_part, inner_step, snapshot, toy, train
+from harness import PRESETS, Problem, bits, by_part, check_recovered, inner_step, spoil, toy, train
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="kernels on a CPU need Triton's interpreter"),
@@ -46,16 +48,7 @@ def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tolerant(sync: Sync, observed: list[Applied] | None = None) -> list[OuterLoop]:
-    loops = PROBLEM.loops(sync)
-    for loop in loops:
-        loop._exchange.tolerant = True
-        loop._rounds._observer = observed.append if observed is not None and loop.link.worker == 0 else None
-    return loops
-
-
-def spoil(loop: OuterLoop, part: int = 0, value: float = torch.nan) -> None:
-    with torch.no_grad():
-        loop.model.get_parameter(f"parts.{part}.values")[5] = value
+    return harness.tolerant(PROBLEM, sync, observed)
 
 
 # ---------------------------------------------------------------------- what cannot be sent
@@ -68,28 +61,18 @@ def test_a_spoilt_worker_is_left_out_once_of_every_fragment(name: str) -> None:
     train(loops, 7, PROBLEM.inner)
     spoil(loops[1])
     train(loops, 40, PROBLEM.inner)
-    anchors = [snapshot(loop)[1].tobytes() for loop in loops if sync.delay_of(loop.link.worker, 3) == sync.delays[0]]
-    assert len(set(anchors)) == 1
-    assert all(np.isfinite(toy(loop).vector()).all() for loop in loops)
-    fragments = len(loops[0].fragments)
-    # Where a fragment is all that is due, it is rolled back when it is sent again, with nothing to send.
-    left_out = 2 if name in ("eager", "delayed") else fragments
-    assert [loop.counters.rounds_left_out for loop in loops] == [0, left_out, 0]
-    assert [loop.counters.roll_backs for loop in loops] == [0, 1, 0]
     sent = [loop.counters.rounds_sent for loop in loops]
+    # Where a fragment is all that is due, it is rolled back when it is sent again, with nothing to send.
+    left_out = 2 if name in ("eager", "delayed") else len(loops[0].fragments)
     assert sent[0] - sent[1] == left_out and sent[0] == sent[2]
-    without = [applied for applied in observed if applied.members != (0, 1, 2)]
-    assert len(without) == left_out and all(applied.members == (0, 2) for applied in without)
     for applied in observed:  # nobody has put in a vector of zeros
         products = np.array(applied.sums[1:]).reshape(len(applied.members), -1)
         assert (products.diagonal() > 0).all()
-    Crew(loops).finish()
-    assert len({toy(loop).vector().tobytes() for loop in loops}) == 1
+    check_recovered(loops, observed, left_out)
 
 
 def test_it_is_rolled_back_at_the_next_step_where_something_is_due() -> None:
-    (loop,) = ALONE.loops(Streaming(period=12, fragments=by_part(4), delay=2))
-    loop._exchange.tolerant = True
+    (loop,) = harness.tolerant(ALONE, Streaming(period=12, fragments=by_part(4), delay=2))
     train([loop], 22, PROBLEM.inner)
     spoil(loop)  # fragment 0, which is sent after 24
     seen = {}
@@ -138,8 +121,7 @@ def test_who_was_rolled_back_meanwhile_is_not_rolled_back_again() -> None:
 
 
 def test_who_is_left_out_anyway_is_asked_at_once() -> None:
-    (loop,) = ALONE.loops(STREAMING)
-    loop._exchange.tolerant = True
+    (loop,) = harness.tolerant(ALONE, STREAMING)
     train([loop], 7, PROBLEM.inner)
     loop.roll_back()
     train([loop], 4, PROBLEM.inner)
@@ -158,7 +140,7 @@ def test_the_parameter_is_named_that_was_spoilt_when_it_was_sent(
     problem = replace(ALONE, sizes=(128, 256, 128, 128))  # so that no block holds values of two
     (loop,) = problem.loops(replace(sync, codec=Codec(codec)))
     train([loop], sent - 1, problem.inner)
-    spoil(loop, 1, value)
+    spoil(loop, value, part=1)
     loop.step()
     with torch.no_grad():
         for parameter in loop.model.parameters():  # as after another step
@@ -243,7 +225,7 @@ def ends(kind: str) -> list[AbstractContextManager[Link]]:
 def test_where_a_block_is_of_two_parameters_both_are_named() -> None:
     (loop,) = ALONE.loops(Eager(period=2))
     train([loop], 1, PROBLEM.inner)
-    spoil(loop, 1)
+    spoil(loop, part=1)
     train([loop], 1, PROBLEM.inner)
     with pytest.raises(NonFiniteError, match=r"parameter 'parts\.0\.values' or 'parts\.3\.values': a value"):
         train([loop], 2, PROBLEM.inner)

@@ -4,31 +4,29 @@ import numpy as np
 import pytest
 import torch
 
-from atoll import Crew, DataParallel, DiLoCo, OuterLoop, Streaming, Sync, local
+import harness
+from atoll import Crew, DataParallel, DiLoCo, OuterLoop, Streaming, Sync
 from atoll.applied import Applied
 from atoll.errors import LinkError, NonFiniteError
 from atoll.sync import Gradients
-from harness import PRESETS, Problem, by_part, inner_step, snapshot, toy, train, train_data_parallel
+from harness import (
+    PRESETS,
+    Problem,
+    by_part,
+    check_recovered,
+    inner_step,
+    snapshot,
+    spoil,
+    toy,
+    train,
+    train_data_parallel,
+)
 
 PROBLEM = Problem()
 
 
 def tolerant(sync: Sync | Gradients, observed: list[Applied] | None = None) -> list[OuterLoop]:
-    return [
-        OuterLoop(
-            toy(loop),
-            sync,
-            link,
-            leave_out_nonfinite=True,
-            observer=observed.append if observed is not None and link.worker == 0 else None,
-        )
-        for loop, link in zip(PROBLEM.loops(sync), local(PROBLEM.workers), strict=True)
-    ]
-
-
-def spoil(loop: OuterLoop, value: float = float("nan")) -> None:
-    with torch.no_grad():
-        next(loop.model.parameters()).view(-1)[0] = value
+    return harness.tolerant(PROBLEM, sync, observed)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -60,16 +58,7 @@ def test_every_preset_goes_on_with_one_anchor_and_the_worker_takes_part_again(na
     train(loops, 7, PROBLEM.inner)
     spoil(loops[1])
     train(loops, 40, PROBLEM.inner)
-    anchors = [snapshot(loop)[1].tobytes() for loop in loops if sync.delay_of(loop.link.worker, 3) == sync.delays[0]]
-    assert len(set(anchors)) == 1
-    assert all(np.isfinite(toy(loop).vector()).all() for loop in loops)
-    fragments = len(loops[0].fragments)
-    assert [loop.counters.rounds_left_out for loop in loops] == [0, fragments, 0]  # once for every fragment
-    without = [applied for applied in observed if applied.members != (0, 1, 2)]
-    assert len(without) == fragments and all(applied.members == (0, 2) for applied in without)
-    Crew(loops).finish()
-    finals = {toy(loop).vector().tobytes() for loop in loops}
-    assert len(finals) == 1 and np.isfinite(toy(loops[0]).vector()).all()
+    check_recovered(loops, observed, left_out=len(loops[0].fragments))  # once for every fragment
 
 
 def test_rolled_back_means_at_the_anchor_and_out_of_the_next_round_of_each_fragment() -> None:

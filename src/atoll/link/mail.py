@@ -6,7 +6,6 @@ one that is posted late waits behind it, and the two directions take turns.
 
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from atoll.link.base import Contribution
-from atoll.link.wire import HEADER_BYTES, BadMessage, Envelope, unseal
+from atoll.link.wire import HEADER_BYTES, BadMessage, Envelope, checksum, unseal
 
 CHUNK_BYTES = 1 << 19
 """Of one send; also of every receive, for gloo ends the process if more comes than was asked for."""
@@ -64,7 +63,7 @@ class Incoming:
         _settle(self.envelope.sender, [self._works.popleft()])
         end = min(self._here_bytes + CHUNK_BYTES, self.envelope.message_bytes)
         payload = self._buffer[max(self._here_bytes, HEADER_BYTES) : end]
-        self._checksum, self._here_bytes = zlib.crc32(payload.numpy().data, self._checksum), end
+        self._checksum, self._here_bytes = checksum(payload, self._checksum), end
 
     def wait(self) -> Contribution | None:
         """What it brings, or None if its sender had nothing."""

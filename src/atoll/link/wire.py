@@ -80,8 +80,10 @@ def seal(envelope: Envelope, contribution: Contribution | None, message: Tensor 
     A message of the same size whatever happened keeps the receives that were posted for it valid. If `message` is
     given, the payload is already in its place there.
     """
-    placed = message is not None
-    message = torch.empty(envelope.message_bytes, dtype=torch.uint8) if message is None else message
+    if message is None:
+        message = torch.empty(envelope.message_bytes, dtype=torch.uint8)
+        if contribution is not None:
+            message[HEADER_BYTES:].copy_(contribution.payload)
     body, flags = message[HEADER_BYTES:], int(envelope.kind) | (_LAST if envelope.round_id.last else 0)
     member = Member(envelope.sender, 0.0, 0, 0)
     if contribution is None:
@@ -89,13 +91,11 @@ def seal(envelope: Envelope, contribution: Contribution | None, message: Tensor 
         body.zero_()
     else:
         member = contribution.member
-        if not placed:
-            body.copy_(contribution.payload)
     fields = (
         *(MAGIC, VERSION, CODECS[envelope.codec], flags),
         *(envelope.round_id.step, envelope.round_id.fragment, envelope.sender, envelope.part),
         *(member.weight, member.anchor_version, member.anchor_fingerprint),
-        *(envelope.length, _checksum(body)),
+        *(envelope.length, checksum(body)),
     )
     header = bytearray(_LAYOUT.pack(*fields, 0))
     header[-4:] = zlib.crc32(header[:-4]).to_bytes(4, "little")
@@ -106,13 +106,13 @@ def seal(envelope: Envelope, contribution: Contribution | None, message: Tensor 
 def unseal(message: Tensor, due: Envelope, found: int | None = None) -> Contribution | None:
     """What a message [message_bytes] uint8 carries, sharing its memory; None if its sender had nothing to give.
 
-    `found` is the CRC-32 of its payload, if that was taken while it arrived. BadMessage says how it differs from what
-    was due.
+    `found` is the `checksum` of its payload, if that was taken while it arrived. BadMessage says how it differs from
+    what was due.
     """
     header = message[:HEADER_BYTES].numpy().tobytes()
     if len(header) < HEADER_BYTES or header[:4] != MAGIC:
         raise BadMessage("sent something that is not a message of atoll")
-    (_, version, codec, flags, step, fragment, sender, part, *standing, length, checksum, own) = _LAYOUT.unpack(header)
+    (_, version, codec, flags, step, fragment, sender, part, *standing, length, proof, own) = _LAYOUT.unpack(header)
     if version != VERSION:
         raise BadMessage(f"speaks version {version} of the wire format, this is {VERSION}: use one atoll on all")
     if zlib.crc32(header[:-4]) != own:
@@ -124,7 +124,7 @@ def unseal(message: Tensor, due: Envelope, found: int | None = None) -> Contribu
     _compare("codec", _NAMES.get(codec, codec), due.codec)
     _compare("payload bytes", length, due.length)
     body = message[HEADER_BYTES:]
-    if body.numel() != due.length or (_checksum(body) if found is None else found) != checksum:
+    if body.numel() != due.length or (checksum(body) if found is None else found) != proof:
         raise BadMessage("sent a payload that was damaged on the way: its checksum is wrong")
     if flags & _EMPTY:
         return None
@@ -145,5 +145,6 @@ def _compare(what: str, sent: object, due: object) -> None:
         raise BadMessage(f"sent {what} {sent} where {due} was due")
 
 
-def _checksum(body: Tensor) -> int:
-    return zlib.crc32(body.numpy().data)
+def checksum(body: Tensor, so_far: int = 0) -> int:
+    """CRC-32 of bytes, uint8 on the CPU; of those that follow others, with what was found so far."""
+    return zlib.crc32(body.numpy().data, so_far)

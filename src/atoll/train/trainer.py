@@ -173,7 +173,7 @@ class Trainer:
     def _is_spoilt(self, loss: Tensor, norm: Tensor) -> bool:
         """Whether a worker's loss or gradient is not finite, as far as that can be asked for free.
 
-        On a GPU it would have to wait for the step; there the delta tells, at the next send. Under data-parallel the
+        On a GPU it would have to wait for the step; there the delta tells, after the next send. Under data-parallel the
         gradient has told, and the mean that came back is good.
         """
         if self._device.type != "cpu" or isinstance(self._sync, Gradients):
