@@ -6,7 +6,8 @@ One `Trainer.step` after the other, with everything that a run does between eval
 compiled forward and backward pass, clipping, AdamW, metrics. FLOPs are 6 per matmul parameter and token, and 12 for
 every value of every layer's attention and token that it looks at, half of the sequence on average: causal attention,
 no embedding look-ups. The matmul rate is that of 8192 x 8192 matrices in bf16, the fastest of bursts before and after,
-so anything else the GPU does (it lowers its clocks under load) counts against the share. Sequences of 1024.
+so anything else the GPU does (it lowers its clocks under load) counts against the share. Sequences of 1024, or as
+long as the preset's context.
 """
 
 import argparse
@@ -48,30 +49,38 @@ def matmul_rate(size: int = 8192, bursts: int = 5) -> float:
     return best
 
 
+def sequence_of(shape: ModelConfig) -> int:
+    """Tokens of a sequence."""
+    return min(SEQUENCE, shape.context)
+
+
 def flops_a_token(shape: ModelConfig) -> int:
     """Of forward and backward pass."""
-    return 6 * shape.matmul_parameters + 6 * shape.layers * shape.heads * shape.head_width * SEQUENCE
+    return 6 * shape.matmul_parameters + 6 * shape.layers * shape.heads * shape.head_width * sequence_of(shape)
 
 
 def trainer_of(name: str, batch: int, workers: int = 1) -> Trainer:
     """A trainer of a preset on random tokens, with nothing exchanged."""
     shape = preset(name)
+    sequence = sequence_of(shape)
     settings = config.parse(
         {
             "model": {"preset": name},
             "device": "cuda",
-            "train": {"steps": 10**6, "batch": batch, "sequence": SEQUENCE, "lr": 1e-4, "log_every": 50},
-            "sync": {"method": "none", "workers": 1} if workers == 1 else {"method": "streaming", "workers": workers},
+            "train": {"steps": 10**6, "batch": batch, "sequence": sequence, "lr": 1e-4, "log_every": 50},
+            "sync": {"method": "none", "workers": 1}
+            if workers == 1
+            else {"method": "streaming", "workers": workers, "period": 30},
             "log": {"view": "none"},
         }
     )
     settings = resolve(settings, parameters=shape.parameters, context=shape.context)
     tokens = np.random.default_rng(0).integers(0, shape.vocabulary, 4_000_000, dtype=np.uint16)
-    batches = Batches([tokens], workers=workers, batch=batch, sequence=SEQUENCE, seed=0, device="cuda")
+    batches = Batches([tokens], workers=workers, batch=batch, sequence=sequence, seed=0, device="cuda")
     with torch.device("cuda"):
         model = Decoder(shape, generator=torch.Generator("cuda").manual_seed(0)).train()
     links = local(workers) if workers > 1 else ()
-    return Trainer(settings, model, batches, held_out(tokens, sequence=SEQUENCE, tokens=1024, batch=1), links)
+    return Trainer(settings, model, batches, held_out(tokens, sequence=sequence, tokens=1024, batch=1), links)
 
 
 def measure(name: str, batch: int, workers: int, seconds: float) -> dict[str, float | int | str]:
@@ -89,7 +98,7 @@ def measure(name: str, batch: int, workers: int, seconds: float) -> dict[str, fl
             trainer.step()
         torch.cuda.synchronize()
         steps += 5
-    tokens_s = steps * batch * SEQUENCE * workers / (time.perf_counter() - began)
+    tokens_s = steps * batch * sequence_of(preset(name)) * workers / (time.perf_counter() - began)
     rate = max(rate, matmul_rate())  # of a GPU that may have been hot before, or is now
     return {
         "preset": name,
@@ -123,8 +132,8 @@ def main() -> None:
         same = ("preset", "workers", "batch")
         table["rows"] = [*(other for other in table["rows"] if any(other[key] != row[key] for key in same)), row]
         print(
-            f"{name:>5}, {row['batch']} x {SEQUENCE} tokens, {arguments.workers} worker(s): {row['tokens_per_s']:,.0f} "
-            f"tokens/s, {row['mfu']:.1%} of {row['matmul_flops'] / 1e12:.0f} TFLOP/s, "  # type: ignore[operator]
+            f"{name:>5}, {row['batch']} x {sequence_of(preset(name))} tokens, {arguments.workers} worker(s): "
+            f"{row['tokens_per_s']:,.0f} tokens/s, {row['mfu']:.1%} of {row['matmul_flops'] / 1e12:.0f} TFLOP/s, "  # type: ignore[operator]
             f"{row['memory_gib']:.1f} GiB, ready after {row['compile_s']:.0f} s",
             flush=True,
         )

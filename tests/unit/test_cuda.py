@@ -20,10 +20,14 @@ from atoll.core.outer import SGD, Adam, Blend, Momentum, Nesterov, OuterOptimize
 from atoll.errors import NonFiniteError
 from atoll.shapes import preset
 from atoll.train import head
+from atoll.train.backward import Backward
 from atoll.train.batches import Batches, held_out
+from atoll.train.inner import InnerOptimizer
 from atoll.train.model import Decoder
 from atoll.train.probe import probe_step
 from atoll.train.recipe import resolve
+from atoll.train.recorded import Recorded
+from atoll.train.team import Team
 from atoll.train.trainer import Trainer
 
 pytestmark = [
@@ -344,6 +348,62 @@ def test_two_runs_agree_and_a_resumed_one_goes_on(compiled: bool) -> None:
     forgetful.load_state_dict(first.state_dict() | {"inner": forgetful.state_dict()["inner"]})
     assert final_loss(second) == pytest.approx(once, rel=AGREE)
     assert final_loss(forgetful) != pytest.approx(once, rel=10 * AGREE)  # so that would have been noticed
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_recording_leaves_the_gradients_of_what_it_recorded(accumulate: int) -> None:
+    run = {"device": "cuda", "precision": "fp32", "train": {"batch": 4, "lr": 1e-3, "accumulate": accumulate}}
+    shape = preset("tiny")
+    settings = resolve(config.parse(run), parameters=shape.parameters, context=shape.context)
+    decoder = Decoder(shape, generator=torch.Generator().manual_seed(0)).to("cuda")
+    inner = InnerOptimizer(decoder, settings.train)
+    plain = Backward(Team().wrap(decoder), inner, settings)
+    played = Recorded(plain, list(decoder.parameters()))
+    for step, length in enumerate([65, 65, 65, 33, 65]):
+        if step == 2:
+            moved = decoder.get_parameter("blocks.0.qkv.weight")
+            moved.data = moved.data.clone()
+        tokens = torch.randint(256, (4, length), device="cuda")
+        wanted, gradients = plain(tokens), [p.grad.clone() for p in decoder.parameters() if p.grad is not None]
+        found = played(tokens)
+        assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
+        for parameter, gradient in zip(decoder.parameters(), gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)  # sums of an embedding's rows
+        inner.clip()
+        inner.step(1e-3)
+
+
+def test_recordings_of_two_workers_do_not_disturb_each_other() -> None:
+    shape = preset("tiny")
+    settings = resolve(
+        config.parse({"device": "cuda", "precision": "fp32", "train": {"batch": 4, "lr": 1e-3}}),
+        parameters=shape.parameters,
+        context=shape.context,
+    )
+    models = [Decoder(shape, generator=torch.Generator().manual_seed(seed)).to("cuda") for seed in range(2)]
+    plain = [Backward(Team().wrap(one), InnerOptimizer(one, settings.train), settings) for one in models]
+    played = [Recorded(act, list(one.parameters())) for act, one in zip(plain, models, strict=True)]
+    tokens = [torch.randint(256, (4, 65), device="cuda") for _ in models]
+    wanted = []
+    for act, one, batch in zip(plain, models, tokens, strict=True):
+        act(batch)
+        wanted.append([p.grad.clone() for p in one.parameters() if p.grad is not None])
+    for order in ((1, 0), (0, 1)):  # recorded in one order, played in another
+        for n in order:
+            played[n](tokens[n])
+        for one, gradients in zip(models, wanted, strict=True):
+            for parameter, gradient in zip(one.parameters(), gradients, strict=True):
+                torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_recorded_or_launched_one_by_one_a_run_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = trainer(compiled=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("atoll.train.recorded.LARGEST_FLOPS", 0)
+        launched = trainer(compiled=True)
+    assert isinstance(played._backwards[0], Recorded) and isinstance(launched._backwards[0], Backward)
+    assert final_loss(played) == pytest.approx(final_loss(launched), rel=AGREE)
     torch.compiler.reset()
 
 

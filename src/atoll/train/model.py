@@ -6,7 +6,7 @@ and norms are made; here they are rotary (RoPE) and RMSNorm. There are no biases
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ class Turns:
         return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
-@lru_cache(maxsize=16)
+@cache  # for good: recordings know where they are
 def turns(context: int, head_width: int, base: float, device: torch.device, dtype: torch.dtype) -> Turns:
     """The tables for all tokens of a model of this dtype, in fp32 or its fp64: bf16 cannot tell token 256 from 257."""
     with torch.inference_mode(False), torch.no_grad():

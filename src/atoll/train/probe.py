@@ -13,6 +13,7 @@ from atoll.train.backward import Backward
 from atoll.train.inner import InnerOptimizer, learning_rate
 from atoll.train.model import Decoder
 from atoll.train.recipe import resolve
+from atoll.train.recorded import Act, recorded_where_it_pays
 from atoll.train.team import Team
 
 STEPS = 7
@@ -50,12 +51,12 @@ def probe_step(config: RunConfig, vocabulary: int, *, tell: Callable[[str], None
     tokens = torch.randint(shape.vocabulary, (config.train.batch, sequence + 1), device=device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     tell(f"measuring {STEPS} steps of {tokens.shape[0]} x {sequence} tokens on {name}")
-    backward = Backward(Team().wrap(model), inner, config)
-    taken = [_step(backward, inner, tokens, rate=learning_rate(n, config.train)) for n in range(1, STEPS + 1)]
+    acts = recorded_where_it_pays(config, [model], [Backward(Team().wrap(model), inner, config)])
+    taken = [_step(acts[0], inner, tokens, rate=learning_rate(n, config.train)) for n in range(1, STEPS + 1)]
     return StepTime(median(taken[WARM_UP:]), config.train.batch * sequence, name)
 
 
-def _step(backward: Backward, inner: InnerOptimizer, tokens: torch.Tensor, rate: float) -> float:
+def _step(backward: Act, inner: InnerOptimizer, tokens: torch.Tensor, rate: float) -> float:
     """One step as the trainer makes it; returns its seconds."""
     began = time.perf_counter()
     backward(tokens)

@@ -29,6 +29,7 @@ from atoll.train.backward import Backward, autocast
 from atoll.train.batches import Batches
 from atoll.train.inner import InnerOptimizer, learning_rate
 from atoll.train.model import Decoder
+from atoll.train.recorded import recorded_where_it_pays
 from atoll.train.team import Model, Team
 
 
@@ -64,7 +65,9 @@ class Trainer:
                 model.compile()
         self._passes = [self.team.wrap(model) for model in self.models]
         self._inner = [InnerOptimizer(model, config.train) for model in self.models]
-        self._backwards = [Backward(*both, config) for both in zip(self._passes, self._inner, strict=True)]
+        backwards = [Backward(forward, inner, config) for forward, inner in zip(self._passes, self._inner, strict=True)]
+        one_rank = self.team.ranks == 1
+        self._backwards = recorded_where_it_pays(config, self.models, backwards) if one_rank else backwards
         self._draws = [0 for _ in self.workers]  # batches that each has taken
         self._weights = batches.weights() if config.data.weighting == "examples" else [1.0] * config.sync.workers
         self.account = Account(config, self.workers, self._weights, self.team)
