@@ -271,16 +271,20 @@ def table(results: Mapping[str, Result]) -> list[str]:
     return lines
 
 
-def cost_of_4_bits(results: Mapping[str, Result]) -> str:
+def costs_of_4_bits(results: Mapping[str, Result]) -> list[str]:
     """What Streaming at period 30 loses by e3m0 beside fp32: at the end, and over the last three quarters."""
-    coarse, exact = results["streaming-30"], results["streaming-30-fp32"]
-    pairs = zip(coarse.evals, exact.evals, strict=True)
-    late = [100 * (one.loss / other.loss - 1) for one, other in pairs if one.tokens >= coarse.end.tokens / 4]
-    end = 100 * (coarse.end.loss / exact.end.loss - 1)
-    return (
-        f"4 bits cost {end:+.2f} %; in the {len(late)} evaluations of the last three quarters {min(late):+.2f} to "
-        f"{max(late):+.2f} %, {mean(late):+.2f} % on average"
-    )
+    found = []
+    for name, coarse in results.items():
+        exact = results.get(name.replace("streaming-30", "streaming-30-fp32"))
+        if exact is None or exact is coarse:
+            continue
+        pairs = zip(coarse.evals, exact.evals, strict=True)
+        late = [100 * (one.loss / other.loss - 1) for one, other in pairs if one.tokens >= coarse.end.tokens / 4]
+        found.append(
+            f"{name}: 4 bits cost {coarse.gap(exact)}; in the {len(late)} evaluations of the last three quarters "
+            f"{min(late):+.2f} to {max(late):+.2f} %, {mean(late):+.2f} % on average"
+        )
+    return found
 
 
 def picture(results: Mapping[str, Result]) -> Figure:
@@ -357,8 +361,7 @@ def main() -> None:
         parser.error(str(problem))
     results = load(arguments.results)
     print("\n".join(table(results)))
-    if {"streaming-30", "streaming-30-fp32"} <= results.keys():
-        print(f"\n{cost_of_4_bits(results)}")
+    print("", *costs_of_4_bits(results), sep="\n")
     if missing := [name for name in METHODS if name not in results]:
         print(f"\nnot trained yet: {', '.join(missing)}")
     picture(results).savefig(arguments.results.with_suffix(".png"), dpi=130)
