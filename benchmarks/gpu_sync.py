@@ -13,7 +13,7 @@ the difference in time, per step, as a share of the step without, the median ove
 share the GPU; only the first trains, almost as if it had a GPU to itself, while the second sends and receives (whose
 kernels are in "added" too, for they run on the same GPU); the same with offload. Like `atoll train`'s, the loops have
 an observer, which looks at every round when the next one is applied. "host" is what outer.step() took of the training
-thread's time, most of it waiting for steps that are still computed.
+thread's time; "waited", of that, what it waited for rounds.
 Every outer.step() after which nothing is due runs with torch's synchronisation check set to raise an error, and one is
 profiled: the CUDA calls in it are named. Memory is the peak of a bare run, and of runs of one worker with the outer
 loop with and without offload, from before it is made, in processes of their own; evaluating and finish() are not in it.
@@ -51,7 +51,7 @@ BATCHES = {"35M": 32, "300M": 16, "1B": 8}
 HEAD = (16384, 32000)
 """Tokens and vocabulary of the logits that the trainer makes at a time."""
 MODES = ("bare", "outer", "offload")
-"""Of a worker alone, whose memory is measured."""
+"""Of a worker that exchanges with nobody, whose memory is measured."""
 
 
 class Case(NamedTuple):
@@ -62,7 +62,7 @@ class Case(NamedTuple):
     offload: bool
 
 
-CASES = [Case("shared", True, False), Case("alone", False, False), Case("offload", False, True)]
+CASES = [Case("shared", True, False), Case("one", False, False), Case("offload", False, True)]
 FORMATS = ("e3m0", "e2m1", "int4", "int8", "bf16")
 
 
@@ -167,7 +167,7 @@ class Training:
 
 
 def worker(name: str, number: int, ports: list[int], periods: int, out: str, mode: str) -> None:
-    """One process: alone for its memory, or one of two ("rounds")."""
+    """One process: by itself, for its memory, or one of two ("rounds")."""
     training = Training(name)
     sync = atoll.Streaming(period=PERIOD)
     found: dict[str, Any] = {}
@@ -305,8 +305,8 @@ def rounds(name: str, periods: int) -> dict[str, Any]:
                 f"with nothing due, CUDA calls of one: {', '.join(found['calls_of_a_quiet_step']) or 'none'}",
                 flush=True,
             )
-        alone = run(name, MODES, periods, folder)
-    peaks = {mode: found["peak"] for mode, found in zip(MODES, alone, strict=True)}
+        unpaired = run(name, MODES, periods, folder)
+    peaks = {mode: found["peak"] for mode, found in zip(MODES, unpaired, strict=True)}
     print(
         f"  memory {peaks['bare'] / 2**30:.1f} GiB bare, {peaks['outer'] / peaks['bare'] - 1:+.1%} with the outer "
         f"loop, {peaks['offload'] / peaks['bare'] - 1:+.1%} with offload",

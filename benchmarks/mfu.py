@@ -60,7 +60,7 @@ def flops_a_token(shape: ModelConfig) -> int:
 
 
 def trainer_of(name: str, batch: int, workers: int = 1) -> Trainer:
-    """A trainer of a preset on random tokens, with nothing exchanged."""
+    """A trainer of a preset on random tokens; several workers exchange with Streaming, in this process."""
     shape = preset(name)
     sequence = sequence_of(shape)
     settings = config.parse(

@@ -5,8 +5,8 @@
     python benchmarks/papers_35m.py table                                              # from the results, anywhere
 
 The papers' 35M decoder (6 layers of width 512, sequences of 1024), two workers in one process, the same tokens in the
-same order for all: 64 sequences a step, all Python source that is installed on the machine, as BPE tokens of a
-vocabulary of 32,000. AdamW as in the scaling-laws paper, outer Nesterov at the Streaming paper's 0.4 and 0.9.
+same order for all of one seed: 64 sequences a step, all Python source that is installed on the machine, as BPE tokens
+of a vocabulary of 32,000. AdamW as in the scaling-laws paper, outer Nesterov at the Streaming paper's 0.4 and 0.9.
 
 `train` goes through the methods in order, takes up what was interrupted (each is a run folder with checkpoints), stops
 between two steps when its seconds are over, and copies the metrics of every finished run to the results. So the table

@@ -84,15 +84,15 @@ def test_figures_of_the_gpu_are_those_of_the_raw_numbers() -> None:
 
 def row_of_rounds(name: str, row: dict[str, Any]) -> list[str | int]:
     added = {}
-    for case in ("shared", "alone", "offload"):
+    for case in ("shared", "one", "offload"):
         low, high = (100 * of(row[case]["added_in_each"]) for of in (min, max))
         added[case] = f"{100 * row[case]['added']:+.2f} % ({low:+.2f} to {high:+.2f})"
-    both, one = (f"{1e3 * row[case]['bare_step_s']:.0f} ms" for case in ("shared", "alone"))
+    both, one = (f"{1e3 * row[case]['bare_step_s']:.0f} ms" for case in ("shared", "one"))
     memory = ["", "", ""]
     if peaks := row.get("peaks"):
         more = [f"{100 * (peaks[mode] / peaks['bare'] - 1):+.1f} %" for mode in ("outer", "offload")]
         memory = [f"{peaks['bare'] / 2**30:.1f} GiB", *more]
-    return [name, row["batch"], both, added["shared"], one, added["alone"], added["offload"], *memory]
+    return [name, row["batch"], both, added["shared"], one, added["one"], added["offload"], *memory]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -55,7 +55,7 @@ class Exchange:
         codec: Codec,
         weight: float,
         windows: Sequence[Window],
-        late: Collection[int] = (),
+        trailing: Collection[int] = (),
         *,
         tolerant: bool = False,
     ) -> None:
@@ -66,7 +66,9 @@ class Exchange:
         self._windows = windows
         self.fused = [fused(window, codec) for window in windows]
         """By fragment, the kernels that do its arithmetic, where its device has any."""
-        self._late = late  # workers that apply a round only after they have sent the next: their anchors trail by one
+        self._trailing = (
+            trailing  # workers that apply a round after they have sent the next: their anchors are one behind
+        )
         self.tolerant = tolerant
         """Of NaNs and infinities: they keep this worker out of the round."""
 
@@ -93,7 +95,7 @@ class Exchange:
             raise NonFiniteError(f"worker {self.link.worker}, {round_id}, parameter {name!r}: {error}") from error
         return self._contribution(payload, version, 0 if anchor is None else fingerprint(anchor))
 
-    def encoding(self, round_id: RoundId, start: Tensor, local: "Live", *, anchor: Tensor, version: int) -> "Encoding":
+    def encoding(self, round_id: RoundId, start: Tensor, local: "Live", *, anchor: Tensor, version: int) -> Encoding:
         """What this worker puts into a round, of start - local, by kernels; does not wait for them."""
         kernels = self.fused[round_id.fragment]
         assert kernels is not None
@@ -179,7 +181,7 @@ class Exchange:
                 raise LinkError(f"{completed.round_id}: {sent}")
         leaders: dict[bool, Member] = {}
         for member in completed.members:
-            leader = leaders.setdefault(member.worker in self._late, member)
+            leader = leaders.setdefault(member.worker in self._trailing, member)
             if (member.anchor_version, member.anchor_fingerprint) != (leader.anchor_version, leader.anchor_fingerprint):
                 who = f"{completed.round_id}: workers {leader.worker} and {member.worker} have different anchors"
                 if member.anchor_version == leader.anchor_version == 0:

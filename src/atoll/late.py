@@ -24,7 +24,7 @@ class Late:
     @property
     def values(self) -> tuple[Any, ...]:
         """All of them; waits until they are here."""
-        # Two threads may do this at once, with the same outcome; what one of them clears comes last.
+        # Two threads may be here at once: both find the same values, and nothing is cleared before these are set.
         numbers, there = self._numbers, self._there
         if numbers is not None:
             if there is not None:

@@ -78,8 +78,10 @@ class OuterLoop:
         self.fragments = split(model, sync.fragments if isinstance(sync, Sync) else Whole())
         dtype = state_dtype(trainable(model))
         self._windows = [Window(model, fragment.parameters, dtype) for fragment in self.fragments]
-        late = sync.late(link.workers) if isinstance(sync, Sync) else ()
-        self._exchange = Exchange(link, sync.codec, float(weight), self._windows, late, tolerant=leave_out_nonfinite)
+        trailing = sync.trailing(link.workers) if isinstance(sync, Sync) else ()
+        self._exchange = Exchange(
+            link, sync.codec, float(weight), self._windows, trailing, tolerant=leave_out_nonfinite
+        )
         self._gradients = GradientAverage(self._exchange, self._windows[0])
         self._shelves = shelves(offload=offload)
         self._states: list[FragmentState] = []

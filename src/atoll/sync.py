@@ -62,7 +62,7 @@ class Sync:
             raise ConfigError(f"delay has {len(self.delays)} entries for {workers} workers: give one, or one each")
         return self.delays[worker % len(self.delays)]
 
-    def late(self, workers: int) -> frozenset[int]:
+    def trailing(self, workers: int) -> frozenset[int]:
         """Workers that apply a round only after they have sent the next one of its fragment."""
         return frozenset(w for w in range(workers) if self.delay_of(w, workers) == self.period)
 

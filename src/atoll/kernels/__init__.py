@@ -1,4 +1,4 @@
-"""Triton twins of what `core` computes, for GPUs: one pass over memory where torch would take several.
+"""Triton twins of what is computed in plain torch, for GPUs: one pass over memory where torch would take several.
 
 Nothing here decides anything. Each function is the twin of a plain one, with the same bits or a stated bound; `usable`
 says where they can run, and whoever calls keeps the plain one for everywhere else.

@@ -85,7 +85,7 @@ def _encode(
         if GRAIN < BLOCK:
             peak = tl.max(tl.reshape(peak, [rows, BLOCK // GRAIN]), 1)
         unit = ((peak - LIMIT) >> 23) + 128
-        unit = tl.minimum(tl.maximum(unit, 7), 254)
+        unit = tl.minimum(tl.maximum(unit, 7), 254)  # as core.codec has its lowest and highest
         row = first // BLOCK + tl.arange(0, rows)
         tl.store(units + row, unit.to(tl.uint8), row * BLOCK < numel)
         if GRAIN < BLOCK:

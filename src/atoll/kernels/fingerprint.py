@@ -8,6 +8,7 @@ from torch import Tensor
 from atoll.kernels.launch import launch
 
 _TILE = 4096
+"""Divides a piece, so that a tile lies in one."""
 
 
 @triton.jit
@@ -15,6 +16,7 @@ def _sums(words, sums, numel, PIECE: tl.constexpr, TILE: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
     at = tile * TILE + tl.arange(0, TILE)
     word = tl.load(words + at, at < numel, 0)
+    # As core.flat.fingerprint has it.
     place = (at % PIECE + 1) * -7046029254386353131
     factor = (place ^ (place >> 29)) | 1
     tl.atomic_add(sums + tile * TILE // PIECE, tl.sum((word ^ (word >> 32)) * factor, 0))
