@@ -13,6 +13,7 @@ import sites
 from atoll.config import parse
 from atoll.errors import ConfigError, LinkError
 from atoll.link import probe
+from atoll.train.model import Decoder
 from atoll.train.probe import probe_step
 
 TINY = {"model": {"preset": "tiny", "layers": 2}, "train": {"batch": 2, "sequence": 16}, "device": "cpu"}
@@ -38,6 +39,17 @@ def test_a_larger_batch_takes_longer() -> None:
     small = probe_step(parse(TINY), 256, tell=lambda line: None)
     large = probe_step(parse(TINY | {"train": {"batch": 256, "sequence": 16}}), 256, tell=lambda line: None)
     assert large.step_s > 3 * small.step_s
+
+
+@pytest.mark.parametrize(("parallel", "compiled"), [("ddp", True), ("fsdp", False)])
+def test_a_step_is_compiled_where_the_run_would_be(
+    parallel: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Decoder] = []
+    monkeypatch.setattr(Decoder, "compile", lambda self: seen.append(self))
+    run = TINY | {"compile": True, "train": {"batch": 2, "sequence": 16, "parallel": parallel}}
+    probe_step(parse(run), 256, tell=lambda line: None)
+    assert bool(seen) == compiled
 
 
 # ---------------------------------------------------------------------- a line

@@ -38,6 +38,8 @@ def probe_step(config: RunConfig, vocabulary: int, *, tell: Callable[[str], None
         raise ConfigError(f"a step of {config.model.hf} cannot be measured without its weights: give --step-time")
     shape = config.shape(vocabulary)
     config = resolve(config, parameters=shape.parameters, context=shape.context)
+    if config.train.parallel == "fsdp":
+        config = config.changed(compile=False)  # as its ranks do; nor is a pass of theirs recorded
     device = torch.device(config.device)
     if config.threads:
         torch.set_num_threads(config.threads)

@@ -18,6 +18,10 @@ from atoll.train.model import Decoder
 
 LARGEST_FLOPS = 2e12
 """Of a pass that is recorded: a few milliseconds of a fast GPU."""
+MOST_FLOPS = 4e12
+"""Of the passes of all workers of a process: each recording keeps the memory of a pass."""
+MOST_PARTS = 16
+"""Of a batch (`train.accumulate`) that is recorded: all of them are in it one after the other."""
 
 Act = Callable[[Tensor], Tensor]
 """Leaves the gradients of a batch in the parameters, and returns a scalar."""
@@ -32,12 +36,15 @@ def pass_flops(config: RunConfig, model: Decoder) -> float:
 def recorded_where_it_pays(config: RunConfig, models: Sequence[nn.Module], acts: Sequence[Act]) -> Sequence[Act]:
     """What the workers of a process do with a batch, played if it is short; `config` must be resolved.
 
-    Only with our own decoder: another model may ask the GPU something on its way, which no recording can.
+    Only with our own decoder: another model may ask the GPU something on its way, which no recording can. Not on ROCm,
+    where a thread that asks it something meanwhile, as a link's do, would break a recording.
     """
-    model, on_gpu = models[0], torch.device(config.device).type == "cuda"
-    if not (on_gpu and config.compile is True and isinstance(model, Decoder)):
+    model = models[0]
+    nvidia = torch.device(config.device).type == "cuda" and torch.version.hip is None
+    if not (nvidia and config.compile is True and isinstance(model, Decoder)):
         return acts
-    if pass_flops(config, model) > LARGEST_FLOPS:
+    flops = pass_flops(config, model)
+    if flops > LARGEST_FLOPS or flops * len(models) > MOST_FLOPS or config.train.accumulate > MOST_PARTS:
         return acts
     return [Recorded(act, list(each.parameters())) for act, each in zip(acts, models, strict=True)]
 
@@ -84,6 +91,8 @@ class Recorded:
                 # Threads of a link may use the GPU meanwhile, on streams of their own.
                 with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
                     found = self._act(read)
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
                 raise AtollError(
                     f"a pass of this model could not be recorded on {torch.cuda.get_device_name()}: {error}\n"

@@ -1,0 +1,41 @@
+"""Which passes are recorded: decided without a GPU. That they leave what the pass itself would: test_cuda.py."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from atoll import config
+from atoll.train.model import Decoder
+from atoll.train.recorded import recorded_where_it_pays
+
+
+@pytest.mark.parametrize(
+    ("workers", "changes", "recorded"),
+    [
+        (2, (), True),
+        (2, ("train.batch=32",), False),  # the GPU has enough to do
+        (16, (), False),  # of memory, it would be 16 passes
+        (16, ("train.batch=1",), True),
+        (2, ("train.batch=4", "train.accumulate=4"), True),
+        (2, ("model.preset=tiny", "train.sequence=64", "train.batch=32", "train.accumulate=32"), False),
+        (2, ("compile=false",), False),
+        (2, ("device=cpu",), False),
+    ],
+)
+def test_short_passes_are_recorded(workers: int, changes: tuple[str, ...], recorded: bool) -> None:
+    run = {"device": "cuda", "compile": True, "train": {"batch": 8, "sequence": 1024}, "model": {"preset": "35M"}}
+    settings = config.parse(run, changes)
+    with torch.device("meta"):
+        models = [Decoder(settings.shape(32_000)) for _ in range(workers)]
+    acts = [no_pass] * workers
+    assert (recorded_where_it_pays(settings, models, acts) is not acts) == recorded
+
+
+def test_a_model_of_another_kind_is_not_recorded() -> None:
+    settings = config.parse({"device": "cuda", "compile": True, "train": {"batch": 1, "sequence": 8}})
+    acts = [no_pass]
+    assert recorded_where_it_pays(settings, [torch.nn.Linear(2, 2)], acts) is acts
+
+
+def no_pass(batch: Tensor) -> Tensor:
+    raise AssertionError("nothing is to be computed here")
