@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from atoll.config import RunConfig
-from atoll.errors import AtollError, DataError
+from atoll.errors import AtollError, ConfigError, DataError
 from atoll.events import Tail
 from atoll.layout import METRICS
 from atoll.plan.link import parse_link
@@ -113,10 +113,13 @@ def run_all(study: Study, *, jobs: int | None = None, fresh: bool = False) -> di
     """Run what is not finished; returns why runs failed, by name."""
     cores = len(os.sched_getaffinity(0))
     at_once = min(jobs or (1 if _on_gpu(study) else cores), len(study.runs))
-    threads = max(1, cores // at_once)
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(asked) if asked.isdigit() and int(asked) else max(1, cores // at_once)
     for run in study.runs.values():
         if fresh:
             RunFolder(run).clear()
+        elif RunFolder(run).begun:
+            _check_unchanged(run)
     for run in {(run.data, run.sync.workers): run for run in study.runs.values()}.values():
         with suppress(AtollError):  # the run itself will say it, and take no other down
             prepare(run)  # once, with a progress bar, before they all ask for it
@@ -133,6 +136,14 @@ def run_all(study: Study, *, jobs: int | None = None, fresh: bool = False) -> di
         signal.signal(signal.SIGTERM, before)
         board.close()
     return children.failed
+
+
+def _check_unchanged(run: RunConfig) -> None:
+    """Refuse a run that was begun with other settings before others are trained beside it."""
+    try:
+        RunFolder(run).as_begun(run)
+    except ConfigError as problem:
+        raise ConfigError(f"{problem}; --fresh trains the study anew, --out keeps both") from None
 
 
 def _on_gpu(study: Study) -> bool:

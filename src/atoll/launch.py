@@ -65,7 +65,7 @@ def launch(options: Options) -> Path:
         where = f"each writes to {place}/worker-K, what it says to {LOG} there"
         outcome = supervise(jobs, f"{told}, worker 0 at {address}; {where}")
     if outcome.failed:
-        raise _failure(outcome.failed)
+        raise _failure(outcome.failed, shlex.join(again(options, config)))
     if outcome.interrupted and any(one.status for one in outcome.ended):  # not if they were done anyway
         _warn_of_unsaved(outcome.ended, options.ranks)
         raise KeyboardInterrupt(f"stopped; continue with: {shlex.join(again(options, config))}")
@@ -222,15 +222,17 @@ def _gpus(base: Mapping[str, str]) -> list[str]:
 # ---------------------------------------------------------------------- how it ended
 
 
-def _failure(ended: Ended) -> AtollError:
-    """What went wrong first; status 2 is for settings, here as for the worker."""
+def _failure(ended: Ended, again: str) -> AtollError:
+    """What went wrong first, and how to go on; status 2 is for settings, here as for the worker."""
     said = ended.said.removeprefix("error: ") or "it said nothing"
     how = f"(exit status {ended.status}): {said}"
     if ended.status < 0:  # then its last line is no reason
         oom = ", as the system does when memory runs out" if ended.status == -signal.SIGKILL else ""
         how = f"(killed by {signal.Signals(-ended.status).name}{oom}), its last line: {said}"
-    kind = ConfigError if ended.status == 2 else AtollError
-    return kind(f"{ended.job.name} failed first {how}; all it said is in {ended.job.log}")
+    told = f"{ended.job.name} failed first {how}; all it said is in {ended.job.log}"
+    if ended.status == 2:
+        return ConfigError(told)
+    return AtollError(f"{told}\nOnce it is mended, continue with: {again}")
 
 
 def _warn_of_unsaved(ended: Sequence[Ended], ranks: int) -> None:

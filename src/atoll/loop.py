@@ -63,6 +63,8 @@ class OuterLoop:
         offload: bool = False,
         observer: Observer | None = None,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not isinstance(sync, Sync | Gradients):
             raise ConfigError(f"sync must be made by DiLoCo(...), Streaming(...) or another preset, got {sync!r}")
         if not hasattr(link, "worker"):
@@ -127,11 +129,12 @@ class OuterLoop:
         """Meet the others, as the first step would (between machines it waits for all); LinkError says what differs."""
         if self._joined:
             return
-        here = {"inner steps made": str(self.steps)}
+        here = {"inner steps made (load the same checkpoint on all)": str(self.steps)}
         if not self.steps:  # from there on, rounds compare
             starts = [state.anchor for state in self._states] or [window.read() for window in self._windows]
             sums = " ".join(f"{fingerprint(start):016x}" for start in starts)
-            here["starting parameters"] = f"checksum {zlib.crc32(sums.encode()):08x}"
+            key = "starting parameters (seed alike before the model is made, or load the same)"
+            here[key] = f"checksum {zlib.crc32(sums.encode()):08x}"
         self.link.join({**self._terms(), **here}, self._exchange.weight)
         self._joined = True
         self._rounds.take_up()

@@ -104,7 +104,7 @@ class Replica:
             state.window.write(state.anchor)
             return
         state.share = self._exchange.share(step)
-        payload = lost.offer.payload if lost and lost.offer and not lost.forgotten else None
+        payload = lost.offer.payload if lost and lost.offer else None
         local = torch.empty_like(state.anchor)
         for piece in pieces(local.numel(), local.device):
             newest = self._decoded(state.newest, piece)

@@ -28,7 +28,7 @@ class Rounds:
         for round_id, delta, offer in outgoing:
             state = self._state(round_id)
             sent = None if state.left_out else offer
-            flight = Flight(sent, left_out=state.left_out)
+            flight = Flight(sent)
             self._exchange.counters.rounds_left_out += state.left_out
             state.left_out = False
             if sent is not None and state.own is not None:
@@ -52,7 +52,7 @@ class Rounds:
     def leave_out(self, unsent: Sequence[tuple[RoundId, Flight]]) -> None:
         """Note that these are completed without this worker."""
         for round_id, flight in unsent:
-            flight.offer, flight.left_out = None, True
+            flight.offer = None
             self._exchange.take_back(round_id)
 
     def take_up(self) -> None:
@@ -61,27 +61,26 @@ class Rounds:
             flight.pending = self._exchange.reopen(round_id, flight.offer)
 
     def apply(self, round_id: RoundId, step: int, keep: float | None = None) -> Flight | None:
-        """Let a round move the anchor after this step; returns the flight if this worker's payload did not arrive.
+        """Let a round move the anchor after this step; returns the flight if it has lost work of this worker.
 
-        With `keep`, the anchor is blended into the live parameters, of which so much stays. A worker whose payload was
-        lost does not blend: it keeps its own, and its next delta carries the work.
+        With `keep`, the anchor is blended into the live parameters, of which so much stays; if the round is empty,
+        nothing moves. A worker whose payload was lost does not blend: it keeps its own, and its next delta carries the
+        work. One that sent nothing, or has started anew since, has no such work and takes the result.
         """
-        flight = self._flights[round_id]
+        flight, worker = self._flights[round_id], self._exchange.link.worker
         completed = self._collect(flight)
         flight.applied = True
         if not self._exchange.is_complete(completed):
             self._state(round_id).gap = round_id.step
-        worker = self._exchange.link.worker
-        arrived = flight.left_out or any(member.worker == worker for member in completed.members)
-        self._outer_step(completed, step, keep if arrived else None)
-        if arrived:
-            if keep is not None:
-                self._thin_out(round_id.fragment, keep)
-            return None
-        self._exchange.counters.rounds_missed += flight.offer is not None
-        if keep is not None:
+        missed = flight.offer is not None and all(member.worker != worker for member in completed.members)
+        self._exchange.counters.rounds_missed += missed
+        lost = missed and not flight.forgotten
+        self._outer_step(completed, step, None if lost else keep)
+        if keep is not None and lost:
             self._state(round_id).restore(flight)
-        return flight
+        elif keep is not None and completed.members:
+            self._thin_out(round_id.fragment, keep)
+        return flight if lost else None
 
     def apply_last(self, round_id: RoundId, step: int) -> None:
         """Let the round that ends a run move the anchor: by the plain mean, so that no momentum overshoots."""
@@ -105,8 +104,6 @@ class Rounds:
 
     def _outer_step(self, completed: Round, step: int, keep: float | None = None, *, plainly: bool = False) -> None:
         if not completed.members:
-            if keep is not None:
-                self._state(completed.round_id).blend(keep)
             if self._observer:
                 self._observer(Applied(completed.round_id, step, (), completed.passage))
             return

@@ -91,7 +91,7 @@ class FragmentState:
 
     def restore(self, lost: "Flight") -> None:
         """The live parameters still hold what a lost payload carried, so rounding has kept nothing back of it."""
-        if self.residual is not None and lost.restore is not None and not lost.forgotten:
+        if self.residual is not None and lost.restore is not None:
             self.residual.add_(lost.restore)
 
     def blend(self, alpha: float) -> None:
@@ -173,7 +173,7 @@ class Flight:
     """A round this worker has opened and that some worker has yet to apply."""
 
     offer: Offer | None
-    """What it sent, or tried to; None if it was absent and only follows."""
+    """What it sent, or tried to; None if it was absent or rolled back, and takes the result all the same."""
     pending: Pending | None = None
     """Where the result will come from; None until the link is joined after a resume."""
     restore: Tensor | None = None
@@ -184,8 +184,6 @@ class Flight:
     """How much of the work it sent the live parameters still hold: less once another round has been blended in."""
     forgotten: bool = False
     """The worker was away or rolled back after sending, and has started anew."""
-    left_out: bool = False
-    """The worker had been rolled back and sent nothing; it takes the result like the others."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the pending round, which is opened anew on resume with the same contribution."""
@@ -198,7 +196,6 @@ class Flight:
             "applied": self.applied,
             "held": self.held,
             "forgotten": self.forgotten,
-            "left_out": self.left_out,
         }
 
     @classmethod
@@ -208,7 +205,7 @@ class Flight:
         if (payload := _copy(state["payload"], device)) is not None:
             sent = Contribution(Member(worker, weight, *state["anchor"]), payload)
         restore = _copy(state["restore"], device)
-        return cls(sent, None, restore, *(state[key] for key in ("applied", "held", "forgotten", "left_out")))
+        return cls(sent, None, restore, *(state[key] for key in ("applied", "held", "forgotten")))
 
 
 def _copy(tensor: Tensor | None, device: torch.device | None = None) -> Tensor | None:

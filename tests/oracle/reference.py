@@ -51,8 +51,9 @@ def diloco(x0, grad, there, trains, lost, wire, weights, *, steps, inner, period
                 delta = agreed(deltas, [weights[m] for m in arrived], len(present), wire)
                 velocity = momentum * velocity + delta
                 anchor = anchor - lr * (delta + momentum * velocity)
-            for m in arrived:
-                xs[m] = anchor.copy()
+                for m in workers:
+                    if m in arrived or m not in present:
+                        xs[m] = anchor.copy()
         for m in workers:
             if there(m, t + 1) and not there(m, t):
                 xs[m] = anchor.copy()
@@ -88,10 +89,11 @@ def streaming(
                     delta = agreed(deltas, [weights[w] for w in arrived], len(kept), wire)
                     velocities[m][s] = momentum * velocities[m][s] + delta
                     anchors[m][s] -= lr * (delta + momentum * velocities[m][s])
-                if m in arrived:
-                    xs[m][s] = alpha * xs[m][s] + (1 - alpha) * anchors[m][s]
-                elif m in kept and since[m] <= t - delays[m]:
+                lost_work = m in kept and m not in arrived and since[m] <= t - delays[m]
+                if lost_work:
                     held[m][s] -= kept[m] * feedback  # the parameters still hold the work
+                elif arrived:  # whoever was away when it was sent, or has been since, has nothing to wait for
+                    xs[m][s] = alpha * xs[m][s] + (1 - alpha) * anchors[m][s]
             if there(m, t + 1) and not there(m, t):
                 xs[m], held[m], since[m] = anchors[m].copy(), 0 * x0, t
     return list(zip(xs, anchors, velocities, strict=True))
@@ -101,7 +103,7 @@ def delayed(x0, grad, there, trains, lost, wire, weights, *, steps, inner, perio
     workers = range(len(weights))
     anchor, velocity = x0.copy(), np.zeros_like(x0)
     xs = [x0.copy() for _ in workers]
-    travelling, senders = None, ()
+    travelling, losers, since = None, (), [0 for _ in workers]
     for t in range(1, steps + 1):
         for m in workers:
             if trains(m, t):
@@ -110,17 +112,18 @@ def delayed(x0, grad, there, trains, lost, wire, weights, *, steps, inner, perio
             present = [m for m in workers if there(m, t)]
             arrived = [m for m in present if not lost(m, t, 0)]
             deltas = [wire(anchor - xs[m]) for m in arrived]
-            if senders:
+            if travelling is not None:
                 velocity = momentum * velocity + travelling
                 anchor = anchor - lr * (travelling + momentum * velocity)
-                for m in senders:
-                    xs[m] = anchor.copy()
+                for m in workers:
+                    if m not in losers or since[m] > t - period:  # what it lost is still in its parameters
+                        xs[m] = anchor.copy()
+            travelling, losers = None, [m for m in present if m not in arrived]
             if arrived:
                 travelling = agreed(deltas, [weights[m] for m in arrived], len(present), wire)
-            senders = arrived
         for m in workers:
             if there(m, t + 1) and not there(m, t):
-                xs[m] = anchor.copy()
+                xs[m], since[m] = anchor.copy(), t
     return [(x, anchor, velocity) for x in xs]
 
 

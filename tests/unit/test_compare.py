@@ -1,5 +1,6 @@
 """`atoll compare`, with real processes: all runs end in one table, a failed one takes no other down."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from atoll.compare import compare, verdict
+from atoll.errors import ConfigError
 from atoll.events import End, Resumed, read
 from atoll.plan.link import parse_link
 from atoll.report import load, summary
@@ -95,6 +97,22 @@ def test_a_run_that_fails_is_told_and_the_others_end(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_study_that_was_changed_is_refused_before_anything_is_trained(
+    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    out = tmp_path / "out"
+    assert compare([study], out=out, jobs=2) == 0
+    assert json.loads((out / "one" / "about.json").read_text())["threads"] == 3
+    before = (out / "report.html").stat()
+    study.write_text(study.read_text().replace('sync.codec = "fp32"', 'sync.codec = "bf16"'))
+    with pytest.raises(ConfigError, match=r"sync\.codec was 'fp32', is 'bf16'.*; --fresh trains the study anew"):
+        compare([study], out=out)
+    assert (out / "report.html").stat() == before
+    assert compare([study], out=out, fresh=True) == 0
+
+
 def test_interrupted_it_saves_all_runs_and_the_same_command_goes_on(study: Path, tmp_path: Path) -> None:
     study.write_text(study.read_text().replace("steps = 12", "steps = 600"))
     out = tmp_path / "out"

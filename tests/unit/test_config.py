@@ -286,7 +286,7 @@ def test_an_override_is_blamed_for_what_it_did() -> None:
         ("model.hf=gpt2 model.layers=3 model.vocabulary=999", "leave out model.layers, model.vocabulary"),
         ("model.hf_weights=false", "model.hf_weights: false only means something with model.hf"),
         ("model.vocabulary=255", "model.vocabulary: must be at least the tokenizer's (256), got 255"),
-        ("data.tokenizer=bpe model.vocabulary=300", "model.vocabulary: must be at least the tokenizer's (8192)"),
+        ("data.tokenizer=bpe model.vocabulary=256", "model.vocabulary: must be at least the tokenizer's (257)"),
         ("data.vocabulary=300", 'data.vocabulary: is for data.tokenizer = "bpe", got "bytes"'),
         ("data.split=clusters sync.workers=1", 'data.split: "clusters" needs sync.workers of at least 2'),
     ],

@@ -653,7 +653,7 @@ DIFFERENCES = {
     "model": "differ in layout of fragment 0: ",
     "period": "differ in period: ",
     "codec": "differ in codec: ",
-    "start": "differ in starting parameters: checksum ",
+    "start": "differ in starting parameters (seed alike ",
     "atoll version": "differ in atoll: ",
     "wire version": "differ in wire format: ",
 }

@@ -552,7 +552,10 @@ def test_launch_names_the_worker_that_failed(tmp_path: Path, worker_code: int, c
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code
     log = "runs/run/worker-1/log.txt"
-    assert errors == f"error: worker 1 failed first (exit status {worker_code}): oh [no]; all it said is in {log}\n"
+    told, _, advice = errors.partition("\n")
+    assert told == f"error: worker 1 failed first (exit status {worker_code}): oh [no]; all it said is in {log}"
+    resumed = "Once it is mended, continue with: atoll launch run.toml --workers 2 --resume\n"
+    assert advice == ("" if worker_code == 2 else resumed)  # wrong settings would be refused again
 
 
 def test_launch_tells_what_killed_a_worker(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_workers_that_start_differently_are_told_so(sync: Sync | Gradients) -> N
     starts, links = (problem.start, problem.start + 1e-9), local(2)
     loops = [OuterLoop(Toy(x, problem.sizes), sync, link) for x, link in zip(starts, links, strict=True)]
     run = train_data_parallel if isinstance(sync, Gradients) else train
-    with pytest.raises(LinkError, match="worker 1 and worker 0 differ in starting parameters: checksum"):
+    with pytest.raises(LinkError, match=r"worker 1 and worker 0 differ in starting parameters .*: checksum"):
         run(loops, 1, 0.1)
 
 
@@ -150,7 +150,7 @@ def test_workers_that_stopped_at_different_steps_cannot_resume_together() -> Non
     resumed = problem.loops(DiLoCo(period=5))
     resumed[0].load_state_dict(states[0][0])
     resumed[1].load_state_dict(states[1][1])
-    with pytest.raises(LinkError, match="worker 1 and worker 0 differ in inner steps made: 4 against 3"):
+    with pytest.raises(LinkError, match=r"worker 1 and worker 0 differ in inner steps made .*: 4 against 3"):
         Crew(resumed).step()
 
 

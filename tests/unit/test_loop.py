@@ -442,6 +442,7 @@ class TestModels:
         (lambda: DataParallel(codec="fp4"), "codec must be one of"),
         (lambda: DiLoCo(outer=Nesterov), r"outer must be SGD\(...\) or Momentum\(...\)"),  # type: ignore[arg-type]
         (lambda: DiLoCo(merge=None), "merge must be Blend"),  # type: ignore[arg-type]
+        (lambda: OuterLoop([small_model()], DiLoCo(), local(1)[0]), r"model must be a torch\.nn\.Module, got list"),  # type: ignore[arg-type]
         (lambda: OuterLoop(small_model(), DiLoCo(), local(1)), "link must be one worker's end of a link, got list"),  # type: ignore[arg-type]
         (
             lambda: Crew([OuterLoop(SHARED, DiLoCo(), end) for end in local(2)]),

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -290,6 +291,23 @@ def test_other_settings_cannot_be_resumed(make: Any, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match=r"model\.width was 16, is 32"):
         train(make(**{"model.width": 32}), resume=True)
     train(make(**{"train.save_every": 10}), resume=True)
+
+
+def test_what_was_set_is_known_when_a_folder_is_resumed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = interrupted(make(**{"sync.period": 5}), 5, monkeypatch)
+    with pytest.raises(ConfigError, match=rf"as `atoll train {re.escape(str(folder))} --resume` does"):
+        train(make(), resume=True)
+    train(config.load(folder / "run.toml"), resume=True)
+
+
+def test_a_text_that_is_too_short_for_its_vocabulary_is_trained_on(make: Any) -> None:
+    settings = {"data.tokenizer": "bpe", "train.steps": 2}
+    folder = train(make(**settings))
+    known = json.loads((folder / "about.json").read_text())["vocabulary"]
+    assert 257 < known < 8192
+    assert train(make(**settings), resume=True) == folder
+    with pytest.raises(ConfigError, match=rf"must be at least the tokenizer's \({known}\), got {known - 1}"):
+        train(make("small", **settings, **{"model.vocabulary": known - 1}))
 
 
 def test_a_checkpoint_of_another_model_is_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

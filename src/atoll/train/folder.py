@@ -130,7 +130,8 @@ class RunFolder:
         if refused:
             raise ConfigError(
                 f"{self.path} cannot be resumed with other settings: {'; '.join(refused)}; "
-                f"leave them as in {self.path / RUN}, or start another run with another name"
+                f"leave them as in {self.path / RUN}, as `atoll train {self.path} --resume` does, or start another run "
+                "with another name"
             )
         return before.changed(name=config.name, **free)
 
