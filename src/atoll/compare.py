@@ -23,6 +23,7 @@ from rich.text import Text
 from atoll.config import RunConfig
 from atoll.errors import AtollError, ConfigError, DataError
 from atoll.events import Tail
+from atoll.events import read as read_events
 from atoll.layout import METRICS
 from atoll.plan.link import parse_link
 from atoll.report import load_all, rich_table, summary, write
@@ -162,7 +163,7 @@ class _Children:
 
     def run(self, study: Study) -> None:
         """Run all to their ends, feeding the board."""
-        waiting = deque(study.runs.values())
+        waiting = deque(run for run in study.runs.values() if not self._is_through(run))
         with tempfile.TemporaryDirectory(prefix="atoll-") as scratch:
             try:
                 while waiting or self._running:
@@ -172,6 +173,12 @@ class _Children:
                     self._look()
             finally:
                 self._stop()
+
+    def _is_through(self, run: RunConfig) -> bool:
+        folder = RunFolder(run)
+        if folder.finished:
+            self._board.recall(run.name, read_events(folder.path / METRICS))
+        return folder.finished
 
     def _start(self, run: RunConfig, scratch: Path) -> _Child:
         if run.threads is None and not RunFolder(run).begun:  # a run goes on with the threads it has begun with

@@ -75,6 +75,8 @@ def test_all_runs_end_in_a_table_a_claim_and_a_report(
     assert all(isinstance(end, End) and end.outcome == "finished" for end in ends.values())
     before = (out / "one" / "metrics.jsonl").stat()
     assert compare([study], out=out) == 0  # nothing is run again
+    again = capsys.readouterr().out
+    assert "one: finished already" in again and "held-out loss" not in again
     assert (out / "one" / "metrics.jsonl").stat().st_mtime_ns == before.st_mtime_ns
     rows = summary([load(out / name) for name in ("one", "other")], parse_link("1Mbit/s"))
     wrong = Claim(say="far apart", run="one", against="other", at_least=0.9)

@@ -31,6 +31,7 @@ def test_bytes_of_a_period() -> None:
     assert cost.average_bits_per_s(TEN, HALVES, 2) == 3200
     assert cost.peak_bits_per_s(TEN, HALVES, 2) == 16000
     assert cost.peak_bits_per_s(TEN, replace(HALVES, delay=4), 2) == 4000
+    assert cost.peak_bits_per_s(TEN, replace(HALVES, delay=HALVES.period), 2) == 3200  # both are under way
 
 
 def test_a_run_sends_what_it_has_not_sent_yet_at_its_end() -> None:

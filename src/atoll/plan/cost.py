@@ -50,8 +50,12 @@ def average_bits_per_s(model: Model, method: Method, workers: int) -> float:
 
 
 def peak_bits_per_s(model: Model, method: Method, workers: int) -> float:
-    """The rate at which the largest exchange is over in the time it has: its delay, or one step if it has none."""
-    return 8 * max(round_bytes(model, method, workers)) / (max(method.delay, 1) * model.step_s)
+    """The rate at which the largest exchange is over in the time it has: its delay, or one step if it has none.
+
+    Where exchanges overlap they share the line, which has to carry the average all the same.
+    """
+    largest = 8 * max(round_bytes(model, method, workers)) / (max(method.delay, 1) * model.step_s)
+    return max(largest, average_bits_per_s(model, method, workers))
 
 
 # ---------------------------------------------------------------------- time

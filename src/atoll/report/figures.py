@@ -80,7 +80,7 @@ def pictures(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> l
             "measured",
             "Measured",
             "Compute and communication, measured",
-            "How each worker began where it ran, measured and not modelled: the thick bar is its processor, pale while "
+            "The first moments of each worker, as measured: the thick bar is its processor, pale while "
             "it waited, each thin bar below it a round from sending to arrival. Workers are aligned by their machines' "
             f"clocks if these are close; at most {MOST_WORKERS} of a run are drawn. The share is over the whole run.",
             f"Share of the time not spent waiting, measured. {each(_measured_share)}.",

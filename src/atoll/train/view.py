@@ -218,6 +218,14 @@ class Board:
         if name in self._lines:
             self._lines[name].write(event)
 
+    def recall(self, name: str, events: Iterable[Event]) -> None:
+        """Take all events of a run that was through before, and say no more of it."""
+        for event in events:
+            self._runs[name] = self._runs[name].after(event)
+        self._state[name] = "done"
+        if name in self._lines and self._console is not None:
+            _say(self._console, f"{name}: finished already, it is not trained again")
+
     def fail(self, name: str, why: str) -> None:
         """Say that a run has died; `why` in a line."""
         self._state[name] = "failed"
