@@ -99,7 +99,6 @@ def test_a_run_that_fails_is_told_and_the_others_end(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_study_that_was_changed_is_refused_before_anything_is_trained(
     study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +114,7 @@ def test_a_study_that_was_changed_is_refused_before_anything_is_trained(
     assert compare([study], out=out, fresh=True) == 0
 
 
+@pytest.mark.slow
 def test_interrupted_it_saves_all_runs_and_the_same_command_goes_on(study: Path, tmp_path: Path) -> None:
     study.write_text(study.read_text().replace("steps = 12", "steps = 600"))
     out = tmp_path / "out"
