@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from atoll.core.codec import Codec
+from atoll.shapes import preset
 from atoll.study import read
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,8 +80,29 @@ def test_figures_of_the_gpu_are_those_of_the_raw_numbers() -> None:
         rows += [[row["preset"], row["batch"], f"{row['pass_flops']:.1e}", *taken, f"{row['faster']:.1f}"]]
     for cells in rows:
         assert f"| {' | '.join(map(str, cells))} |\n" in page
-    one = results["gpu_sync"]["rounds"]["1B"]["shared"]["added"]
-    assert f"took {100 * one:.1f} % longer" in " ".join((ROOT / "README.md").read_text().split())
+    rounds = results["gpu_sync"]["rounds"]["1B"]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"took {100 * rounds['shared']['added']:.1f} % longer" in readme
+    kernels_s = kernels_of_a_period(results["gpu_sync"]["kernels"], preset("1B").parameters)
+    share = f"{1e3 * kernels_s:.0f} ms a period at 1B (1.27 billion parameters), "
+    share += f"{100 * kernels_s / (30 * rounds['one']['bare_step_s']):.2f} % of 30 steps"
+    assert share in " ".join(page.split())
+    rates = [row["matmul_flops"] / 1e12 for row in results["mfu"]["rows"]]
+    assert f"({min(rates):.0f} to {max(rates):.0f} TFLOP/s here)" in " ".join(page.split())
+
+
+def kernels_of_a_period(kernels: list[dict[str, Any]], parameters: int) -> float:
+    """Seconds that one of two workers' kernels take to exchange all parameters once, by their measured rates."""
+    payload = Codec("e3m0").payload_bytes(parameters)
+    moved = {
+        "encode e3m0, float32 parameters": 8 * parameters + payload,
+        "decode e3m0 of 2 members into their mean": 4 * parameters + 2 * payload,
+        "outer step and blend, float32 parameters": 28 * parameters,
+        "inner products of 2 members, e3m0": 2 * payload,
+        "fingerprint of an anchor": 4 * parameters,
+    }
+    rates = {row["kernel"]: row["bytes_per_s"] for row in kernels}
+    return float(sum(moved[kernel] / rates[kernel] for kernel in moved))
 
 
 def row_of_rounds(name: str, row: dict[str, Any]) -> list[str | int]:

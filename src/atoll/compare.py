@@ -176,9 +176,10 @@ class _Children:
 
     def _is_through(self, run: RunConfig) -> bool:
         folder = RunFolder(run)
-        if folder.finished:
+        through = folder.finished
+        if through:
             self._board.recall(run.name, read_events(folder.path / METRICS))
-        return folder.finished
+        return through
 
     def _start(self, run: RunConfig, scratch: Path) -> _Child:
         if run.threads is None and not RunFolder(run).begun:  # a run goes on with the threads it has begun with

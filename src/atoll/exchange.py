@@ -66,9 +66,8 @@ class Exchange:
         self._windows = windows
         self.fused = [fused(window, codec) for window in windows]
         """By fragment, the kernels that do its arithmetic, where its device has any."""
-        self._trailing = (
-            trailing  # workers that apply a round after they have sent the next: their anchors are one behind
-        )
+        # They apply a round only after they have sent the next, so their anchors are one behind.
+        self._trailing = trailing
         self.tolerant = tolerant
         """Of NaNs and infinities: they keep this worker out of the round."""
 

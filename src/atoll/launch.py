@@ -222,7 +222,7 @@ def _gpus(base: Mapping[str, str]) -> list[str]:
 # ---------------------------------------------------------------------- how it ended
 
 
-def _failure(ended: Ended, again: str) -> AtollError:
+def _failure(ended: Ended, to_go_on: str) -> AtollError:
     """What went wrong first, and how to go on; status 2 is for settings, here as for the worker."""
     said = ended.said.removeprefix("error: ") or "it said nothing"
     how = f"(exit status {ended.status}): {said}"
@@ -232,7 +232,7 @@ def _failure(ended: Ended, again: str) -> AtollError:
     told = f"{ended.job.name} failed first {how}; all it said is in {ended.job.log}"
     if ended.status == 2:
         return ConfigError(told)
-    return AtollError(f"{told}\nOnce it is mended, continue with: {again}")
+    return AtollError(f"{told}\nOnce it is mended, continue with: {to_go_on}")
 
 
 def _warn_of_unsaved(ended: Sequence[Ended], ranks: int) -> None:

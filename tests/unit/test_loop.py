@@ -266,6 +266,36 @@ class TestFinish:
         assert loops[0].counters.rounds_sent == sent == 2
 
 
+class TestComingBack:
+    """Worker 1 is away for a while; both walk one unit a step; the round of step 4 is applied after step 7."""
+
+    def walk(self, faults: Faults, steps: int) -> tuple[list[float], float]:
+        sync = Sync(period=4, delay=3, codec=Codec("fp64"), outer=SGD(1.0), merge=Blend(0.0))
+        loops = [OuterLoop(Toy(np.zeros(1), (1,)), sync, link) for link in local(2, faults=faults)]
+        crew = Crew(loops)
+        for _ in range(steps):
+            for loop in loops:
+                if loop.trains:
+                    toy(loop).descend(-np.ones(1), 1.0)
+            crew.step()
+        return [toy(loop).vector()[0] for loop in loops], snapshot(loops[0])[1][0]
+
+    def test_a_round_that_was_sent_meanwhile_is_merged(self) -> None:
+        faults = Faults(absences=(Absence(worker=1, first=1, last=4),))
+        assert self.walk(faults, 6) == ([6.0, 2.0], 0.0)
+        assert self.walk(faults, 7) == ([4.0, 4.0], 4.0)
+        assert self.walk(faults, 11) == ([5.0, 5.0], 5.0)  # and nothing of it is taken back
+
+    def test_nothing_is_kept_of_a_payload_that_was_lost_meanwhile(self) -> None:
+        away = (Absence(worker=1, first=5, last=5),)
+        tried = (Faults(drop=0.5, seed=seed, absences=away) for seed in range(1000))
+        lost = {(0, 4): False, (1, 4): True, (0, 8): False, (1, 8): False}
+        faults = next(f for f in tried if all(f.lost(w, RoundId(t, 0)) == so for (w, t), so in lost.items()))
+        assert self.walk(faults, 6) == ([6.0, 1.0], 0.0)
+        assert self.walk(faults, 7) == ([4.0, 4.0], 4.0)
+        assert self.walk(faults, 11) == ([5.0, 5.0], 5.0)
+
+
 class TestCounting:
     @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "e3m0"])
     def test_bytes_are_the_formula(self, codec: str) -> None:

@@ -128,10 +128,10 @@ class RunFolder:
             if key not in free and now is not None and now != "auto"
         ]
         if refused:
+            simply = "" if self.of_many else f", as `atoll train {self.path} --resume` does"
             raise ConfigError(
                 f"{self.path} cannot be resumed with other settings: {'; '.join(refused)}; "
-                f"leave them as in {self.path / RUN}, as `atoll train {self.path} --resume` does, or start another run "
-                "with another name"
+                f"leave them as in {self.path / RUN}{simply}, or start another run with another name"
             )
         return before.changed(name=config.name, **free)
 

@@ -8,6 +8,7 @@ keep memory to itself.
 import gc
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,33 +50,44 @@ def recorded_where_it_pays(config: RunConfig, models: Sequence[nn.Module], acts:
     return [Recorded(act, list(each.parameters())) for act, each in zip(acts, models, strict=True)]
 
 
+class Recording(NamedTuple):
+    """A pass, what it reads and what it leaves."""
+
+    graph: torch.cuda.CUDAGraph
+    batch: Tensor
+    found: Tensor
+    gradients: list[Tensor | None]
+    addresses: list[int]
+    """Of the parameters when it was recorded."""
+
+
 class Recorded:
     """Plays what `act` does on the GPU with a batch and these parameters; what it does on the host is not done again.
 
-    It is recorded in the first call, and again when parameters have moved or batches have another shape. Each recording
-    has memory of its own: in shared memory, one that is played out of turn would write over another's gradients.
+    It is recorded in the first call. Where parameters have moved since, or a batch has another shape, `act` is called;
+    dtypes, and which parameters are trained, must not change. Each recording has memory of its own: in shared memory,
+    one that is played out of turn would write over another's gradients.
     """
 
     def __init__(self, act: Act, parameters: Sequence[nn.Parameter]) -> None:
         self._act, self._parameters = act, parameters
-        self._addresses: list[int] = []
-        self._recording: tuple[torch.cuda.CUDAGraph, Tensor, Tensor, list[Tensor | None]] | None = None
+        self._recording: Recording | None = None
 
     def __call__(self, batch: Tensor) -> Tensor:
-        """As `act(batch)`; gradients are in the same memory every time."""
-        addresses = [parameter.data_ptr() for parameter in self._parameters]
-        if self._recording is None or addresses != self._addresses or batch.shape != self._recording[1].shape:
-            self._recording = None  # its memory is needed again
-            self._recording, self._addresses = self._record(batch), addresses
-        graph, read, found, gradients = self._recording
-        read.copy_(batch)
-        graph.replay()
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+        """As `act(batch)`; gradients are in the same memory whenever it is played."""
+        played = self._recording = self._recording or self._record(batch)
+        if batch.shape != played.batch.shape or self._addresses() != played.addresses:
+            return self._act(batch)
+        played.batch.copy_(batch)
+        played.graph.replay()
+        for parameter, gradient in zip(self._parameters, played.gradients, strict=True):
             parameter.grad = gradient  # whatever has been put there since
-        return found.clone()
+        return played.found.clone()
 
-    def _record(self, batch: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor, list[Tensor | None]]:
-        """The graph, where it reads a batch, where it leaves the scalar, and where the gradients."""
+    def _addresses(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self._parameters]
+
+    def _record(self, batch: Tensor) -> Recording:
         graph, read = torch.cuda.CUDAGraph(), batch.clone()
         with torch.cuda.device(batch.device):
             here, aside = torch.cuda.current_stream(), _aside(batch.device)
@@ -92,13 +104,13 @@ class Recorded:
                 with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
                     found = self._act(read)
             except torch.OutOfMemoryError:
-                raise
+                raise  # which has advice of its own
             except RuntimeError as error:
                 raise AtollError(
                     f"a pass of this model could not be recorded on {torch.cuda.get_device_name()}: {error}\n"
                     "With compile = false it is not tried"
                 ) from error
-        return graph, read, found, [parameter.grad for parameter in self._parameters]
+        return Recording(graph, read, found, [parameter.grad for parameter in self._parameters], self._addresses())
 
 
 @cache
