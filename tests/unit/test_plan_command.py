@@ -333,6 +333,14 @@ def test_a_step_is_estimated_from_flops() -> None:
     assert same.model.step_s == asked.model.step_s
 
 
+def test_what_is_not_advised_for_a_short_run_although_the_table_shows_it() -> None:
+    words = {steps: " ".join(plan(*ONE, "--steps", steps).stdout.split()) for steps in ("3", "40", "499", "500")}
+    assert "For a run of 3 steps only data-parallel is advised: it would exchange fewer than 5 times." in words["3"]
+    assert "For a run of 40 steps no period of over 5 steps is advised" in words["40"]
+    assert "For a run of 499 steps no period of over 50 steps is advised" in words["499"]
+    assert "is advised" not in words["500"], "five periods of 100 fit"
+
+
 def test_tokens_of_the_whole_run_become_steps() -> None:
     asked = asked_for(Options(params="1B", layers="24", tokens="1M", step_time="1s", tokens_total="100B", workers="4"))
     assert asked.steps == 25_000

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll.plan import cost, paper
-from atoll.plan.advise import Advice
+from atoll.plan.advise import FEWEST_ROUNDS, Advice, periods_for
 from atoll.plan.laws import SEQUENCE
 from atoll.plan.outlook import Outlook
 from atoll.planner import OWN, Plan, label
@@ -154,7 +154,17 @@ def _advice(plan: Plan, width: int) -> Passage:
     for place, advice in enumerate(found.choices, 1):
         lines += _indented(_choice(plan, advice), width, first=f"  {place}. ", rest="     ")
         lines += pasted(advice.outlook.method.settings(), width)
-    return head, [*lines, *_indented(found.next_level, width), ""]
+    return head, [*lines, *_indented(found.next_level + _left_out(plan), width), ""]
+
+
+def _left_out(plan: Plan) -> str:
+    """Why nothing like a column of the table is advised, where its period is too long for the run."""
+    steps = plan.asked.steps or 0
+    longest = max(periods_for(steps), default=0)
+    if not any(method.period > max(longest, 1) for method in plan.asked.methods):
+        return ""
+    most = f"no period of over {longest} steps" if longest else "only data-parallel"
+    return f" For a run of {steps} steps {most} is advised: it would exchange fewer than {FEWEST_ROUNDS} times."
 
 
 def _choice(plan: Plan, advice: Advice) -> str:

@@ -90,7 +90,7 @@ def advise(
         raise ConfigError(f"target must be between 0 and 1, both excluded, got {target!r}: it is a part of the time")
     if workers == 1:
         return Recommendation(choices=(), reached=True, next_level="One worker has nothing to exchange.")
-    options = [fit for method in candidates(model, _periods(steps)) if (fit := suited(method)) is not None]
+    options = [fit for method in candidates(model, periods_for(steps)) if (fit := suited(method)) is not None]
     if not options:
         return Recommendation(choices=(), reached=False, next_level="No method goes with the settings that are given.")
     wanted = _Wanted(model, workers, link, steps, _fitting(model, workers, memory_limit_bytes, options))
@@ -126,8 +126,8 @@ def candidates(model: Model, periods: Iterable[int] = PERIODS, delays: Iterable[
                 yield Method(name="eager", period=period, each=each, delay=period, codec=codec, eager=True)
 
 
-def _periods(steps: int) -> tuple[int, ...]:
-    """Those of which a run has a few; the shortest if it has one of them at all."""
+def periods_for(steps: int) -> tuple[int, ...]:
+    """The periods of which a run of so many steps (0: not known) has a few; the shortest if it has one of it at all."""
     if not steps:
         return PERIODS
     return tuple(p for p in PERIODS if FEWEST_ROUNDS * p <= steps) or tuple(p for p in PERIODS[:1] if p <= steps)
