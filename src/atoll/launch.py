@@ -159,17 +159,25 @@ def command(
     options: Options, place: Path, worker: int, workers: int, address: str, meeting: int | None = None
 ) -> list[str]:
     """How one worker of the run at `place` is started; `meeting` is the port where its ranks find each other."""
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks), "--master-port", str(meeting)]
-    torchrun += ["--log-dir", str(place / worker_folder(worker) / "torchrun")]  # or each would leave one in /tmp
+    logs = place / worker_folder(worker) / "torchrun"
     return [
-        sys.executable,
-        *(torchrun if options.ranks > 1 else []),
-        *("-m", "atoll", "train", str(options.file)),
+        *(by_torchrun(options.ranks, meeting, logs) if options.ranks > 1 else []),
+        *(sys.executable, "-m", "atoll", "train", str(options.file)),
         *("--worker", str(worker), "--address", address),
         *_passed_on(options),
         *("--set", f"sync.workers={workers}"),  # after the others: the last one counts
         *(["--resume"] if options.resume else []),
         *("--view", "lines"),
+    ]
+
+
+def by_torchrun(ranks: int, meeting: int | None, logs: Path) -> list[str]:
+    """What to put before a command so that torchrun starts it as so many ranks, who meet at port `meeting`."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nproc-per-node", str(ranks), "--master-port", str(meeting)),
+        *("--log-dir", str(logs)),  # or each start would leave one in /tmp
+        "--no-python",  # its own way to start Python writes lines in pieces, and those of other ranks come between
     ]
 
 
@@ -206,7 +214,7 @@ def environment(
         mine = [gpus[(worker * ranks + rank) % len(gpus)] for rank in range(ranks)]
         result["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
     if ranks > 1:
-        result.pop("PYTHONUNBUFFERED", None)  # it writes a line in pieces, which those of other ranks come between
+        result.pop("PYTHONUNBUFFERED", None)  # which writes lines in pieces as well
         result.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", f"{PATIENCE_S:.0f}")  # time to save; torchrun gives 30 s
     return result
 

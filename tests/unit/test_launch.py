@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from atoll import cli
 from atoll.config import RunConfig, load, parse
-from atoll.launch import TORCHRUN_TELLS, Options, again, command, environment, free_ports
+from atoll.launch import TORCHRUN_TELLS, Options, again, by_torchrun, command, environment, free_ports
 from atoll.supervise import Job, supervise
 
 SITES = Path(__file__).resolve().parents[2] / "examples" / "sites"
@@ -339,14 +339,18 @@ sys.exit(130)
 """
 
 
+def execute(command: list[str]) -> str:
+    """A script that becomes this command."""
+    return f"import os; os.execv({command[0]!r}, {command!r})"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl")
 @pytest.mark.parametrize(("number", "heard"), [(signal.SIGINT, signal.SIGINT), (signal.SIGKILL, signal.SIGTERM)])
 def test_the_ranks_of_torchrun_save_and_go_too(start: Start, tmp_path: Path, number: int, heard: int) -> None:
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_ports(1)[0])]
-    supervised = start(f"import os, sys; os.execv(sys.executable, [sys.executable, *{torchrun!r}, {str(script)!r}])")
+    supervised = start(execute([*by_torchrun(2, free_ports(1)[0], tmp_path / "logs"), sys.executable, str(script)]))
     supervised.wait_for(" ready", times=2)
     supervised.process.send_signal(number)
     supervised.process.wait(timeout=60)
@@ -416,8 +420,8 @@ def test_the_command_of_a_worker() -> None:
     )
     assert command(every, Path("runs/run"), 0, 2, "127.0.0.1:5000", 6000)[1:] == [
         *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "6000"),
-        *("--log-dir", "runs/run/worker-0/torchrun"),
-        *("-m", "atoll", "train", "run.toml", "--worker", "0", "--address", "127.0.0.1:5000"),
+        *("--log-dir", "runs/run/worker-0/torchrun", "--no-python"),
+        *(sys.executable, "-m", "atoll", "train", "run.toml", "--worker", "0", "--address", "127.0.0.1:5000"),
         *("--set", "train.steps=5", "--set", "name=a b"),
         *("--out", "some where", "--name", "x", "--link", "1Gbit/s,50ms"),
         *("--set", "sync.workers=2", "--resume", "--view", "lines"),
@@ -568,15 +572,24 @@ def test_launch_tells_what_killed_a_worker(tmp_path: Path) -> None:
     )
 
 
+FAILS_SLOWLY = """
+import time
+class Slow(Exception):
+    def __str__(self):  # called when a part of the line is written: that of another rank may come between
+        time.sleep(0.5)
+        return "the reason"
+raise Slow
+"""
+
+
 @pytest.mark.slow
 def test_of_ranks_the_reason_is_named_and_not_what_torchrun_makes_of_it(tmp_path: Path) -> None:
-    (tmp_path / "rank.py").write_text("raise ValueError('the reason')")
-    options = ["--nproc-per-node", "2", "--master-port", str(free_ports(1)[0]), "rank.py"]
-    torchrun = f"import sys; sys.argv[1:] = {options!r}; from torch.distributed.run import main; main()"
-    process = launching(tmp_path, torchrun, "--ranks=2", "--workers=1")
+    (tmp_path / "rank.py").write_text(FAILS_SLOWLY)
+    ranks = [*by_torchrun(2, free_ports(1)[0], tmp_path / "logs"), sys.executable, "rank.py"]
+    process = launching(tmp_path, execute(ranks), "--ranks=2", "--workers=1")
     told, errors = process.communicate(timeout=100)
     assert "ChildFailedError" in told and process.returncode == 1
-    assert errors.startswith("error: worker 0 failed first (exit status 1): ValueError: the reason; all it said")
+    assert errors.startswith("error: worker 0 failed first (exit status 1): Slow: the reason; all it said")
 
 
 def test_launch_interrupted_says_how_to_go_on(tmp_path: Path) -> None:
