@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from atoll.core.codec import Codec
 from atoll.shapes import preset
 from atoll.study import read
+from atoll.units import bytes_text
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -65,6 +67,12 @@ def test_the_table_of_results_is_that_of_the_raw_metrics(monkeypatch: pytest.Mon
     assert "\n".join(papers_35m.table(results)) in page
     for cost in papers_35m.costs_of_4_bits(results):
         assert cost in " ".join(page.split())
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    both = [results[name] for name in ("streaming-30", "streaming-30-seed1")]
+    gaps = [f"{100 * (one.end.loss / results['data-parallel'].end.loss - 1):.1f}" for one in both]
+    sent = [bytes_text(mean(one.end.bytes_sent)) for one in (both[0], results["data-parallel"])]
+    assert f"ended {gaps[0]} and {gaps[1]} % (two seeds" in readme
+    assert f"payloads of {sent[0]} a worker instead of {sent[1]}" in readme
 
 
 def test_figures_of_the_gpu_are_those_of_the_raw_numbers() -> None:
@@ -83,6 +91,8 @@ def test_figures_of_the_gpu_are_those_of_the_raw_numbers() -> None:
     rounds = results["gpu_sync"]["rounds"]["1B"]
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"took {100 * rounds['shared']['added']:.1f} % longer" in readme
+    outer, offload = (100 * (rounds["peaks"][mode] / rounds["peaks"]["bare"] - 1) for mode in ("outer", "offload"))
+    assert f"peak memory grew by {outer:.0f} %, by {offload:.1f} % with `offload`" in readme
     kernels_s = kernels_of_a_period(results["gpu_sync"]["kernels"], preset("1B").parameters)
     share = f"{1e3 * kernels_s:.0f} ms a period at 1B (1.27 billion parameters), "
     share += f"{100 * kernels_s / (30 * rounds['one']['bare_step_s']):.2f} % of 30 steps"

@@ -166,11 +166,7 @@ def train(
     }
     file = run
     if run.is_dir():
-        if not resume:
-            raise ConfigError(f"{run}: is a folder; to continue the run in it, add --resume")
-        if out or name:
-            raise ConfigError(f"{run}: is the folder of a run, which --out and --name cannot change")
-        file, folder = _begun(run, worker)
+        file, folder = _begun(run, worker, resume=resume, moved=bool(out or name))
         settings |= {"out": str(folder.parent), "name": folder.name}
     config = load(file, changes or ()).changed(**{key: value for key, value in settings.items() if value is not None})
 
@@ -183,18 +179,26 @@ def train(
         gc.freeze()  # to look for garbage among all that was imported would halt training now and then
         done = train_run(config, worker=worker, resume=resume)
     except KeyboardInterrupt:  # while preparing, or the second one: training itself saves on the first
-        if (place / RUN).exists():
-            which = "" if worker is None else f" --worker {worker}"
-            again = f"atoll train {quote(str(place))}{which} --resume"
-            raise KeyboardInterrupt(f"interrupted; continue with: {again}") from None
-        raise KeyboardInterrupt("stopped before training began; the same command begins again") from None
+        raise KeyboardInterrupt(_how_to_go_on(place, worker)) from None
     if not done.name.startswith("rank-"):  # the first rank of a worker speaks for all
         whole = done if worker_of(done) is None else done.parent  # a report shows all workers that are there
         typer.echo(f"the run is in {done}; to look at it: atoll report {whole}, atoll sample {done}")
 
 
-def _begun(given: Path, worker: int | None) -> tuple[Path, Path]:
+def _how_to_go_on(place: Path, worker: int | None) -> str:
+    """After a stop that was not training's own."""
+    if not (place / RUN).exists():
+        return "stopped before training began; the same command begins again"
+    which = "" if worker is None else f" --worker {worker}"
+    return f"interrupted; continue with: atoll train {quote(str(place))}{which} --resume"
+
+
+def _begun(given: Path, worker: int | None, *, resume: bool, moved: bool) -> tuple[Path, Path]:
     """The run file and the folder of all of a run, from that folder or, of a worker by itself, from the worker's."""
+    if not resume:
+        raise ConfigError(f"{given}: is a folder; to continue the run in it, add --resume")
+    if moved:
+        raise ConfigError(f"{given}: is the folder of a run, which --out and --name cannot change")
     folder = given.resolve()  # the file may say "runs", seen from elsewhere
     called = "" if worker is None else worker_folder(worker)
     if called and (folder / called / RUN).is_file():

@@ -163,7 +163,12 @@ class _Children:
 
     def run(self, study: Study) -> None:
         """Run all to their ends, feeding the board."""
-        waiting = deque(run for run in study.runs.values() if not self._is_through(run))
+        waiting: deque[RunConfig] = deque()
+        for run in study.runs.values():
+            if (folder := RunFolder(run)).finished:
+                self._board.recall(run.name, read_events(folder.path / METRICS))
+            else:
+                waiting.append(run)
         with tempfile.TemporaryDirectory(prefix="atoll-") as scratch:
             try:
                 while waiting or self._running:
@@ -173,13 +178,6 @@ class _Children:
                     self._look()
             finally:
                 self._stop()
-
-    def _is_through(self, run: RunConfig) -> bool:
-        folder = RunFolder(run)
-        through = folder.finished
-        if through:
-            self._board.recall(run.name, read_events(folder.path / METRICS))
-        return through
 
     def _start(self, run: RunConfig, scratch: Path) -> _Child:
         if run.threads is None and not RunFolder(run).begun:  # a run goes on with the threads it has begun with

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from atoll.sections import (
+    LEAST_BPE_VOCABULARY,
     DataSection,
     FaultSection,
     LinkSection,
@@ -52,7 +53,8 @@ def model_conflicts(model: ModelSection, data: DataSection, train: TrainSection)
     if train.sequence is not None and train.sequence > context:
         why = f"must be at most the model's context ({context}), got {train.sequence}: raise model.context or lower it"
         yield Conflict(("train.sequence", "model.context", "model.preset", "model.hf"), why)
-    least = {"bytes": 256, "bpe": 257}.get(data.tokenizer, 1)  # a short text has fewer tokens than are asked for
+    # A short text has fewer tokens than are asked for, so before it is read only the least is known.
+    least = {"bytes": 256, "bpe": LEAST_BPE_VOCABULARY}.get(data.tokenizer, 1)
     if model.vocabulary is not None and model.vocabulary < least:
         why = f"must be at least the tokenizer's ({least}), got {model.vocabulary}: leave it out to use that"
         yield Conflict(("model.vocabulary", "data.tokenizer", "data.vocabulary", "model.hf"), why)

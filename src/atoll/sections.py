@@ -65,6 +65,8 @@ def _worker_numbers(table: Any) -> Any:
 
 BPE_VOCABULARY = 8192
 """Tokens of a BPE tokenizer unless told otherwise."""
+LEAST_BPE_VOCABULARY = 257
+"""Every byte, so that any text can be written, and what separates documents."""
 _MANY = 10**12
 Count = Annotated[int, Field(ge=1, le=_MANY), Allowed("a whole number from 1 to 10^12")]
 Steps = Annotated[int, Field(ge=0, le=_MANY), Allowed("a whole number from 0 to 10^12")]
@@ -184,9 +186,14 @@ class DataSection(Section):
     """Where the text is in rows of JSONL, Parquet or datasets."""
     tokenizer: Tokenizer = "bytes"
     """bytes (no setup), bpe (trained on the source), or the path of a tokenizer.json."""
-    vocabulary: Annotated[int, Field(ge=257, le=10**7), Allowed("a whole number from 257 to 10^7")] | None = Field(
-        default=None, examples=[8192]
-    )
+    vocabulary: (
+        Annotated[
+            int,
+            Field(ge=LEAST_BPE_VOCABULARY, le=10**7),
+            Allowed(f"a whole number from {LEAST_BPE_VOCABULARY} to 10^7"),
+        ]
+        | None
+    ) = Field(default=None, examples=[BPE_VOCABULARY])
     """Tokens of a bpe tokenizer; left out: 8192."""
     held_out: Part = 0.02
     """Share of the documents kept from training, for evaluation."""

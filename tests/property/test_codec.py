@@ -149,6 +149,15 @@ def test_e2m1_rounds_right_next_to_every_halfway_point() -> None:
     assert decoded.tolist() == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
+@pytest.mark.parametrize("scale", [2.0**-126, 2.0**-20])
+def test_e3m0_rounds_what_is_below_the_lowest_level_as_documented(scale: float) -> None:
+    lowest_unit = scale == 2.0**-126
+    for part, rounded in ((0.414, 0.0), (0.4143, float(lowest_unit)), (0.707, float(lowest_unit)), (0.7072, 1.0)):
+        vector = torch.zeros(BLOCK)
+        vector[0], vector[1] = part * scale, 2**6 * scale
+        assert Codec("e3m0").decode(Codec("e3m0").encode(vector), BLOCK)[0] == rounded * scale
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", PLAIN + BLOCKS)
 def test_nan_and_infinity_are_refused(name: str, bad: float) -> None:

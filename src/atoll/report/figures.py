@@ -1,7 +1,7 @@
 """The pictures of a report, each drawn from records alone."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,59 +43,69 @@ class Picture:
 
 def pictures(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> list[Picture]:
     """All that the records have data for."""
+    return [*_of_losses(records, rows, link), *_of_bytes_and_time(records, rows, link), *_of_rounds(records)]
 
-    def each(text: Callable[[Row], str]) -> str:
-        return "; ".join(f"{row.name}: {text(row)}" for row in rows)
 
-    evaluated = any(_held_out(r, lambda step, tokens: tokens) for r in records)
-    found = {
-        Picture(
-            "loss-tokens",
-            "Loss",
-            "Loss against tokens",
-            "Held-out loss of the outer parameters (line; a dot is an evaluation) and training loss, mean over the "
-            "workers (faint).",
-            f"Held-out loss against tokens. At the end, in nats per token: {each(lambda r: loss_text(r.loss))}.",
-            partial(_loss_against_tokens, records),
-        ): evaluated,
-        Picture(
-            "loss-time",
-            "Time",
-            f"Loss against time at {link}",
-            f"The same losses over the time that each run would take with one machine per worker and a link of "
-            f"{link} for each. Modelled from the measured compute time of a step{_quickest(records)} and the bytes of "
-            f"each round.",
-            f"Held-out loss against modelled time. To the end: {each(lambda r: seconds_text(r.link_time.total_s))}.",
-            partial(_loss_against_time, records, link),
-        ): evaluated,
-        Picture(
-            "bytes",
-            "Bytes",
-            "Bytes sent per worker",
-            "Payloads that one worker handed to its link over the run, each counted once. The axis is logarithmic.",
-            f"Bytes sent per worker. {each(lambda r: bytes_text(r.sent_bytes))}.",
-            partial(_bytes_sent, rows),
-        ): True,
-        Picture(
+def _of_losses(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> Iterator[Picture]:
+    if not any(_held_out(r, lambda step, tokens: tokens) for r in records):
+        return
+    yield Picture(
+        "loss-tokens",
+        "Loss",
+        "Loss against tokens",
+        "Held-out loss of the outer parameters (line; a dot is an evaluation) and training loss, mean over the "
+        "workers (faint).",
+        f"Held-out loss against tokens. At the end, in nats per token: {_each(rows, lambda r: loss_text(r.loss))}.",
+        partial(_loss_against_tokens, records),
+    )
+    to_the_end = _each(rows, lambda r: seconds_text(r.link_time.total_s))
+    yield Picture(
+        "loss-time",
+        "Time",
+        f"Loss against time at {link}",
+        f"The same losses over the time that each run would take with one machine per worker and a link of "
+        f"{link} for each. Modelled from the measured compute time of a step{_quickest(records)} and the bytes of "
+        f"each round.",
+        f"Held-out loss against modelled time. To the end: {to_the_end}.",
+        partial(_loss_against_time, records, link),
+    )
+
+
+def _of_bytes_and_time(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> Iterator[Picture]:
+    yield Picture(
+        "bytes",
+        "Bytes",
+        "Bytes sent per worker",
+        "Payloads that one worker handed to its link over the run, each counted once. The axis is logarithmic.",
+        f"Bytes sent per worker. {_each(rows, lambda r: bytes_text(r.sent_bytes))}.",
+        partial(_bytes_sent, rows),
+    )
+    if any(is_measured(r) for r in records):
+        yield Picture(
             "measured",
             "Measured",
             "Compute and communication, measured",
             "The first moments of each worker, as measured: the thick bar is its processor, pale while "
             "it waited, each thin bar below it a round from sending to arrival. Workers are aligned by their machines' "
             f"clocks if these are close; at most {MOST_WORKERS} of a run are drawn. The share is over the whole run.",
-            f"Share of the time not spent waiting, measured. {each(_measured_share)}.",
+            f"Share of the time not spent waiting, measured. {_each(rows, _measured_share)}.",
             partial(draw_measured, records),
-        ): any(is_measured(r) for r in records),
-        Picture(
+        )
+    if any(r.step for r in records):
+        yield Picture(
             "timeline",
             "Timeline",
             f"Compute and communication at {link}, modelled",
             "How each run would begin with one machine per worker: the thick bar is a worker's processor, the thin "
             "one below it its link. The share is over the whole run.",
-            f"Share of the time spent computing. {each(lambda r: share_text(r.link_time.utilisation))}.",
+            f"Share of the time spent computing. {_each(rows, lambda r: share_text(r.link_time.utilisation))}.",
             partial(draw_modelled, records, rows, link),
-        ): any(r.step for r in records),
-        Picture(
+        )
+
+
+def _of_rounds(records: Sequence[RunRecord]) -> Iterator[Picture]:
+    if any(_outer_steps(r) for r in records):
+        yield Picture(
             "outer",
             "Outer gradients",
             "Outer gradients",
@@ -103,9 +113,11 @@ def pictures(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> l
             "direction, 0: unrelated), once a period.",
             "Norm of the outer gradient, and cosine similarity between workers, over inner steps.",
             partial(_outer_gradients, records),
-        ): any(_outer_steps(r) for r in records),
-    }
-    return [picture for picture, has_data in found.items() if has_data]
+        )
+
+
+def _each(rows: Sequence[Row], text: Callable[[Row], str]) -> str:
+    return "; ".join(f"{row.name}: {text(row)}" for row in rows)
 
 
 def _measured_share(row: Row) -> str:

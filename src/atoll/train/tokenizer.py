@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from atoll.errors import ConfigError, DataError
+from atoll.sections import LEAST_BPE_VOCABULARY
 from atoll.train.corpus import missing, need
 
 FILE: Final = "tokenizer.json"
@@ -19,8 +20,6 @@ END: Final = "<|end|>"
 """The separator of a BPE trained here."""
 SEPARATORS: Final = ("<|endoftext|>", END, "</s>", "<eos>", "<|end_of_text|>")
 """Tokens that may separate documents in somebody else's tokenizer.json; the first that it has is taken."""
-LEAST_VOCABULARY: Final = 257
-"""Of a BPE: every byte, so that any text can be written, and the separator."""
 
 Ids = npt.NDArray[Any]
 """Token ids, 1-D, of an unsigned integer type that holds the vocabulary."""
@@ -111,9 +110,9 @@ class Subwords:
 
 def check_vocabulary(vocabulary: object) -> None:
     """Refuse what no byte-level BPE can have."""
-    if type(vocabulary) is not int or not LEAST_VOCABULARY <= vocabulary <= 2**32:
+    if type(vocabulary) is not int or not LEAST_BPE_VOCABULARY <= vocabulary <= 2**32:
         why = "256 bytes and the separator are always in it"
-        raise ConfigError(f"data.vocabulary must be at least {LEAST_VOCABULARY}, got {vocabulary!r}: {why}")
+        raise ConfigError(f"data.vocabulary must be at least {LEAST_BPE_VOCABULARY}, got {vocabulary!r}: {why}")
 
 
 def train_bpe(documents: Iterable[str], vocabulary: int) -> Subwords:
