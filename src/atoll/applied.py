@@ -69,14 +69,14 @@ class Products:
 
     def applied(self, completed: Round, step: int) -> Applied:
         """What the round that was summed up looked like."""
-        sums = torch.stack(self._sums).sum(0) if self._sums else torch.zeros(1 + len(completed.payloads) ** 2)
+        sums = torch.stack(self._sums).sum(0) if self._sums else torch.zeros(1 + len(completed.payloads) ** 2, dtype=torch.float64, device="cpu")
         members = tuple(member.worker for member in completed.members)
         return Applied(completed.round_id, step, members, completed.passage, Late(sums))
 
 
 def mean_square(inner: Tensor, weights: Sequence[float]) -> Tensor:
     """The square of a mean by weight, [], from the inner products [n, n] of what it is the mean of."""
-    shares = torch.tensor(shares_of(weights), dtype=inner.dtype).to(inner.device, non_blocking=True)
+    shares = torch.tensor(shares_of(weights), dtype=inner.dtype, device="cpu").to(inner.device, non_blocking=True)
     return (shares @ inner @ shares).clamp(min=0)  # where they cancel, rounding may take it below
 
 
@@ -86,7 +86,7 @@ def sizes(sums: Sequence[float]) -> tuple[float, float | None]:
     members = math.isqrt(len(products))
     if members < 2:
         return math.sqrt(square), None
-    inner = torch.tensor(products, dtype=torch.float64).view(members, members)
+    inner = torch.tensor(products, dtype=torch.float64, device="cpu").view(members, members)
     lengths = inner.diagonal().sqrt()
     cosines = inner / lengths.outer(lengths)
     pairs = cosines[torch.ones_like(cosines, dtype=torch.bool).triu(1)].nan_to_num()  # a worker that did not move

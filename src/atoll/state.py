@@ -162,7 +162,7 @@ class Outgoing(NamedTuple):
 class Unsent:
     """An offer of which it is known that it could not be sent, but not yet to the worker that made it."""
 
-    payload = torch.empty(0, dtype=torch.uint8)
+    payload = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def settled(self) -> None:
         """There is none."""

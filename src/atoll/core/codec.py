@@ -1,8 +1,8 @@
 """Vector <-> bytes: the formats a delta can travel in, their exact sizes, and their rounding.
 
 A payload is a uint8 tensor. Plain formats are the values themselves, little-endian. Block formats share one
-power-of-two unit among BLOCK consecutive values: first one byte per block (the unit's biased exponent), then the
-codes, two to a byte for 4-bit formats (the even value in the low half). `docs/wire.md` has the layout in full.
+unit among BLOCK consecutive values: first one byte per block (the unit: a power of two, in lloyd4 also half as much
+again), then the codes, two to a byte for 4-bit formats (the even value in the low half). `docs/wire.md` has the layout.
 
 Work goes in cache-sized pieces and on the bits of the floats, where a power of two is an integer shift and
 rounding is an integer addition: exact, the same on every processor, and an order faster than logarithms.
@@ -10,7 +10,7 @@ rounding is an integer addition: exact, the same on every processor, and an orde
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -93,7 +93,7 @@ class _Blocks:
             values = _rows(vector[piece])
             noise = None
             if generator is not None:
-                noise = torch.rand(values.shape, generator=generator).to(values.device)
+                noise = torch.rand(values.shape, generator=generator, dtype=torch.float32, device=CPU).to(values.device)
             unit = self._unit(vector[piece], values, stochastic=noise is not None)
             units[_block_range(piece)] = unit.view(-1)
             code = self.quantise(values, unit, noise).view(-1)
@@ -111,7 +111,7 @@ class _Blocks:
 
     def decode(self, payload: Tensor, numel: int, piece: slice) -> Tensor:
         units, code = self.sections(payload, numel, piece)
-        unit = _power_of_two(units.view(-1, 1).int())
+        unit = self.scale(units.view(-1, 1).int())
         if self.levels is None:
             values = code.view(torch.int8).to(torch.float32)
         else:
@@ -119,6 +119,10 @@ class _Blocks:
         size = piece.stop - piece.start
         padded = torch.nn.functional.pad(values[:size], (0, -size % BLOCK)) if size % BLOCK else values[:size]
         return padded.view(-1, BLOCK).mul_(unit).view(-1)[:size]
+
+    def scale(self, unit: Tensor) -> Tensor:
+        """The units [rows, 1] as fp32 numbers, from the int32 bytes that stand for them."""
+        return _power_of_two(unit)
 
     def _code_range(self, piece: slice) -> slice:
         return piece if self.levels is None else slice(piece.start // 2, -(-piece.stop // 2))
@@ -134,6 +138,37 @@ class _Blocks:
         return ((peak - limit) >> _EXPONENT).add_(1 + 127).clamp_(_LOWEST_UNIT, _HIGHEST_UNIT)
 
 
+class _Lloyd(_Blocks):
+    """Levels placed by Lloyd's algorithm for bell-shaped values, in the unit that loses least.
+
+    The byte b of a unit stands for (2 + b % 2) * 2 ** (b // 2 - 80). It is the smallest in which all values are below
+    the highest level, or the one before, which clips some: errors are compared as integers, so all processors agree.
+    """
+
+    def scale(self, unit: Tensor) -> Tensor:
+        """The units [rows, 1] as fp32 numbers, from the int32 bytes that stand for them."""
+        return _lloyd_scale(unit)
+
+    def _unit(self, source: Tensor, values: Tensor, *, stochastic: bool) -> Tensor:
+        """The bytes [rows, 1] int32 of the unit in which the squared error is least."""
+        peak = (values.view(torch.int32) & _MAGNITUDE).amax(1, keepdim=True)
+        # In unit b the highest level, 64, is 1 or 1.5 times 2 ** (b // 2 - 80 + 7), which the peak must stay below.
+        whole = 2 * ((peak >> _EXPONENT) - 127 + 80 - 7) + 1 + ((peak & 0x7F_FFFF) >= 0x40_0000).int()
+        if int(whole.max()) > 255:
+            _refuse(source, "exceeds lloyd4, which ends at 2.7e16")
+        whole = whole.clamp_(min=1)
+        if stochastic:  # its expected value is exact only where nothing is clipped
+            return whole
+        smaller = whole - 1
+        exponent = smaller >> 1
+        sixteenths, (_, lost) = _sixteenths(values, exponent), _lloyd_tables(values.device)
+        losses = []
+        for unit in (whole, smaller):
+            multiple = (2 + (unit & 1)) << ((unit >> 1) - exponent)
+            losses.append(_looked_up(lost, sixteenths, multiple).sum(1, keepdim=True))
+        return torch.where(losses[1] < losses[0], smaller, whole)
+
+
 def _rows(values: Tensor) -> Tensor:
     """fp32 [rows, BLOCK], the last row filled up with zeros."""
     values = values.to(torch.float32)
@@ -146,7 +181,7 @@ def _block_range(piece: slice) -> slice:
 
 
 def _bits(value: float) -> int:
-    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
+    return int(torch.tensor(value, dtype=torch.float32, device=CPU).view(torch.int32))
 
 
 def _power_of_two(biased: Tensor) -> Tensor:
@@ -163,7 +198,7 @@ def _pack(codes: Tensor) -> Tensor:
 @cache
 def _pairs(levels: tuple[float, ...], device: torch.device) -> Tensor:
     """[256] int64: the two fp32 levels that each packed byte stands for, side by side, so one look-up finds both."""
-    table = torch.tensor(levels, device=device)
+    table = torch.tensor(levels, dtype=torch.float32, device=device)
     return torch.stack([table.repeat(16), table.repeat_interleave(16)], dim=1).view(torch.int64).view(-1)
 
 
@@ -203,6 +238,56 @@ def _to_e2m1(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
     return _sign(values).bitwise_or_(code.view(torch.uint8))
 
 
+_LLOYD = (0, 5, 11, 18, 26, 36, 48, 64)
+_TABLE = 16 * 4 * _LLOYD[-1] + 1  # sixteenths up to the highest level, where a unit is up to 4 times its power of two
+
+
+def _lloyd_scale(unit: Tensor) -> Tensor:
+    return _power_of_two((unit >> 1) + (127 - 80)) * (2 + (unit & 1))
+
+
+def _sixteenths(values: Tensor, exponent: Tensor) -> Tensor:
+    """Magnitudes [rows, BLOCK] in sixteenths of 2 ** (exponent - 80), rounded down, int32."""
+    return (values.abs() * _power_of_two(127 + 4 + 80 - exponent)).int()
+
+
+@cache
+def _lloyd_tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """By sixteenths, in units of 2, 3 and 4 powers of two: the level's number and the squared error, int32."""
+    codes, lost = [], []
+    for multiple in (2, 3, 4):
+        levels = 16 * multiple * torch.tensor(_LLOYD, dtype=torch.int32, device=device)
+        value = torch.arange(_TABLE, dtype=torch.int32, device=device)
+        code = torch.bucketize(value, (levels[1:] + levels[:-1]) // 2, right=True)  # halves go up
+        codes.append(code.int())
+        lost.append((value - levels[code]).square())
+    return torch.cat(codes), torch.cat(lost)
+
+
+def _looked_up(table: Tensor, sixteenths: Tensor, multiple: Tensor) -> Tensor:
+    """What a table of _lloyd_tables says of sixteenths [rows, BLOCK] in units of 2, 3 or 4 powers of two [rows, 1]."""
+    return table.index_select(0, (sixteenths + _TABLE * (multiple - 2)).view(-1)).view(sixteenths.shape)
+
+
+def _lloyd_at_random(values: Tensor, unit: Tensor, noise: Tensor) -> Tensor:
+    """The number of one of the two levels beside each magnitude, int32, by a chance that makes the mean exact."""
+    scale, magnitude = _lloyd_scale(unit), values.abs()
+    code = torch.zeros(values.shape, dtype=torch.int32, device=values.device)
+    for low, high in zip(_LLOYD, _LLOYD[1:], strict=False):
+        code += magnitude >= (low + (high - low) * (1 - noise)) * scale
+    return code
+
+
+def _to_lloyd4(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
+    """Sign, and the number of the level among _LLOYD."""
+    if noise is None:
+        codes, _ = _lloyd_tables(values.device)
+        code = _looked_up(codes, _sixteenths(values, unit >> 1), 2 + (unit & 1))
+    else:
+        code = _lloyd_at_random(values, unit, noise)
+    return _sign(values).bitwise_or_(code.to(torch.uint8))
+
+
 def _to_integer(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
     """The nearest whole number of units, as a two's complement byte."""
     scaled = values * _power_of_two(254 - unit)
@@ -235,6 +320,7 @@ _FORMATS: dict[str, _Plain | _Blocks] = {
     "e2m1": _Blocks(
         _to_e2m1, _with_signs((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)), nearest_range=7.0, exact_range=6.0
     ),
+    "lloyd4": _Lloyd(_to_lloyd4, _with_signs(tuple(map(float, _LLOYD))), nearest_range=64.0, exact_range=64.0),
 }
 
 
@@ -260,7 +346,7 @@ class Codec:
     """How a delta travels: a format, and what is done about its rounding."""
 
     format: str = "fp32"
-    """fp64, fp32, bf16, fp16, int8, int4, e3m0 (sign and exponent, 4 bit) or e2m1 (4 bit, one mantissa bit)."""
+    """fp64, fp32, bf16, fp16, int8, int4, e3m0 (sign and exponent), e2m1 (one mantissa bit) or lloyd4 (4 bit each)."""
     stochastic: bool = False
     """Round up or down at random so that the expected value is exact; block formats only."""
     feedback: bool = False
@@ -270,9 +356,19 @@ class Codec:
         if self.format not in _FORMATS:
             raise ConfigError(f"codec must be one of {', '.join(_FORMATS)}; got {self.format!r}")
         if self.stochastic and not isinstance(_FORMATS[self.format], _Blocks):
-            raise ConfigError(f"stochastic rounding is for int8, int4, e3m0 and e2m1; codec is {self.format!r}")
+            raise ConfigError(
+                f"stochastic rounding is for int8, int4, e3m0, e2m1 and lloyd4; codec is {self.format!r}"
+            )
         if self.feedback and self.format in ("fp64", "fp32"):
             raise ConfigError(f"feedback is for codecs that lose something; {self.format!r} does not")
+
+    @property
+    def for_mean(self) -> "Codec":
+        """The codec in which a mean of decoded payloads travels, at the same bytes.
+
+        In 4 bits that is lloyd4: a mean is bell-shaped, and there it loses a third of what e3m0 would.
+        """
+        return replace(self, format="lloyd4") if self.format in ("int4", "e3m0", "e2m1") else self
 
     def payload_bytes(self, numel: int) -> int:
         """Exact size of the payload of a vector [numel]."""
@@ -284,7 +380,7 @@ class Codec:
         Raises NonFiniteError on a NaN, an infinity, or a value too large for the format. A plain format whose
         dtype is the vector's shares its memory.
         """
-        generator = torch.Generator().manual_seed(seed) if self.stochastic else None
+        generator = torch.Generator(CPU).manual_seed(seed) if self.stochastic else None
         return _FORMATS[self.format].encode(vector, generator)
 
     def decode_piece(self, payload: Tensor, numel: int, piece: slice) -> Tensor:

@@ -202,7 +202,7 @@ def decode_mean(
     A piece begins on a block boundary. Summed in the order given, with the bits of `weighted_mean`.
     """
     codes, form = codes_of(codec, payloads, numel)
-    shares = torch.tensor(shares_of(weights), dtype=torch.float32)
+    shares = torch.tensor(shares_of(weights), dtype=torch.float32, device="cpu")
     size = piece.stop - piece.start
     launch(
         _decode_mean, -(-size // _DECODE["TILE"]),

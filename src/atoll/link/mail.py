@@ -107,7 +107,7 @@ class Mail:
         """Let `lost` be told when a connection closes, also between rounds."""
         for peer in self._peers:
             # Nothing is ever sent there, so it ends with the connection; gloo tells nobody who waits for nothing.
-            watch = self._expect(torch.empty(1, dtype=torch.uint8), peer, TAGS)
+            watch = self._expect(torch.empty(1, dtype=torch.uint8, device="cpu"), peer, TAGS)
             self.start(_watch, peer, watch, lost)
 
     def expect(self, envelope: Envelope, tag: int, *, pinned: bool = False) -> Incoming:
@@ -136,7 +136,7 @@ class Mail:
         group, self._group = self._group, None
         for peer in self._peers if group is not None else ():
             with suppress(RuntimeError):  # a wait that runs out closes all connections of a group; nothing else does
-                group.recv([torch.empty(1, dtype=torch.uint8)], peer, TAGS + 1).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, TAGS + 1).wait(timedelta(milliseconds=1))
 
     def end(self) -> None:
         """Close, and see the threads to their ends: one that is left when Python ends can take the process down."""

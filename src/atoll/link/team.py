@@ -32,14 +32,14 @@ class Circle:
 
     def hear(self, text: str | None) -> str:
         """What the first rank says; the others give None."""
-        said = None if text is None else torch.tensor(list(text.encode()), dtype=torch.uint8)
-        size = torch.tensor([0 if said is None else said.numel()])
+        said = None if text is None else torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+        size = torch.tensor([0 if said is None else said.numel()], dtype=torch.int64, device="cpu")
         self._run(lambda: distributed.broadcast(size, group=self._group, group_src=0))
         return self.take(said, int(size)).numpy().tobytes().decode()
 
     def take(self, data: Tensor | None, size: int) -> Tensor:
         """`size` bytes of the first rank, uint8 on the CPU; the others give None."""
-        here = torch.empty(size, dtype=torch.uint8) if data is None else data.cpu().contiguous()
+        here = torch.empty(size, dtype=torch.uint8, device="cpu") if data is None else data.cpu().contiguous()
         if size:
             self._run(lambda: distributed.broadcast(here, group=self._group, group_src=0))
         return here
@@ -47,12 +47,12 @@ class Circle:
     def gather(self, text: str) -> list[str]:
         """What every rank says, in rank order."""
         said = text.encode()
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
-        self._run(lambda: distributed.all_gather(sizes, torch.tensor([len(said)]), group=self._group))
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.ranks)]
+        self._run(lambda: distributed.all_gather(sizes, torch.tensor([len(said)], dtype=torch.int64, device="cpu"), group=self._group))
         longest = max(map(int, sizes))
         if not longest:
             return [""] * self.ranks
-        padded = torch.tensor(list(said.ljust(longest)), dtype=torch.uint8)
+        padded = torch.tensor(list(said.ljust(longest)), dtype=torch.uint8, device="cpu")
         parts = [torch.empty_like(padded) for _ in sizes]
         self._run(lambda: distributed.all_gather(parts, padded, group=self._group))
         return [part[: int(size)].numpy().tobytes().decode() for part, size in zip(parts, sizes, strict=True)]
@@ -249,7 +249,7 @@ class PartLink:
 
     def on_any_rank(self, so: bool) -> bool:
         """Whether it is so on some rank of this worker; a few bytes between them."""
-        return bool(self._circle.sum(torch.tensor([float(so)])).item())
+        return bool(self._circle.sum(torch.tensor([float(so)], dtype=torch.float64, device="cpu")).item())
 
     def check(self) -> None:
         """Raise the LinkError of a round that has failed meanwhile, here or on another rank."""

@@ -81,7 +81,7 @@ def seal(envelope: Envelope, contribution: Contribution | None, message: Tensor 
     given, the payload is already in its place there.
     """
     if message is None:
-        message = torch.empty(envelope.message_bytes, dtype=torch.uint8)
+        message = torch.empty(envelope.message_bytes, dtype=torch.uint8, device="cpu")
         if contribution is not None:
             message[HEADER_BYTES:].copy_(contribution.payload)
     body, flags = message[HEADER_BYTES:], int(envelope.kind) | (_LAST if envelope.round_id.last else 0)
