@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from atoll.applied import Products, mean_square
-from atoll.core.cargo import MOST_PARTS_EACH, Cargo
+from atoll.core.cargo import MOST_PARTS_EACH, Cargo, MeanResidual
 from atoll.core.codec import Codec
 from atoll.core.flat import Window, fingerprint, pieces
 from atoll.core.outer import weighted_mean
@@ -66,6 +66,8 @@ class Exchange:
         self._windows = windows
         self.fused = [fused(window, codec) for window in windows]
         """By fragment, the kernels that do its arithmetic, where its device has any."""
+        self.mean_residuals = [MeanResidual() for _ in windows] if codec.feedback else []
+        """By fragment, what this worker's part in reducing means has lost; empty without error feedback."""
         # They apply a round only after they have sent the next, so their anchors are one behind.
         self._trailing = trailing
         self.tolerant = tolerant
@@ -142,7 +144,8 @@ class Exchange:
         # One for each part, and higher than any payload's, so that no two things round alike; not higher still, for
         # torch's generator takes the low 32 bits.
         seed = 2**31 + MOST_PARTS_EACH * self._seed(round_id)
-        return Cargo(self.codec, window.numel, window.dtype, seed, window.device)
+        residual = self.mean_residuals[round_id.fragment] if self.mean_residuals else None
+        return Cargo(self.codec, window.numel, window.dtype, seed, window.device, tuple(round_id), residual)
 
     def collect(self, pending: Pending) -> Round:
         """Wait for a round; LinkError if payloads do not fit or the members no longer share one anchor."""
@@ -199,7 +202,7 @@ class Exchange:
             if products is not None or completed.reduced is None:
                 decoded = [self.decode_piece(payload, fragment, piece) for payload in completed.payloads]
             if completed.reduced is not None:
-                mean = self.decode_piece(completed.reduced, fragment, piece)
+                mean = self._decode_mean(completed.reduced, window, piece)
             else:
                 mean = weighted_mean(decoded, weights)
             if products is not None:
@@ -210,14 +213,20 @@ class Exchange:
         self, completed: Round, kernels: "Fused", weights: Sequence[float], products: Products | None
     ) -> Iterator[tuple[slice, Tensor]]:
         window, reduced = self._windows[completed.round_id.fragment], completed.reduced
-        averaged, weights = (completed.payloads, weights) if reduced is None else ((reduced,), [1.0])
-        stacked = kernels.stacked(averaged)
+        averaged, of_mean = completed.payloads, kernels
+        if reduced is not None:
+            averaged, weights, of_mean = (reduced,), [1.0], kernels.for_mean
+        stacked = of_mean.stacked(averaged)
         if products is not None and window.numel:
-            inner = kernels.inner_products(stacked)
+            inner = of_mean.inner_products(stacked)
             seen = inner if reduced is None else kernels.inner_products(kernels.stacked(completed.payloads))
             products.add_known(seen, mean_square(inner, weights))
         for piece in pieces(window.numel, window.device):
-            yield piece, kernels.mean(stacked, weights, piece)
+            yield piece, of_mean.mean(stacked, weights, piece)
+
+    def _decode_mean(self, reduced: Tensor, window: Window, piece: slice) -> Tensor:
+        values = self.codec.for_mean.decode_piece(reduced, window.numel, piece)
+        return values.to(window.device, window.dtype)
 
     def decode_piece(self, payload: Tensor, fragment: int, piece: slice) -> Tensor:
         """One of the `pieces` of the vector behind a payload of this fragment."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.applied import Observer
-from atoll.core.flat import Window, check_coverage, fingerprint, scatter, state_dtype, trainable
+from atoll.core.flat import CPU, Window, check_coverage, fingerprint, scatter, state_dtype, trainable
 from atoll.core.fragments import Whole, describe, split, unsynchronised_buffers
 from atoll.core.outer import Blend
 from atoll.core.schedule import Schedule
@@ -362,6 +362,7 @@ class OuterLoop:
             "terms": self._terms(),
             "fragments": [state.state_dict() for state in self._states],
             "flights": self._rounds.state_dict(),
+            "mean_residuals": self._rounds.residuals_state_dict(),
             "counters": asdict(self.counters),
         }
 
@@ -380,6 +381,8 @@ class OuterLoop:
         for fragment, saved in zip(self._states, state["fragments"], strict=True):
             fragment.load_state_dict(saved)
         self._rounds.load_state_dict(state["flights"])
+        for residual, saved in zip(self._exchange.mean_residuals, state.get("mean_residuals", ()), strict=False):
+            residual.load_state_dict(saved, CPU)
         self._exchange.counters = Counters(**state["counters"])
 
     def _terms(self) -> dict[str, str]:

@@ -94,6 +94,12 @@ class Rounds:
     def drop(self, step: int) -> None:
         """Forget those sent at this step or before, which every worker has applied."""
         self._flights = {round_id: flight for round_id, flight in self._flights.items() if round_id.step > step}
+        for fragment, residual in enumerate(self._exchange.mean_residuals):
+            residual.drop(self._oldest(fragment))
+
+    def _oldest(self, fragment: int) -> RoundId | None:
+        """The first round of this fragment that is in flight."""
+        return min((round_id for round_id in self._flights if round_id.fragment == fragment), default=None)
 
     def _state(self, round_id: RoundId) -> FragmentState:
         return self._replicas[round_id.fragment].state
@@ -121,6 +127,11 @@ class Rounds:
     def state_dict(self) -> list[dict[str, Any]]:
         """All that are in flight."""
         return [{"id": tuple(round_id), **flight.state_dict()} for round_id, flight in self._flights.items()]
+
+    def residuals_state_dict(self) -> list[dict[str, Any]]:
+        """By fragment, what reducing means had lost before the rounds in flight; empty without error feedback."""
+        residuals = enumerate(self._exchange.mean_residuals)
+        return [residual.state_dict(self._oldest(fragment)) for fragment, residual in residuals]
 
     def load_state_dict(self, flights: Sequence[Mapping[str, Any]]) -> None:
         """Take back what state_dict gave; `take_up` opens them when the link is joined."""

@@ -39,9 +39,17 @@ def lloyd4(x, block=128):
     return out
 
 
-def round_trip_of_mean(x, name):
-    """What a mean becomes on its way back in two shots: of 4-bit formats lloyd4, otherwise the same."""
-    return lloyd4(x) if name in ("e3m0", "e2m1", "int4", "lloyd4") else round_trip(x, name)
+class Wire:
+    """What a format makes of a delta, and of a mean on its way back in two shots: lloyd4 where the format has 4 bits."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __call__(self, x):
+        return round_trip(x, self.name)
+
+    def mean(self, x):
+        return lloyd4(x) if self.name in ("e3m0", "e2m1", "int4", "lloyd4") else round_trip(x, self.name)
 
 
 def round_trip(x, name, block=128):

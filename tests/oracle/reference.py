@@ -8,10 +8,10 @@ They share nothing with the library and, on purpose, next to nothing with each o
     trains(m, t)        ... and makes an inner step (a slow worker skips some)
     lost(m, t, p)       worker m's payload of the round sent after step t, fragment p, does not arrive
     wire(d)             what the codec makes of a delta: decode(encode(d))
-                        and, where more than three are there, of the mean of what arrived (`agreed`)
+                        and, where more than three are there, wire.mean of the mean of what arrived (`agreed`)
     weights             one per worker
     slices              one slice of [n] per fragment
-    feedback            what rounding lost of one delta is added to the next
+    feedback            what rounding lost of one delta, or of one mean, is added to the next
 
 Inner steps are plain SGD with rate `inner`. Each returns (per worker: live parameters, anchor, velocity).
 """
@@ -19,10 +19,19 @@ Inner steps are plain SGD with rate `inner`. Each returns (per worker: live para
 import numpy as np
 
 
-def agreed(deltas, weights, present, wire):
-    """The mean of what has arrived; between more than three it crosses the wire too, whoever was lost on the way."""
+def agreed(deltas, weights, present, wire, memory=None):
+    """The mean of what has arrived; between more than three it crosses the wire too, whoever was lost on the way.
+    With a `memory`, what that rounding lost is added to the next mean, if the same workers are present then.
+    """
     mean = np.average(deltas, axis=0, weights=weights)
-    return wire(mean) if present > 3 else mean
+    if len(present) <= 3:
+        return mean
+    if memory is not None and memory.get("present") == present:
+        mean = mean + memory["lost"]
+    rounded = getattr(wire, "mean", wire)(mean)
+    if memory is not None:
+        memory.update(present=present, lost=mean - rounded)
+    return rounded
 
 
 def data_parallel(x0, grad, lost, wire, weights, *, steps, inner):
@@ -31,7 +40,7 @@ def data_parallel(x0, grad, lost, wire, weights, *, steps, inner):
         here = [m for m in range(len(weights)) if not lost(m, t, 0)]
         if here:
             gradients = [wire(grad(m, t, x)) for m in here]
-            x = x - inner * agreed(gradients, [weights[m] for m in here], len(weights), wire)
+            x = x - inner * agreed(gradients, [weights[m] for m in here], range(len(weights)), wire)
     return [(x, x, np.zeros_like(x)) for _ in weights]
 
 
@@ -48,7 +57,7 @@ def diloco(x0, grad, there, trains, lost, wire, weights, *, steps, inner, period
             arrived = [m for m in present if not lost(m, t, 0)]
             if arrived:
                 deltas = [wire(anchor - xs[m]) for m in arrived]
-                delta = agreed(deltas, [weights[m] for m in arrived], len(present), wire)
+                delta = agreed(deltas, [weights[m] for m in arrived], present, wire)
                 velocity = momentum * velocity + delta
                 anchor = anchor - lr * (delta + momentum * velocity)
                 for m in workers:
@@ -67,6 +76,7 @@ def streaming(
     workers = range(len(weights))
     xs, anchors, velocities, held = ([v.copy() for _ in workers] for v in (x0, x0, 0 * x0, 0 * x0))
     rounds, since = {}, [0 for _ in workers]
+    memories = [{} if feedback else None for _ in slices]
     for t in range(1, steps + 1):
         for m in workers:
             if trains(m, t):
@@ -81,12 +91,12 @@ def streaming(
                     held[m][s] += kept[m] * feedback
                     if not lost(m, t, p):
                         arrived, deltas = [*arrived, m], [*deltas, wire(delta)]
-                rounds[p, t] = arrived, deltas, kept
+                mean = arrived and agreed(deltas, [weights[w] for w in arrived], list(kept), wire, memories[p])
+                rounds[p, t] = arrived, mean, kept
         for m in workers:
             for p, s in enumerate(slices):
-                arrived, deltas, kept = rounds.get((p, t - delays[m]), ([], [], {}))
+                arrived, delta, kept = rounds.get((p, t - delays[m]), ([], 0.0, {}))
                 if arrived:
-                    delta = agreed(deltas, [weights[w] for w in arrived], len(kept), wire)
                     velocities[m][s] = momentum * velocities[m][s] + delta
                     anchors[m][s] -= lr * (delta + momentum * velocities[m][s])
                 lost_work = m in kept and m not in arrived and since[m] <= t - delays[m]
@@ -120,7 +130,7 @@ def delayed(x0, grad, there, trains, lost, wire, weights, *, steps, inner, perio
                         xs[m] = anchor.copy()
             travelling, losers = None, [m for m in present if m not in arrived]
             if arrived:
-                travelling = agreed(deltas, [weights[m] for m in arrived], len(present), wire)
+                travelling = agreed(deltas, [weights[m] for m in arrived], present, wire)
         for m in workers:
             if there(m, t + 1) and not there(m, t):
                 xs[m], since[m] = anchor.copy(), t
@@ -142,7 +152,7 @@ def eager(x0, grad, wire, weights, *, steps, inner, period, lr, momentum):
             xs[m] = xs[m] - inner * grad(m, t, xs[m])
         if t % period == 0:
             now = [wire(starts[m] - xs[m]) for m in workers]
-            mean_before = agreed(before, weights, len(workers), wire)
+            mean_before = agreed(before, weights, workers, wire)
             for m in workers:
                 delta = mean_before + shares[m] * (now[m] - before[m])
                 momenta[m] = momentum * momenta[m] + delta
@@ -167,7 +177,7 @@ def eager_with_faults(
     anchor, velocity = x0.copy(), np.zeros_like(x0)
     history = [[[] for _ in slices] for _ in workers]
     held = [0 * x0 for _ in workers]
-    rounds = {}
+    rounds, memories = {}, [{} if feedback else None for _ in slices]
 
     def travelled(deltas):
         position, v = 0.0, 0.0
@@ -189,10 +199,10 @@ def eager_with_faults(
             for m in now:
                 held[m][s] = (full[m] - now[m]) * feedback
             arrived = {m: d for m, d in now.items() if not lost(m, t, p)}
-            rounds[p, t] = arrived, len(now)
-            old, present = rounds.get((p, t - period), ({}, 0))
+            rounds[p, t] = arrived, list(now)
+            old, present = rounds.get((p, t - period), ({}, []))
             if old:
-                delta = agreed(list(old.values()), [weights[m] for m in old], present, wire)
+                delta = agreed(list(old.values()), [weights[m] for m in old], present, wire, memories[p])
                 velocity[s] = momentum * velocity[s] + delta
                 anchor[s] -= lr * (delta + momentum * velocity[s])
             for m, d in now.items():

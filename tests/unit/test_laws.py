@@ -176,7 +176,7 @@ def test_what_enters_the_eager_correction_is_the_decoded_delta(name: str, worker
     """Against the paper's own form with a 4-bit wire; un-decoded own deltas would drift from it."""
     problem = Problem(sizes=(10,), workers=workers, steps=40)
     loops = run(Eager(period=4, codec=name), problem)
-    arguments = problem.oracle_arguments(lambda d: codecs.round_trip(d, name), without="there trains lost")
+    arguments = problem.oracle_arguments(codecs.Wire(name), without="there trains lost")
     for loop, expected in zip(loops, reference.eager(**arguments, period=4, lr=0.4, momentum=0.9), strict=True):
         for mine, theirs in zip(snapshot(loop), expected, strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-12, atol=1e-12)
@@ -201,7 +201,7 @@ def test_losses_absences_and_rounding_together_as_in_the_oracle(eager: bool, fee
     )
     codec, arguments = (
         Codec("int4", feedback=feedback),
-        problem.oracle_arguments(lambda d: codecs.round_trip(d, "int4")),
+        problem.oracle_arguments(codecs.Wire("int4")),
     )
     outer = {"period": 4, "lr": 0.4, "momentum": 0.9, "slices": problem.slices, "feedback": feedback}
     if eager:

@@ -3,8 +3,9 @@
 Parts end on block boundaries, so encoding a part gives the same bytes as cutting the encoded whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,47 @@ def part_of(numel: int, part: int, count: int) -> slice:
     return slice(start, end)
 
 
+class MeanResidual:
+    """Keeps what a reducer's rounding lost of its parts of a mean, for the next round of the fragment.
+
+    Rounds are known by their `order`, which grows. Those that are still in flight may be reduced again after a resume,
+    so what they left is kept beside what they found.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, ...], tuple[tuple[int, ...], dict[int, Tensor]]] = {}
+
+    def before(self, order: tuple[int, ...], members: tuple[int, ...], part: int) -> Tensor | None:
+        """What the last round before this one lost of a part; None if other members had cut it differently."""
+        dealt, parts = self._kept.get(self._newest_before(order), ((), {}))
+        return parts.get(part) if dealt == members else None
+
+    def keep(self, order: tuple[int, ...], members: tuple[int, ...], part: int, lost: Tensor) -> None:
+        """Note what a round between these members lost of a part."""
+        self._kept.setdefault(order, (members, {}))[1][part] = lost
+
+    def drop(self, oldest: tuple[int, ...] | None) -> None:
+        """Forget what no round from the `oldest` in flight on needs; None if none is in flight."""
+        newest = self._newest_before(oldest)
+        for order in list(self._kept):
+            if order < newest:
+                del self._kept[order]
+
+    def state_dict(self, oldest: tuple[int, ...] | None) -> dict[str, Any]:
+        """What the oldest round in flight finds, copied: it and all after it are reduced again."""
+        order = self._newest_before(oldest)
+        members, parts = self._kept.get(order, ((), {}))
+        return {"order": order, "members": members, "parts": {part: lost.clone() for part, lost in parts.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Continue from what state_dict gave."""
+        parts = {part: lost.to(device, copy=True) for part, lost in state["parts"].items()}
+        self._kept = {tuple(state["order"]): (tuple(state["members"]), parts)} if parts else {}
+
+    def _newest_before(self, order: tuple[int, ...] | None) -> tuple[int, ...]:
+        return max((known for known in list(self._kept) if order is None or known < order), default=())
+
+
 @dataclass(frozen=True, slots=True)
 class Cargo:
     """What a round carries, for a link to take apart and put together: it does no arithmetic of its own."""
@@ -38,6 +80,10 @@ class Cargo:
     """Feeds stochastic rounding of the mean; another one for every round."""
     device: torch.device = CPU
     """Where payloads come from and are to be used; links that go through the host's memory bring them back there."""
+    order: tuple[int, ...] = ()
+    """Which round of its fragment it is; later ones are greater."""
+    residual: MeanResidual | None = None
+    """What this worker's reducing has lost so far, with error feedback."""
 
     @property
     def payload_bytes(self) -> int:
@@ -60,29 +106,51 @@ class Cargo:
         """The payload of one part of the vector."""
         return self.codec.cut(payload, self.numel, part_of(self.numel, part, count))
 
-    def reduced(self, payloads: Sequence[Tensor], weights: Sequence[float], part: int, count: int) -> Tensor:
-        """The encoded mean of the members' payloads of one part, summed in the order given."""
+    def reduced(
+        self,
+        payloads: Sequence[Tensor],
+        weights: Sequence[float],
+        part: int,
+        count: int,
+        members: tuple[int, ...] = (),
+    ) -> Tensor:
+        """The encoded mean of the payloads of one part of `count`, summed in the order given.
+
+        With error feedback, it includes what the last round between the same `members` lost of this part.
+        """
         cut = part_of(self.numel, part, count)
         size = cut.stop - cut.start
         mean = torch.empty(size, dtype=self.dtype, device=payloads[0].device)
         for piece in pieces(size, mean.device):
             decoded = [self.codec.decode_piece(payload, size, piece).to(self.dtype) for payload in payloads]
             mean[piece] = weighted_mean(decoded, weights)
-        return self.codec.encode(mean, self.seed + part)
+        codec, residual = self.codec.for_mean, self.residual
+        if residual is None:
+            return codec.encode(mean, self.seed + part)
+        if (lost := residual.before(self.order, members, part)) is not None:
+            mean += lost.to(mean.device)
+        payload = codec.encode(mean, self.seed + part)
+        residual.keep(self.order, members, part, mean - codec.decode(payload, size, self.dtype))
+        return payload
 
     def joined(self, reduced: Sequence[Tensor]) -> Tensor:
         """The payload of the whole vector from those of all its parts, in order."""
         cuts = [part_of(self.numel, part, len(reduced)) for part in range(len(reduced))]
-        return self.codec.joined(reduced, [cut.stop - cut.start for cut in cuts])
+        return self.codec.for_mean.joined(reduced, [cut.stop - cut.start for cut in cuts])
 
-    def mean_of(self, payloads: Sequence[Tensor], weights: Sequence[float], members: int) -> Tensor:
-        """The encoded mean of whole payloads, as `members` would reduce it between them."""
-        if not self.codec.stochastic:  # parts end where blocks do, so they are rounded as in the whole
-            return self.reduced(payloads, weights, 0, 1)
-        count = self.part_count(members)
-        return self.joined(
-            [
-                self.reduced([self.cut(payload, part, count) for payload in payloads], weights, part, count)
-                for part in range(count)
-            ]
-        )
+
+
+def mean_between(cargos: Mapping[int, Cargo], payloads: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return the encoded mean of whole payloads, as the workers with these cargos reduce it between them.
+
+    Payloads, which may be fewer, are summed in the order given.
+    """
+    members, cargo = tuple(cargos), next(iter(cargos.values()))
+    if not cargo.codec.stochastic and cargo.residual is None:  # parts end where blocks do, so they round as the whole
+        return cargo.reduced(payloads, weights, 0, 1)
+    count = cargo.part_count(len(members))
+    reduced = []
+    for part in range(count):
+        cuts = [cargo.cut(payload, part, count) for payload in payloads]
+        reduced.append(cargos[members[part % len(members)]].reduced(cuts, weights, part, count, members))
+    return cargo.joined(reduced)

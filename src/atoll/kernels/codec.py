@@ -156,6 +156,11 @@ def levels(units, codes, first, numel, FORMAT: tl.constexpr, BLOCK: tl.constexpr
     # A code in the highest four bits, anything below. An arithmetic shift takes it to where fp32 has sign, exponent and
     # mantissa: a small float, which is the level but for a factor.
     high = tl.reshape(tl.join(both << 28, both << 24), [ROWS, BLOCK])
+    if FORMAT == "lloyd4":
+        # Eight levels of a byte each in one number; twice or three times as much, by the lowest bit of the unit.
+        level = (0x4030241A120B0500 >> (((high >> 28) & 7) * 8).to(tl.int64)) & 0xFF
+        level = level.to(tl.int32) * (2 + (unit & 1))
+        return tl.where(high < 0, -level, level).to(tl.float32), (unit >> 1) + (127 - 80)
     if FORMAT == "int4":
         return (high >> 28).to(tl.float32), unit
     if FORMAT == "e3m0":

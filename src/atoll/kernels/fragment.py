@@ -23,6 +23,8 @@ class Fused:
         self._window = window
         self._codec = codec
         self._live: Live | None = None
+        self.for_mean = self if codec.for_mean == codec else Fused(window, codec.for_mean)
+        """Decodes what a mean travels in."""
         self.read = partial(_fingerprint_if_sound, codec)
         """Of the numbers that `encode` has found: the anchor's fingerprint, or None if a value cannot be sent."""
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from atoll.checks import check_whole
-from atoll.core.cargo import Cargo
+from atoll.core.cargo import Cargo, mean_between
 from atoll.core.shots import shots
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Offer, Passage, Pending, Round, RoundId, difference
@@ -96,6 +96,7 @@ class _Board:
         self.threads: dict[int, threading.Thread] = {}
         self.gone: dict[int, str] = {}
         self.rounds: dict[RoundId, dict[int, Offer | None]] = {}
+        self.cargos: dict[RoundId, dict[int, Cargo]] = {}
         self.reduced: dict[RoundId, Tensor] = {}
         self.last_s: dict[RoundId, float] = {}  # when somebody last posted to a round
         self.taken: dict[RoundId, set[int]] = {}
@@ -124,12 +125,13 @@ class _Board:
     def members(self, step: int) -> list[int]:
         return [w for w in range(self.workers) if self.faults.present(w, step)]
 
-    def post(self, worker: int, round_id: RoundId, offer: Offer | None) -> None:
+    def post(self, worker: int, round_id: RoundId, offer: Offer | None, cargo: Cargo) -> None:
         arrives = self.faults.present(worker, round_id.step) and not self.faults.lost(worker, round_id)
         with self.changed:
             self.check_open(worker)
             self.threads[worker] = threading.current_thread()
             self.rounds.setdefault(round_id, {})[worker] = offer if arrives else None
+            self.cargos.setdefault(round_id, {})[worker] = cargo
             self.last_s[round_id] = time.perf_counter()
             self.changed.notify_all()
 
@@ -146,12 +148,13 @@ class _Board:
             payloads, who = tuple(c.payload for c in arrived), tuple(c.member for c in arrived)
             if arrived and shots(len(members)) == 2 and round_id not in self.reduced:
                 here = [payload.to(cargo.device) for payload in payloads]
-                self.reduced[round_id] = cargo.mean_of(here, [m.weight for m in who], len(members))
+                cargos = {member: self.cargos[round_id][member] for member in members}
+                self.reduced[round_id] = mean_between(cargos, here, [m.weight for m in who])
             passage = Passage(opened_s, self.last_s[round_id])
             completed = Round(round_id, who, payloads, self.reduced.get(round_id), passage)
             self.taken.setdefault(round_id, set()).add(worker)
             if len(self.taken[round_id] | self.gone.keys()) == self.workers:
-                del self.rounds[round_id], self.taken[round_id], self.last_s[round_id]
+                del self.rounds[round_id], self.cargos[round_id], self.taken[round_id], self.last_s[round_id]
                 self.reduced.pop(round_id, None)
             return completed
 
@@ -219,7 +222,7 @@ class LocalLink:
 
     def open(self, round_id: RoundId, offer: Offer | None, cargo: Cargo) -> Pending:
         """Start a round; None takes part in nothing and still learns the result."""
-        self._board.post(self.worker, round_id, offer)
+        self._board.post(self.worker, round_id, offer, cargo)
         return _Pending(self._board, self.worker, round_id, cargo, time.perf_counter())
 
     def on_any_rank(self, so: bool) -> bool:

@@ -20,7 +20,7 @@ from atoll.link.base import Contribution, Member, RoundId
 MAGIC: Final = b"ATOL"
 VERSION: Final = 2
 HEADER_BYTES: Final = 64
-CODECS: Final = {"fp64": 1, "fp32": 2, "bf16": 3, "fp16": 4, "int8": 5, "int4": 6, "e3m0": 7, "e2m1": 8}
+CODECS: Final = {"fp64": 1, "fp32": 2, "bf16": 3, "fp16": 4, "int8": 5, "int4": 6, "e3m0": 7, "e2m1": 8, "lloyd4": 9}
 """Format -> its number on the wire; numbers are never reused."""
 
 _NAMES: Final = {number: name for name, number in CODECS.items()}
@@ -66,7 +66,8 @@ class Envelope:
     @classmethod
     def of_part(cls, kind: Kind, round_id: RoundId, sender: int, cargo: Cargo, part: int, count: int) -> "Envelope":
         """Of one part of a payload, for the member that reduces it, or of its mean, from that one."""
-        return cls(kind, round_id, sender, cargo.codec.format, cargo.part_bytes(part, count), part)
+        codec = cargo.codec.for_mean if kind is Kind.MEAN else cargo.codec
+        return cls(kind, round_id, sender, codec.format, cargo.part_bytes(part, count), part)
 
     @property
     def message_bytes(self) -> int:
