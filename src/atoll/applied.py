@@ -20,11 +20,13 @@ class Applied:
     step: int
     """The inner step it was applied after."""
     members: tuple[int, ...]
-    """Workers whose payloads arrived."""
+    """Workers whose payloads arrived and counted."""
     passage: Passage | None = field(default=None, compare=False)
     """When and how it travelled."""
     counted: Late | None = field(default=None, compare=False)
     """Where `sums` come from; None if nobody's payload arrived."""
+    outliers: tuple[int, ...] = ()
+    """Workers whose deltas arrived and were left out: they were many times larger than expected."""
 
     @property
     def sums(self) -> tuple[float, ...]:
@@ -67,11 +69,18 @@ class Products:
         """Take in all at once: products [members, members] of the deltas seen here, and the square of their mean."""
         self._sums.append(torch.cat([square.view(1), inner.flatten()]))
 
+    def add_inner(self, inner: Tensor) -> None:
+        """Take in products [members, members] that came with a mean whose pieces have been added alone."""
+        square = torch.stack(self._sums).sum(0)[:1] if self._sums else torch.zeros_like(inner[0, :1])
+        self._sums = [torch.cat([square, inner.to(square.device).flatten()])]
+
     def applied(self, completed: Round, step: int) -> Applied:
         """What the round that was summed up looked like."""
-        sums = torch.stack(self._sums).sum(0) if self._sums else torch.zeros(1 + len(completed.payloads) ** 2, dtype=torch.float64, device="cpu")
-        members = tuple(member.worker for member in completed.members)
-        return Applied(completed.round_id, step, members, completed.passage, Late(sums))
+        sums = torch.zeros(1 + len(completed.payloads) ** 2, dtype=torch.float64, device="cpu")
+        if self._sums:
+            sums = torch.stack(self._sums).sum(0)
+        members, outliers = (tuple(m.worker for m in who) for who in (completed.members, completed.outliers))
+        return Applied(completed.round_id, step, members, completed.passage, Late(sums), outliers)
 
 
 def mean_square(inner: Tensor, weights: Sequence[float]) -> Tensor:

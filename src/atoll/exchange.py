@@ -12,6 +12,7 @@ from atoll.applied import Products, mean_square
 from atoll.core.cargo import MOST_PARTS_EACH, Cargo, MeanResidual
 from atoll.core.codec import Codec
 from atoll.core.flat import Window, fingerprint, pieces
+from atoll.core.guard import UNKNOWN, Size
 from atoll.core.outer import weighted_mean
 from atoll.core.shots import sent_bytes
 from atoll.errors import LinkError, NonFiniteError
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 class Encoding:
     """What kernels are encoding: from which anchor, and whether it can be sent, is known once they are done."""
 
-    def __init__(self, made: Contribution, found: Late, read: Callable[[Sequence[int]], int | None]) -> None:
+    def __init__(
+        self, made: Contribution, found: Late, read: Callable[[Sequence[int]], tuple[int, float] | None]
+    ) -> None:
         self._made = made
         self._found = found
         self._read = read  # no more of the kernels, for links keep offers, and would keep the model
@@ -40,10 +43,13 @@ class Encoding:
 
     def settled(self) -> Contribution | None:
         """Wait for it; None if a value of the delta was not finite, or too large."""
-        anchor_fingerprint = self._read(self._found.values)
-        if anchor_fingerprint is None:
+        read = self._read(self._found.values)
+        if read is None:
             return None
-        return replace(self._made, member=replace(self._made.member, anchor_fingerprint=anchor_fingerprint))
+        anchor_fingerprint, norm = read
+        member = self._made.member
+        size = member.size._replace(norm=norm)
+        return replace(self._made, member=replace(member, anchor_fingerprint=anchor_fingerprint, size=size))
 
 
 class Exchange:
@@ -58,6 +64,7 @@ class Exchange:
         trailing: Collection[int] = (),
         *,
         tolerant: bool = False,
+        outlier_ratio: float | None = None,
     ) -> None:
         self.link = link
         self.codec = codec
@@ -72,16 +79,19 @@ class Exchange:
         self._trailing = trailing
         self.tolerant = tolerant
         """Of NaNs and infinities: they keep this worker out of the round."""
+        self.outlier_ratio = outlier_ratio
+        """How many times larger than expected a delta is left out of a round; None: never."""
 
     def share(self, step: int) -> float:
         """This worker's part, 0 to 1, of a mean over all who are present at this step."""
         return self.weight / sum(self.link.weights(step).values())
 
     def contribution(
-        self, round_id: RoundId, vector: Tensor, *, anchor: Tensor | None = None, version: int = 0
+        self, round_id: RoundId, vector: Tensor, *, anchor: Tensor | None, version: int = 0, usual: float | None = None
     ) -> Contribution | None:
         """What this worker puts into a round; None while it is absent, or if the vector is not finite and tolerated.
 
+        `usual` is the norm that its last ones had; without it, the vector is not judged by its size.
         If it is not tolerated, NonFiniteError names the parameter.
         """
         if not self.link.present(round_id.step):
@@ -94,14 +104,21 @@ class Exchange:
             worst = int(vector.abs().nan_to_num(torch.inf).argmax())
             name = self._windows[round_id.fragment].locate(worst)
             raise NonFiniteError(f"worker {self.link.worker}, {round_id}, parameter {name!r}: {error}") from error
-        return self._contribution(payload, version, 0 if anchor is None else fingerprint(anchor))
+        size = UNKNOWN
+        if usual is not None:
+            size = Size(float(torch.linalg.vector_norm(vector, dtype=torch.float64)), usual)
+        anchor_fingerprint = 0 if anchor is None else fingerprint(anchor)
+        return Contribution(Member(self.link.worker, self.weight, version, anchor_fingerprint, size), payload)
 
-    def encoding(self, round_id: RoundId, start: Tensor, local: "Live", *, anchor: Tensor, version: int) -> Encoding:
+    def encoding(
+        self, round_id: RoundId, start: Tensor, local: "Live", *, anchor: Tensor, version: int, usual: float
+    ) -> Encoding:
         """What this worker puts into a round, of start - local, by kernels; does not wait for them."""
         kernels = self.fused[round_id.fragment]
         assert kernels is not None
         payload, found = kernels.encode(start, local, anchor)
-        return Encoding(self._contribution(payload, version, 0), Late(found), kernels.read)
+        member = Member(self.link.worker, self.weight, version, 0, Size(0.0, usual))
+        return Encoding(Contribution(member, payload), Late(found), kernels.read)
 
     def refusal(self, round_id: RoundId, offer: Offer) -> NonFiniteError:
         """What to say of an offer that could not be sent: the parameter is looked up in what was encoded."""
@@ -112,9 +129,6 @@ class Exchange:
             where = f", parameter {' or '.join(map(repr, names))}"
         at = f"worker {self.link.worker}, {round_id}{where}"
         return NonFiniteError(f"{at}: a value was not finite, or too large to be sent")
-
-    def _contribution(self, payload: Tensor, version: int, anchor_fingerprint: int) -> Contribution:
-        return Contribution(Member(self.link.worker, self.weight, version, anchor_fingerprint), payload)
 
     def _seed(self, round_id: RoundId) -> int:
         """Where the seeds of a round's payloads begin, one per worker; the same ones when a run is repeated."""
@@ -145,7 +159,9 @@ class Exchange:
         # torch's generator takes the low 32 bits.
         seed = 2**31 + MOST_PARTS_EACH * self._seed(round_id)
         residual = self.mean_residuals[round_id.fragment] if self.mean_residuals else None
-        return Cargo(self.codec, window.numel, window.dtype, seed, window.device, tuple(round_id), residual)
+        return Cargo(
+            self.codec, window.numel, window.dtype, seed, window.device, tuple(round_id), residual, self.outlier_ratio
+        )
 
     def collect(self, pending: Pending) -> Round:
         """Wait for a round; LinkError if payloads do not fit or the members no longer share one anchor."""
@@ -199,7 +215,7 @@ class Exchange:
             return
         for piece in pieces(window.numel, window.device):
             decoded: list[Tensor] = []
-            if products is not None or completed.reduced is None:
+            if completed.reduced is None or (products is not None and completed.inner is None):
                 decoded = [self.decode_piece(payload, fragment, piece) for payload in completed.payloads]
             if completed.reduced is not None:
                 mean = self._decode_mean(completed.reduced, window, piece)
@@ -208,6 +224,8 @@ class Exchange:
             if products is not None:
                 products.add(decoded, mean)
             yield piece, mean
+        if products is not None and completed.inner is not None:
+            products.add_inner(completed.inner)
 
     def _means_by_kernels(
         self, completed: Round, kernels: "Fused", weights: Sequence[float], products: Products | None
@@ -219,10 +237,16 @@ class Exchange:
         stacked = of_mean.stacked(averaged)
         if products is not None and window.numel:
             inner = of_mean.inner_products(stacked)
-            seen = inner if reduced is None else kernels.inner_products(kernels.stacked(completed.payloads))
+            seen = inner if reduced is None else self._seen(completed, kernels)
             products.add_known(seen, mean_square(inner, weights))
         for piece in pieces(window.numel, window.device):
             yield piece, of_mean.mean(stacked, weights, piece)
+
+    def _seen(self, completed: Round, kernels: "Fused") -> Tensor:
+        """Inner products of the deltas of a round in two shots: as they were sent, or of the payloads that came."""
+        if completed.inner is None:
+            return kernels.inner_products(kernels.stacked(completed.payloads))
+        return completed.inner.to(self._windows[completed.round_id.fragment].device, non_blocking=True)
 
     def _decode_mean(self, reduced: Tensor, window: Window, piece: slice) -> Tensor:
         values = self.codec.for_mean.decode_piece(reduced, window.numel, piece)

@@ -15,6 +15,7 @@ twice: when all that can be refused is prepared and nothing of this step has bee
 waits. What a GPU still encodes when it is sent is refused later, where the next thing is due (`_settle`).
 """
 
+import math
 import warnings
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,12 +29,14 @@ from torch import Tensor, nn
 from atoll.applied import Observer
 from atoll.core.flat import CPU, Window, check_coverage, fingerprint, scatter, state_dtype, trainable
 from atoll.core.fragments import Whole, describe, split, unsynchronised_buffers
+from atoll.core.guard import OUTLIER_RATIO
 from atoll.core.outer import Blend
 from atoll.core.schedule import Schedule
 from atoll.errors import AtollError, ConfigError
 from atoll.exchange import Exchange
 from atoll.gradients import GradientAverage
 from atoll.link.base import Link, RoundId, difference
+from atoll.optimizers import InnerOptimizers
 from atoll.replica import Replica
 from atoll.rounds import Rounds
 from atoll.shelf import shelves
@@ -48,6 +51,8 @@ class OuterLoop:
     training iteration, after the inner optimizer's step; call `finish()` at the end. `weight` is this worker's part
     in every mean, for instance the number of examples in its shard. With `leave_out_nonfinite`, a worker whose delta
     (or gradient) holds a NaN or an infinity is left out of the round and rolled back instead of stopping with an error.
+    A delta whose norm is more than `outlier_ratio` times what the worker's own last rounds and the other workers'
+    deltas lead to expect is left out as well, and the worker rolled back; None lets every finite delta count.
     With `offload`, for a model on a GPU, anchors, velocities and the like are kept in the host's memory and fetched for
     the fragment that is due. An `observer` is told of every round that this worker applies.
     """
@@ -60,6 +65,7 @@ class OuterLoop:
         *,
         weight: float = 1.0,
         leave_out_nonfinite: bool = False,
+        outlier_ratio: float | None = OUTLIER_RATIO,
         offload: bool = False,
         observer: Observer | None = None,
     ) -> None:
@@ -73,6 +79,8 @@ class OuterLoop:
             )
         if not hasattr(weight, "__float__") or not 0 < weight <= 1e18:
             raise ConfigError(f"weight of worker {link.worker} must be a number above 0, at most 1e18, got {weight!r}")
+        if outlier_ratio is not None and not (hasattr(outlier_ratio, "__float__") and 1 < outlier_ratio < math.inf):
+            raise ConfigError(f"outlier_ratio must be a number above 1, or None for no limit, got {outlier_ratio!r}")
         self.model = model
         self.sync = sync
         self.link = link
@@ -82,9 +90,16 @@ class OuterLoop:
         self._windows = [Window(model, fragment.parameters, dtype) for fragment in self.fragments]
         trailing = sync.trailing(link.workers) if isinstance(sync, Sync) else ()
         self._exchange = Exchange(
-            link, sync.codec, float(weight), self._windows, trailing, tolerant=leave_out_nonfinite
+            link,
+            sync.codec,
+            float(weight),
+            self._windows,
+            trailing,
+            tolerant=leave_out_nonfinite,
+            outlier_ratio=outlier_ratio if isinstance(sync, Sync) and link.workers > 1 else None,
         )
         self._gradients = GradientAverage(self._exchange, self._windows[0])
+        self._optimizers = InnerOptimizers(model)
         self._shelves = shelves(offload=offload)
         self._states: list[FragmentState] = []
         self._replicas: list[Replica] = []
@@ -162,12 +177,13 @@ class OuterLoop:
     def roll_back(self) -> None:
         """Give up what this worker has trained and not yet sent, for instance after a loss that is not finite.
 
-        Its parameters become the anchor, and the next round of every fragment is completed without it. Reset the inner
-        optimizer too, if it has seen what was not finite. Under DataParallel there is nothing to roll back.
+        Its parameters become the anchor, and the next round of every fragment is completed without it. Torch optimizers
+        that step them forget their state; reset any other yourself. Under DataParallel there is nothing to roll back.
         """
         if self._lent:
             raise AtollError("the model holds the anchor: leave the `with outer.anchor()` block first")
         self.counters.roll_backs += 1
+        self._optimizers.reset()
         self._start_anew()
         for state in self._states:
             state.left_out = True
@@ -206,6 +222,7 @@ class OuterLoop:
         due = self._schedule.due(step)
         if due.send or due.apply:
             self._settle(due.send)
+        self._leave_runaway(due.send)
         for fragment in due.apply:
             self._windows[fragment].parameters()  # what could not be written later is refused now
         self._use({*due.send, *due.apply})
@@ -217,6 +234,8 @@ class OuterLoop:
         yield
         keep = self.sync.merge.alpha if isinstance(self.sync.merge, Blend) else None
         lost = {f: self._rounds.apply(RoundId(step - self._schedule.delay, f), step, keep) for f in due.apply}
+        if due.apply:
+            self._leave_outliers()
         if keep is None and self.link.present(step):
             for fragment in due.send:
                 self._replicas[fragment].restart(step, lost.get(fragment))
@@ -259,20 +278,37 @@ class OuterLoop:
         return any(o.offer is None and self.link.present(o.round_id.step) for o in outgoing)
 
     def _settle(self, sending: Collection[int]) -> None:
-        """Learn whether what a GPU was still encoding when it was sent could be; if not, act on it now.
-
-        The round of such a fragment is the one that does without this worker, and not the next one as well; unless the
-        fragment is among those `sending` now, in which there is nothing yet since it was rolled back.
-        """
+        """Learn whether what a GPU was still encoding when it was sent could be; if not, act on it now."""
         unsent = self._rounds.unsent()
         spoilt = [(round_id, flight.offer) for round_id, flight in unsent if flight.offer and not flight.forgotten]
         if spoilt:
             if not self._exchange.tolerant:
                 raise self._exchange.refusal(*spoilt[0])
-            self.roll_back()
+            self._roll_back_less([round_id.fragment for round_id, _ in spoilt], sending)
         self._rounds.leave_out(unsent)
-        for round_id, _ in spoilt:
-            self._states[round_id.fragment].left_out = round_id.fragment in sending
+
+    def _leave_runaway(self, sending: Collection[int]) -> None:
+        """Start anew in the step after a delta was sent that is far larger than this worker's last ones."""
+        sent = self._schedule.due(self.steps).send if self.steps else ()
+        if sent and self._schedule.delay and self._exchange.outlier_ratio is not None:
+            runaways = self._rounds.runaways(self.steps)
+            if self.link.on_any_rank(bool(runaways)):
+                self._roll_back_less(runaways, sending)
+
+    def _leave_outliers(self) -> None:
+        """Start anew after rounds that have left out this worker's delta, unless it has done so since."""
+        outliers, self._rounds.outliers = self._rounds.outliers, {}
+        if self._exchange.outlier_ratio is not None and self.link.on_any_rank(any(outliers.values())):
+            self._roll_back_less([fragment for fragment, holds in outliers.items() if holds])
+
+    def _roll_back_less(self, fragments: Collection[int], sending: Collection[int] = ()) -> None:
+        """Roll back; the rounds of these fragments that do without this worker are under way, so not the next as well.
+
+        Unless they are among those `sending` now, in which there is nothing since.
+        """
+        self.roll_back()
+        for fragment in fragments:
+            self._states[fragment].left_out = fragment in sending
 
     def _start_anew(self) -> None:
         """Join, come back or be rolled back: take the anchor, and nothing of one's own."""
@@ -374,7 +410,8 @@ class OuterLoop:
             raise ConfigError("the state is that of a run after finish(): start a new run from its model instead")
         if state["worker"] != self.link.worker:
             raise ConfigError(f"this is the state of worker {state['worker']}; this is worker {self.link.worker}")
-        if differs := difference(state["terms"], self._terms()):
+        terms = self._terms()
+        if differs := difference({"outlier_ratio": terms["outlier_ratio"], **state["terms"]}, terms):
             raise ConfigError(f"the state was saved with other settings than these: {differs}")
         self.steps = state["steps"]
         self._shelves.settle()
@@ -388,7 +425,8 @@ class OuterLoop:
     def _terms(self) -> dict[str, str]:
         """What all workers, and a run and its continuation, must agree on."""
         layouts = {f"layout of fragment {number}": window.layout() for number, window in enumerate(self._windows)}
-        return {"workers": str(self.link.workers), **self.sync.terms(), **layouts}
+        ratio = {"outlier_ratio": str(self._exchange.outlier_ratio)}
+        return {"workers": str(self.link.workers), **self.sync.terms(), **layouts, **ratio}
 
 
 def in_turn(parts: list[Iterator[None]]) -> None:

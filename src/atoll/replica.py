@@ -1,5 +1,7 @@
 """One worker's copy of one fragment at work: what it has to send, and how rounds reach it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ class Replica:
         local = self._kernels.live() if self._kernels and state.residual is None else None
         if local is not None and self._exchange.link.present(round_id.step):
             start = state.anchor if state.newest is None else self._whole_start()
-            encoding = self._exchange.encoding(round_id, start, local, anchor=state.anchor, version=state.version)
+            encoding = self._exchange.encoding(round_id, start, local, **self._standing())
             # Rolled back, it sends nothing, and nobody would ask; and a rank that holds a part may not learn of its
             # trouble later than the next forward pass, which would give it to the other ranks.
             now = wait or state.left_out or state.window.in_parts
@@ -42,9 +44,12 @@ class Replica:
 
     def outgoing_of(self, round_id: RoundId, delta: Tensor) -> Outgoing:
         """What is to be sent of a delta that was measured before."""
+        return Outgoing(round_id, delta, self._exchange.contribution(round_id, delta, **self._standing()))
+
+    def _standing(self) -> dict[str, Any]:
+        """Where the worker stands, as it says with a delta."""
         state = self.state
-        sent = self._exchange.contribution(round_id, delta, anchor=state.anchor, version=state.version)
-        return Outgoing(round_id, delta, sent)
+        return {"anchor": state.anchor, "version": state.version, "usual": state.norms.usual}
 
     def delta(self) -> Tensor:
         """Where the worker started minus where it is, plus what rounding has kept back."""

@@ -18,6 +18,8 @@ class Rounds:
         self._replicas = replicas
         self._observer = observer
         self._flights: dict[RoundId, Flight] = {}
+        self.outliers: dict[int, bool] = {}
+        """Fragments of which rounds have just left out this worker's delta, and whether it still holds that work."""
 
     def waiting(self) -> list[tuple[RoundId, Flight]]:
         """Those which this worker has sent and not yet applied."""
@@ -73,14 +75,44 @@ class Rounds:
         if not self._exchange.is_complete(completed):
             self._state(round_id).gap = round_id.step
         missed = flight.offer is not None and all(member.worker != worker for member in completed.members)
-        self._exchange.counters.rounds_missed += missed
-        lost = missed and not flight.forgotten
+        outlier = any(member.worker == worker for member in completed.outliers)
+        self._count(round_id, flight, completed, missed=missed, outlier=outlier)
+        if outlier:
+            self.outliers[round_id.fragment] = not flight.forgotten
+        lost = missed and not outlier and not flight.forgotten
         self._outer_step(completed, step, None if lost else keep)
         if keep is not None and lost:
             self._state(round_id).restore(flight)
         elif keep is not None and completed.members:
             self._thin_out(round_id.fragment, keep)
         return flight if lost else None
+
+    def _count(self, round_id: RoundId, flight: Flight, completed: Round, *, missed: bool, outlier: bool) -> None:
+        counters, norms = self._exchange.counters, self._state(round_id).norms
+        counters.outliers_seen += len(completed.outliers)
+        if outlier:
+            counters.rounds_outlier += 1
+            counters.rounds_left_out += 1
+            norms.left_out()
+        elif missed:
+            counters.rounds_missed += 1
+        elif flight.offer is not None and (sent := flight.offer.settled()) is not None:
+            norms.counted(sent.member.size.norm)
+
+    def runaways(self, step: int) -> list[int]:
+        """Fragments that this worker sent after this step, many times larger than its last ones; waits for a GPU.
+
+        Whether they count is for all to decide. But where they were trained from is no place to go on from.
+        """
+        ratio, found = self._exchange.outlier_ratio, []
+        for round_id, flight in self._flights.items():
+            if ratio is None or round_id.step != step or flight.offer is None or flight.forgotten:
+                continue
+            if (sent := flight.offer.settled()) is not None:
+                norm, usual = sent.member.size
+                if usual and norm > ratio * usual:
+                    found.append(round_id.fragment)
+        return found
 
     def apply_last(self, round_id: RoundId, step: int) -> None:
         """Let the round that ends a run move the anchor: by the plain mean, so that no momentum overshoots."""
@@ -111,7 +143,8 @@ class Rounds:
     def _outer_step(self, completed: Round, step: int, keep: float | None = None, *, plainly: bool = False) -> None:
         if not completed.members:
             if self._observer:
-                self._observer(Applied(completed.round_id, step, (), completed.passage))
+                outliers = tuple(member.worker for member in completed.outliers)
+                self._observer(Applied(completed.round_id, step, (), completed.passage, outliers=outliers))
             return
         products = Products() if self._observer else None
         self._replicas[completed.round_id.fragment].outer_step(completed, products, keep, plainly=plainly)

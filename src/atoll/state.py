@@ -1,13 +1,14 @@
 """What one worker remembers between two steps, and how it is written down."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from atoll.core.flat import Window, pieces
+from atoll.core.guard import Norms, Size
 from atoll.core.outer import blend
 from atoll.link.base import Contribution, Member, Offer, Pending, RoundId
 
@@ -22,9 +23,13 @@ class Counters:
     rounds_missed: int = 0
     """Rounds that were completed without the payload this worker had sent."""
     rounds_left_out: int = 0
-    """Rounds that this worker had nothing to send to, because its loss or its delta was not finite."""
+    """Rounds without this worker, because its loss or its delta was not finite, or its delta far too large."""
+    rounds_outlier: int = 0
+    """Rounds that left this worker's delta out because it was far too large."""
+    outliers_seen: int = 0
+    """Deltas of any worker that were left out of applied rounds for that reason."""
     roll_backs: int = 0
-    """How often this worker gave up its work because something of it was not finite."""
+    """How often this worker gave up its work because something of it was not finite, or far too large."""
     bytes_sent: int = 0
     """Payload bytes handed to the link, counted once however many workers receive them."""
     bytes_received: int = 0
@@ -61,6 +66,8 @@ class FragmentState:
     """Eager: the payload of the worker's newest delta."""
     share: float = 0.0
     """Eager: the worker's expected part, 0 to 1, of the mean which that delta enters."""
+    norms: Norms = field(default_factory=Norms)
+    """The norms of the worker's last deltas."""
     left_out: bool = False
     """The worker was rolled back since the last send: the next round does without it."""
 
@@ -135,6 +142,7 @@ class FragmentState:
             "newest": _copy(self.newest),
             "share": self.share,
             "left_out": self.left_out,
+            "norms": self.norms.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -148,6 +156,7 @@ class FragmentState:
                 vector.copy_(saved)
         self.newest = _copy(state["newest"], self.window.device)
         self.share, self.left_out = state["share"], state["left_out"]
+        self.norms.load_state_dict(state.get("norms", ()))
 
 
 class Outgoing(NamedTuple):
@@ -192,6 +201,7 @@ class Flight:
             "unsent": self.offer is not None and sent is None,
             "payload": None if sent is None else sent.payload.clone(),
             "anchor": None if sent is None else (sent.member.anchor_version, sent.member.anchor_fingerprint),
+            "size": None if sent is None else tuple(sent.member.size),
             "restore": _copy(self.restore),
             "applied": self.applied,
             "held": self.held,
@@ -203,7 +213,8 @@ class Flight:
         """A flight as state_dict gave it, sent by this worker."""
         sent: Offer | None = Unsent() if state.get("unsent") else None
         if (payload := _copy(state["payload"], device)) is not None:
-            sent = Contribution(Member(worker, weight, *state["anchor"]), payload)
+            size = Size(*(state.get("size") or (0.0, 0.0)))
+            sent = Contribution(replace(Member(worker, weight, *state["anchor"]), size=size), payload)
         restore = _copy(state["restore"], device)
         return cls(sent, None, restore, *(state[key] for key in ("applied", "held", "forgotten")))
 

@@ -101,7 +101,9 @@ def test_e3m0_costs_at_most_4_13_bits() -> None:
     assert all(8 * Codec("e3m0").payload_bytes(n) / n <= 4.13 for n in (128, 1000, 10_000, 10_000_001))
 
 
-@pytest.mark.parametrize(("name", "least"), [("int8", 0.9999), ("e3m0", 0.98), ("e2m1", 0.99), ("int4", 0.98), ("lloyd4", 0.994)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("int8", 0.9999), ("e3m0", 0.98), ("e2m1", 0.99), ("int4", 0.98), ("lloyd4", 0.994)]
+)
 def test_direction_is_kept(name: str, least: float) -> None:
     vector = torch.randn(300_000, generator=torch.Generator().manual_seed(0)) * 3e-5
     decoded = Codec(name).decode(Codec(name).encode(vector), vector.numel())
@@ -139,7 +141,9 @@ def test_stochastic_rounding_is_right_on_average(name: str) -> None:
     assert (error <= 5 * draws.std(0) / 4000**0.5 + 1e-7).all()
 
 
-@pytest.mark.parametrize(("name", "top"), [("int8", 127.0), ("int4", 7.0), ("e2m1", 6.0), ("e3m0", 1.0), ("lloyd4", 48.0)])
+@pytest.mark.parametrize(
+    ("name", "top"), [("int8", 127.0), ("int4", 7.0), ("e2m1", 6.0), ("e3m0", 1.0), ("lloyd4", 48.0)]
+)
 def test_stochastic_rounding_leaves_the_highest_level_alone(name: str, top: float) -> None:
     """In fp32, 127 + 0.99999997 is 128: one value in some million would wrap around."""
     vector, codec = torch.full((1 << 22,), top), Codec(name, stochastic=True)
@@ -173,7 +177,8 @@ def test_nan_and_infinity_are_refused(name: str, bad: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("fp16", 1e6), ("fp32", 1e300), ("bf16", 1e300), ("e3m0", -1e300), ("int8", 2.0**127), ("lloyd4", 2.8e16)]
+    ("name", "value"),
+    [("fp16", 1e6), ("fp32", 1e300), ("bf16", 1e300), ("e3m0", -1e300), ("int8", 2.0**127), ("lloyd4", 2.8e16)],
 )
 def test_values_too_large_for_the_format_are_refused(name: str, value: float) -> None:
     with pytest.raises(NonFiniteError, match="exceeds"):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atoll.core import cargo as cargo_module
 from atoll.core import shots as shots_module
-from atoll.core.cargo import MOST_PARTS_EACH, PART_BYTES, Cargo, MeanResidual, mean_between, part_of
+from atoll.core.cargo import MOST_PARTS_EACH, PART_BYTES, Cargo, mean_between, part_of
 from atoll.core.codec import BLOCK, Codec
 from atoll.core.flat import PIECE
 from atoll.core.outer import weighted_mean

@@ -23,7 +23,9 @@ def envelopes(random: random.Random) -> Envelope:
     kind = random.choice(list(Kind))
     if kind is Kind.WHOLE:
         return Envelope.whole(at, random.randrange(4), cargo)
-    return Envelope.of_part(kind, at, random.randrange(4), cargo, random.randrange(4), 4)
+    if kind is Kind.PART:
+        return Envelope.of_part(at, random.randrange(4), cargo, random.randrange(4), 4)
+    return Envelope.of_mean(at, cargo, random.randrange(4), 4, 4)
 
 
 def broken(message: bytearray, random: random.Random) -> bytearray:

@@ -281,11 +281,9 @@ class Deadly(Cargo):
             self.fall()
         return super().cut(payload, part, count)
 
-    def reduced(
-        self, payloads: Sequence[torch.Tensor], weights: Sequence[float], part: int, count: int
-    ) -> torch.Tensor:
+    def reduced(self, *arguments: Any, **named: Any) -> torch.Tensor:
         self.fall()
-        return super().reduced(payloads, weights, part, count)
+        return super().reduced(*arguments, **named)
 
     def fall(self) -> None:
         os.kill(os.getpid(), self.strike)

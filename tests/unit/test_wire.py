@@ -10,6 +10,7 @@ import torch
 
 from atoll.core.cargo import Cargo
 from atoll.core.codec import Codec
+from atoll.core.guard import Size
 from atoll.link import wire
 from atoll.link.base import Contribution, Member, RoundId
 from atoll.link.wire import CODECS, HEADER_BYTES, BadMessage, Envelope, Kind, seal, unseal
@@ -31,11 +32,12 @@ def test_what_is_sealed_is_unsealed_for_every_codec_and_kind(name: str, last: bo
     cargo, at = Cargo(Codec(name), 300), RoundId(2**40, 2**15, last)
     for due in (
         Envelope.whole(at, 65_535, cargo),
-        Envelope.of_part(Kind.PART, at, 1, cargo, 3, 4),
-        Envelope.of_part(Kind.MEAN, at, 1, cargo, 0, 4),
+        Envelope.of_part(at, 1, cargo, 3, 4),
+        Envelope.of_mean(at, cargo, 1, 8, 4),
+        Envelope.of_mean(at, cargo, 5, 8, 4),
     ):
         payload = torch.randint(0, 256, (due.length,), dtype=torch.uint8)
-        sent = Contribution(Member(due.sender, 1e18, 2**62, 2**64 - 1), payload)
+        sent = Contribution(Member(due.sender, 1e18, 2**62, 2**64 - 1, Size(1e40, 0.5)), payload)
         assert same(unseal(seal(due, sent), due), sent)
         assert unseal(seal(due, None), due) is None
         assert seal(due, None).numel() == seal(due, sent).numel() == HEADER_BYTES + due.length
@@ -49,7 +51,7 @@ def test_the_header_has_the_bytes_that_are_documented() -> None:
     assert struct.unpack_from("<H", header, 4) == (wire.VERSION,)
     assert struct.unpack_from("<Q", header, 8) == (12,)
     assert header[-4:] == zlib.crc32(header[:-4]).to_bytes(4, "little")
-    assert len(header) == 64
+    assert len(header) == 80
     assert torch.equal(message[HEADER_BYTES:], SENT.payload)
 
 
@@ -90,6 +92,12 @@ def test_another_length_than_is_due_is_refused() -> None:
 def test_a_weight_that_cannot_be_is_refused(weight: float) -> None:
     with pytest.raises(BadMessage, match="sent a weight of"):
         unseal(seal(DUE, replace(SENT, member=replace(SENT.member, weight=weight))), DUE)
+
+
+@pytest.mark.parametrize("size", [Size(-1.0, 0.0), Size(math.nan, 0.0), Size(0.0, math.inf)])
+def test_a_norm_that_cannot_be_is_refused(size: Size) -> None:
+    with pytest.raises(BadMessage, match="sent a norm of"):
+        unseal(seal(DUE, replace(SENT, member=replace(SENT.member, size=size))), DUE)
 
 
 def test_every_flipped_bit_is_noticed() -> None:

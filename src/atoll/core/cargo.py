@@ -84,6 +84,8 @@ class Cargo:
     """Which round of its fragment it is; later ones are greater."""
     residual: MeanResidual | None = None
     """What this worker's reducing has lost so far, with error feedback."""
+    outlier_ratio: float | None = None
+    """How many times larger than expected a delta is left out; None for gradients, or if the user wants all."""
 
     @property
     def payload_bytes(self) -> int:
@@ -113,10 +115,12 @@ class Cargo:
         part: int,
         count: int,
         members: tuple[int, ...] = (),
+        inner: Tensor | None = None,
     ) -> Tensor:
         """The encoded mean of the payloads of one part of `count`, summed in the order given.
 
-        With error feedback, it includes what the last round between the same `members` lost of this part.
+        With error feedback, it includes what the last round between the same `members` lost of this part. The inner
+        products of what is behind the payloads are added to `inner`, fp64 [payloads, payloads].
         """
         cut = part_of(self.numel, part, count)
         size = cut.stop - cut.start
@@ -124,6 +128,9 @@ class Cargo:
         for piece in pieces(size, mean.device):
             decoded = [self.codec.decode_piece(payload, size, piece).to(self.dtype) for payload in payloads]
             mean[piece] = weighted_mean(decoded, weights)
+            if inner is not None:
+                rows = torch.stack(decoded).double()
+                inner += rows @ rows.T
         codec, residual = self.codec.for_mean, self.residual
         if residual is None:
             return codec.encode(mean, self.seed + part)
@@ -137,7 +144,6 @@ class Cargo:
         """The payload of the whole vector from those of all its parts, in order."""
         cuts = [part_of(self.numel, part, len(reduced)) for part in range(len(reduced))]
         return self.codec.for_mean.joined(reduced, [cut.stop - cut.start for cut in cuts])
-
 
 
 def mean_between(cargos: Mapping[int, Cargo], payloads: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

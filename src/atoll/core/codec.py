@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -273,7 +274,7 @@ def _lloyd_at_random(values: Tensor, unit: Tensor, noise: Tensor) -> Tensor:
     """The number of one of the two levels beside each magnitude, int32, by a chance that makes the mean exact."""
     scale, magnitude = _lloyd_scale(unit), values.abs()
     code = torch.zeros(values.shape, dtype=torch.int32, device=values.device)
-    for low, high in zip(_LLOYD, _LLOYD[1:], strict=False):
+    for low, high in pairwise(_LLOYD):
         code += magnitude >= (low + (high - low) * (1 - noise)) * scale
     return code
 
@@ -356,9 +357,7 @@ class Codec:
         if self.format not in _FORMATS:
             raise ConfigError(f"codec must be one of {', '.join(_FORMATS)}; got {self.format!r}")
         if self.stochastic and not isinstance(_FORMATS[self.format], _Blocks):
-            raise ConfigError(
-                f"stochastic rounding is for int8, int4, e3m0, e2m1 and lloyd4; codec is {self.format!r}"
-            )
+            raise ConfigError(f"stochastic rounding is for int8, int4, e3m0, e2m1 and lloyd4; codec is {self.format!r}")
         if self.feedback and self.format in ("fp64", "fp32"):
             raise ConfigError(f"feedback is for codecs that lose something; {self.format!r} does not")
 

@@ -160,7 +160,8 @@ def fingerprint(vector: Tensor) -> int:
     The vector's bits as wrapping int64 words, each times an odd factor that depends on its place.
     """
     words = words_of(vector)
-    places = torch.arange(1, min(words.numel(), PIECE) + 1, dtype=torch.int64, device=vector.device) * -7046029254386353131
+    count = min(words.numel(), PIECE)
+    places = torch.arange(1, count + 1, dtype=torch.int64, device=vector.device) * -7046029254386353131
     factors = (places ^ (places >> 29)) | 1
     sums = []
     for piece in pieces(words.numel()):

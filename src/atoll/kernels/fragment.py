@@ -1,5 +1,7 @@
 """All kernels of one fragment together, as its exchange and its replica ask for them."""
 
+import math
+import struct
 from collections.abc import Sequence
 from functools import partial
 
@@ -25,8 +27,8 @@ class Fused:
         self._live: Live | None = None
         self.for_mean = self if codec.for_mean == codec else Fused(window, codec.for_mean)
         """Decodes what a mean travels in."""
-        self.read = partial(_fingerprint_if_sound, codec)
-        """Of the numbers that `encode` has found: the anchor's fingerprint, or None if a value cannot be sent."""
+        self.read = partial(_read, codec)
+        """The anchor's fingerprint and the delta's norm from what `encode` found; None if a value cannot be sent."""
 
     def live(self) -> Live | None:
         """The parameters where they are; None if they do not lie in memory as the kernels need it."""
@@ -42,7 +44,8 @@ class Fused:
         payload = coding.room(self._codec, start.numel(), 1, start.device)[0]
         worst = torch.zeros(1, dtype=torch.int32, device=start.device)
         coding.encode(self._codec, start, local, payload, worst)
-        return payload, torch.cat([worst, sums_of_pieces(words_of(anchor), PIECE)])
+        square = self.inner_products(payload[None]).view(1).view(torch.int64)
+        return payload, torch.cat([worst, square, sums_of_pieces(words_of(anchor), PIECE)])
 
     def stacked(self, payloads: Sequence[Tensor]) -> Tensor:
         """Payloads, from whatever device, as [members, bytes] where the kernels decode them fastest."""
@@ -71,6 +74,9 @@ class Fused:
             torch.autograd.graph.increment_version(local.tensors)  # as any write by torch would have
 
 
-def _fingerprint_if_sound(codec: Codec, found: Sequence[int]) -> int | None:
-    worst, *sums = found
-    return None if coding.is_bad(codec, worst) else joined_sums(sums)
+def _read(codec: Codec, found: Sequence[int]) -> tuple[int, float] | None:
+    worst, square, *sums = found
+    if coding.is_bad(codec, worst):
+        return None
+    (squared,) = struct.unpack("<d", struct.pack("<q", square))
+    return joined_sums(sums), math.sqrt(squared)

@@ -52,7 +52,10 @@ def live(tensors: Sequence[Tensor]) -> Live | None:
     dtype = dtypes.pop()
     stretch_bytes = grain * dtype.itemsize
     addresses = torch.cat(
-        [torch.arange(t.numel() // grain, dtype=torch.int64, device="cpu") * stretch_bytes + t.data_ptr() for t in tensors]
+        [
+            torch.arange(t.numel() // grain, dtype=torch.int64, device="cpu") * stretch_bytes + t.data_ptr()
+            for t in tensors
+        ]
     )
     numel = sum(tensor.numel() for tensor in tensors)
     return Live(addresses.to(tensors[0].device), grain, dtype, numel, tuple(tensors))

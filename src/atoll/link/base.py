@@ -1,12 +1,13 @@
 """The whole contract between the outer loop and what carries its rounds."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from atoll.core.cargo import Cargo
+from atoll.core.guard import UNKNOWN, Size, outliers
 
 LEFT_OUT = "left out"
 """How a term is shown that one of two has not."""
@@ -37,6 +38,8 @@ class Member:
     """Rounds applied so far to the anchor that the delta was taken from."""
     anchor_fingerprint: int
     """Of that anchor's bits; workers with the same version must have the same."""
+    size: Size = UNKNOWN
+    """How large its delta is, and its last ones were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,10 @@ class Round:
     """Of the members, uint8; empty where only the mean of them all came back."""
     reduced: Tensor | None = None
     """The encoded mean, uint8, of a round in two shots; otherwise whoever wants the mean takes it."""
+    outliers: tuple[Member, ...] = ()
+    """Whose payloads arrived and were left out for their size."""
+    inner: Tensor | None = None
+    """Inner products of the members' deltas, fp64 [members, members], where they come back without payloads."""
     passage: Passage | None = field(default=None, compare=False)
 
 
@@ -131,6 +138,13 @@ class Link(Protocol):
 
     def close(self, reason: str | None = None) -> None:
         """Leave for good; with a reason, before the end: whoever waits for this worker is told."""
+
+
+def admitted(arrived: Sequence[Contribution], cargo: Cargo) -> tuple[list[Contribution], tuple[Member, ...]]:
+    """Split what has arrived into the contributions that count and the members that are left out for their size."""
+    out = outliers([contribution.member.size for contribution in arrived], cargo.outlier_ratio)
+    counted = [contribution for contribution, is_out in zip(arrived, out, strict=True) if not is_out]
+    return counted, tuple(c.member for c, is_out in zip(arrived, out, strict=True) if is_out)
 
 
 def difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from atoll.core.cargo import Cargo
 from atoll.core.shots import shots
 from atoll.errors import LinkError
-from atoll.link.base import Contribution, Member, Offer, Passage, Round, RoundId
+from atoll.link.base import Contribution, Member, Offer, Passage, Round, RoundId, admitted
 from atoll.link.mail import Incoming, LostError, Mail, Outgoing
 from atoll.link.stage import stage
 from atoll.link.wire import HEADER_BYTES, Envelope, Kind, seal
@@ -40,6 +41,8 @@ class Ticket:
     tag: int
     """Of its messages; the next number is its own too."""
     deadline_s: float
+    after: threading.Event | None = None
+    """Set once the round before of this fragment is reduced, if what that loses is added here (error feedback)."""
 
 
 class Crossing:
@@ -68,6 +71,8 @@ class Crossing:
         self._outgoing: list[Outgoing] = []
         self._sent = 0
         self._missing: LostError | None = self._late(worker, "was not ready to send")
+        self.reduced = threading.Event()
+        """Set once this worker has reduced its parts, or never will."""
         self._over = threading.Event()
         self._completed: Round | None = None
         self._error: Exception | None = None
@@ -91,6 +96,7 @@ class Crossing:
         else:
             self._tell(self, None)
         finally:
+            self.reduced.set()
             if self._clock is not None:
                 self._clock.cancel()
                 self._clock = None  # it knows this round: together they would outlive the link
@@ -156,8 +162,8 @@ class Crossing:
             for receiver, sender in self._turns:
                 self._send(message, receiver)
                 self._nearly(due[sender])
-        there = self._arrived(mine, due.values())
-        return Round(at, tuple(c.member for c in there), tuple(c.payload for c in there))
+        there, outliers = admitted(self._arrived(mine, due.values()), cargo)
+        return Round(at, tuple(c.member for c in there), tuple(c.payload for c in there), outliers=outliers)
 
     def _two_shots(self) -> Round:
         """Everybody's parts to whoever reduces them; the mean of each part to everybody."""
@@ -165,48 +171,69 @@ class Crossing:
         count = cargo.part_count(members)
         own = range(me, count, members)
         parts = {
-            part: [self._expect(Envelope.of_part(Kind.PART, at, peer, cargo, part, count)) for peer in self._peers]
-            for part in own
+            part: [self._expect(Envelope.of_part(at, peer, cargo, part, count)) for peer in self._peers] for part in own
         }
         means = {
-            part: self._expect(Envelope.of_part(Kind.MEAN, at, part % members, cargo, part, count), shot=1)
+            part: self._expect(Envelope.of_mean(at, cargo, part, count, members), shot=1)
             for part in range(count)
             if part not in own
         }
         cuts = self._cuts(self._settled(), count)
         reduced: dict[int, Contribution | None] = {}
         who: tuple[Member, ...] = ()
+        outliers: tuple[Member, ...] = ()
+        inner = torch.zeros(members, members, dtype=torch.float64, device="cpu")
         for stripe in range(0, count + (STRIPES_AHEAD - 1) * members, members):
             for receiver in self._peers if stripe < count else ():
                 part = stripe + receiver
-                self._send(seal(Envelope.of_part(Kind.PART, at, me, cargo, part, count), cuts[part]), receiver)
+                self._send(seal(Envelope.of_part(at, me, cargo, part, count), cuts[part]), receiver)
             part = stripe - (STRIPES_AHEAD - 1) * members + me
             if part >= 0:
-                there = self._arrived(cuts[part], parts[part])
+                there, outliers = admitted(self._arrived(cuts[part], parts[part]), cargo)
                 who = tuple(c.member for c in there)
-                reduced[part] = self._reduced(part, count, there)
-                message = seal(Envelope.of_part(Kind.MEAN, at, me, cargo, part, count), reduced[part])
+                reduced[part] = self._reduced(part, count, there, inner)
+                message = seal(Envelope.of_mean(at, cargo, part, count, members), reduced[part])
                 for receiver in self._peers:
                     self._send(message, receiver, shot=1)
+        self.reduced.set()
         reduced |= {part: self._take(incoming) for part, incoming in means.items()}
-        return Round(at, who, (), self._joined(reduced)) if who else Round(at, (), ())
+        if not who:
+            return Round(at, (), (), outliers=outliers)
+        mean, inner = self._joined(reduced)
+        seen = [member.worker for member in who]
+        return Round(at, who, (), mean, outliers, inner[seen][:, seen])
 
-    def _joined(self, reduced: Mapping[int, Contribution | None]) -> Tensor:
-        """The encoded mean of the whole vector from those of its parts."""
-        payloads = []
-        for part in range(len(reduced)):
+    def _joined(self, reduced: Mapping[int, Contribution | None]) -> tuple[Tensor, Tensor]:
+        """The encoded mean of the whole vector, and the inner products of all deltas, from those of its parts."""
+        payloads, count, (rows, columns) = [], len(reduced), _pairs(self._workers)
+        inner = torch.zeros(len(rows), dtype=torch.float64, device="cpu")
+        for part in range(count):
             mean = reduced[part]
             if mean is None:
                 raise LostError(part % self._workers, "sent no mean, though there are members to take it of")
-            payloads.append(mean.payload)
-        return self._ticket.cargo.joined(payloads)
+            size = self._ticket.cargo.part_bytes(part, count)
+            payloads.append(mean.payload[:size])
+            if part + self._workers >= count:
+                inner += mean.payload[size:].clone().view(torch.float64)
+        whole = torch.zeros(self._workers, self._workers, dtype=torch.float64, device="cpu")
+        whole[rows, columns] = whole[columns, rows] = inner
+        return self._ticket.cargo.joined(payloads), whole
 
-    def _reduced(self, part: int, count: int, there: list[Contribution]) -> Contribution | None:
-        """The mean of one part, if anybody has put something in."""
+    def _reduced(self, part: int, count: int, there: list[Contribution], inner: Tensor) -> Contribution | None:
+        """The mean of one part, if anybody has put something in; inner products are added to those so far."""
         if not there:
             return None
+        if self._ticket.after is not None:
+            self._ticket.after.wait()
         payloads, weights = [c.payload for c in there], [c.member.weight for c in there]
-        mean = self._ticket.cargo.reduced(payloads, weights, part, count)
+        products = torch.zeros(len(there), len(there), dtype=torch.float64, device="cpu")
+        everybody = tuple(range(self._workers))
+        mean = self._ticket.cargo.reduced(payloads, weights, part, count, everybody, products)
+        seen = torch.tensor([c.member.worker for c in there], device="cpu")
+        inner[seen[:, None], seen] += products
+        if part + self._workers >= count:  # the last: it says what all of them came to
+            rows, columns = _pairs(self._workers)
+            mean = torch.cat([mean, inner[rows, columns].view(torch.uint8)])
         return Contribution(Member(self._worker, 0.0, 0, 0), mean)
 
     def _cuts(self, mine: Contribution | None, count: int) -> dict[int, Contribution | None]:
@@ -240,3 +267,8 @@ class Crossing:
     def _send(self, message: Tensor, receiver: int, shot: int = 0) -> None:
         self._outgoing.append(self._mail.send(message, receiver, self._ticket.tag + shot))
         self._sent += message.numel()
+
+
+def _pairs(members: int) -> Tensor:
+    """Rows and columns [2, pairs] of the upper half of a square of all members."""
+    return torch.triu_indices(members, members, device="cpu")

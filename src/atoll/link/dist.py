@@ -126,6 +126,7 @@ class DistLink:
         self._newest = _BEFORE
         self._lock = threading.Lock()
         self._flying: list[Crossing] = []
+        self._reduced: dict[int, threading.Event] = {}  # by fragment, of its newest round
         self._blamed = False
         self._gone: set[int] = set()
         self._has_come = False
@@ -233,8 +234,10 @@ class DistLink:
                 raise LinkError(f"{round_id}: {self.seat} has not joined")
             tag = 2 * self._opened % TAGS
             self._opened += 1  # all open the same rounds in the same order, or headers tell
-            ticket = Ticket(round_id, offer, cargo, tag, self.deadline_s)
+            after = None if cargo.residual is None else self._reduced.get(round_id.fragment)
+            ticket = Ticket(round_id, offer, cargo, tag, self.deadline_s, after)
             crossing = Crossing(ticket, self._mail, self.worker, self.workers, self._over)
+            self._reduced[round_id.fragment] = crossing.reduced
             self._flying.append(crossing)
             self._newest = f"after {round_id}"
             self._mail.start(crossing.run)

@@ -18,7 +18,7 @@ from atoll.checks import check_whole
 from atoll.core.cargo import Cargo, mean_between
 from atoll.core.shots import shots
 from atoll.errors import ConfigError, LinkError
-from atoll.link.base import Offer, Passage, Pending, Round, RoundId, difference
+from atoll.link.base import Offer, Passage, Pending, Round, RoundId, admitted, difference
 
 Result = TypeVar("Result")
 
@@ -145,13 +145,14 @@ class _Board:
         arrived = [c for offer in offers if (c := offer.settled()) is not None]  # others may go on meanwhile
         with self.changed:
             self.check_open(worker)
-            payloads, who = tuple(c.payload for c in arrived), tuple(c.member for c in arrived)
-            if arrived and shots(len(members)) == 2 and round_id not in self.reduced:
+            counted, outliers = admitted(arrived, cargo)
+            payloads, who = tuple(c.payload for c in counted), tuple(c.member for c in counted)
+            if counted and shots(len(members)) == 2 and round_id not in self.reduced:
                 here = [payload.to(cargo.device) for payload in payloads]
                 cargos = {member: self.cargos[round_id][member] for member in members}
                 self.reduced[round_id] = mean_between(cargos, here, [m.weight for m in who])
             passage = Passage(opened_s, self.last_s[round_id])
-            completed = Round(round_id, who, payloads, self.reduced.get(round_id), passage)
+            completed = Round(round_id, who, payloads, self.reduced.get(round_id), outliers, passage=passage)
             self.taken.setdefault(round_id, set()).add(worker)
             if len(self.taken[round_id] | self.gone.keys()) == self.workers:
                 del self.rounds[round_id], self.cargos[round_id], self.taken[round_id], self.last_s[round_id]

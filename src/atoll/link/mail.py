@@ -136,7 +136,8 @@ class Mail:
         group, self._group = self._group, None
         for peer in self._peers if group is not None else ():
             with suppress(RuntimeError):  # a wait that runs out closes all connections of a group; nothing else does
-                group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, TAGS + 1).wait(timedelta(milliseconds=1))
+                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+                group.recv([nothing], peer, TAGS + 1).wait(timedelta(milliseconds=1))
 
     def end(self) -> None:
         """Close, and see the threads to their ends: one that is left when Python ends can take the process down."""

@@ -9,6 +9,7 @@ Either way, an error of one is raised on all: a rank that went on alone would wa
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import astuple, replace
 from textwrap import shorten
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 from atoll.core.cargo import Cargo
+from atoll.core.guard import Size
 from atoll.errors import AtollError, LinkError
 from atoll.link.base import Link, Member, Offer, Passage, Pending, Round, RoundId, difference
 
@@ -48,7 +50,8 @@ class Circle:
         """What every rank says, in rank order."""
         said = text.encode()
         sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.ranks)]
-        self._run(lambda: distributed.all_gather(sizes, torch.tensor([len(said)], dtype=torch.int64, device="cpu"), group=self._group))
+        size = torch.tensor([len(said)], dtype=torch.int64, device="cpu")
+        self._run(lambda: distributed.all_gather(sizes, size, group=self._group))
         longest = max(map(int, sizes))
         if not longest:
             return [""] * self.ranks
@@ -181,8 +184,10 @@ class TeamLink:
             return mine
         heard = [tensor.to(device) for tensor, (_, device) in zip(heard, said["tensors"], strict=True)]
         reduced = heard.pop() if said["reduced"] else None
-        members = tuple(Member(*fields) for fields in said["members"])
-        return Round(round_id, members, tuple(heard), reduced, Passage(began, time.perf_counter()))
+        members, outliers = (tuple(map(_member, said[name])) for name in ("members", "outliers"))
+        inner = None if said["inner"] is None else torch.tensor(said["inner"], dtype=torch.float64, device="cpu")
+        passage = Passage(began, time.perf_counter())
+        return Round(round_id, members, tuple(heard), reduced, outliers, inner, passage)
 
 
 class _Relay:
@@ -204,10 +209,17 @@ def _tensors(completed: Round) -> list[Tensor]:
 def _described(completed: Round) -> dict[str, Any]:
     """A round without its bytes: who took part, how large the tensors are that follow, and on what kind of device."""
     return {
-        "members": [(m.worker, m.weight, m.anchor_version, m.anchor_fingerprint) for m in completed.members],
+        "members": [astuple(member) for member in completed.members],
+        "outliers": [astuple(member) for member in completed.outliers],
+        "inner": None if completed.inner is None else completed.inner.tolist(),
         "tensors": [(tensor.numel(), tensor.device.type) for tensor in _tensors(completed)],
         "reduced": completed.reduced is not None,
     }
+
+
+def _member(fields: list[Any]) -> Member:
+    *standing, size = fields
+    return replace(Member(*standing), size=Size(*size))
 
 
 def _understood(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""A message as bytes: a header of 64 that says what follows and proves it, then a payload.
+"""A message as bytes: a header of 80 that says what follows and proves it, then a payload.
 
 `docs/wire.md` has the layout. What comes from the network is compared with what is due, field by field, before any of
 it is used; nothing in it decides how much is read, allocated or run.
@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from atoll.core.cargo import Cargo
+from atoll.core.guard import Size
 from atoll.link.base import Contribution, Member, RoundId
 
 MAGIC: Final = b"ATOL"
-VERSION: Final = 2
-HEADER_BYTES: Final = 64
+VERSION: Final = 3
+HEADER_BYTES: Final = 80
 CODECS: Final = {"fp64": 1, "fp32": 2, "bf16": 3, "fp16": 4, "int8": 5, "int4": 6, "e3m0": 7, "e2m1": 8, "lloyd4": 9}
 """Format -> its number on the wire; numbers are never reused."""
 
 _NAMES: Final = {number: name for name, number in CODECS.items()}
-_LAYOUT: Final = struct.Struct("<4sHBBQIHHdQQQII")
+_LAYOUT: Final = struct.Struct("<4sHBBQIHHdddQQQII")
 _LAST, _EMPTY = 0x40, 0x80  # flags beside the kind
 _MAX_WEIGHT = 1e18
 assert _LAYOUT.size == HEADER_BYTES
@@ -64,10 +65,15 @@ class Envelope:
         return cls(Kind.WHOLE, round_id, sender, cargo.codec.format, cargo.payload_bytes)
 
     @classmethod
-    def of_part(cls, kind: Kind, round_id: RoundId, sender: int, cargo: Cargo, part: int, count: int) -> "Envelope":
-        """Of one part of a payload, for the member that reduces it, or of its mean, from that one."""
-        codec = cargo.codec.for_mean if kind is Kind.MEAN else cargo.codec
-        return cls(kind, round_id, sender, codec.format, cargo.part_bytes(part, count), part)
+    def of_part(cls, round_id: RoundId, sender: int, cargo: Cargo, part: int, count: int) -> "Envelope":
+        """Of one part of a payload, for the member that reduces it."""
+        return cls(Kind.PART, round_id, sender, cargo.codec.format, cargo.part_bytes(part, count), part)
+
+    @classmethod
+    def of_mean(cls, round_id: RoundId, cargo: Cargo, part: int, count: int, members: int) -> "Envelope":
+        """Of the mean of one part, from the member that has reduced it; its last one brings inner products too."""
+        length = cargo.part_bytes(part, count) + (products_bytes(members) if part + members >= count else 0)
+        return cls(Kind.MEAN, round_id, part % members, cargo.codec.for_mean.format, length, part)
 
     @property
     def message_bytes(self) -> int:
@@ -95,7 +101,7 @@ def seal(envelope: Envelope, contribution: Contribution | None, message: Tensor 
     fields = (
         *(MAGIC, VERSION, CODECS[envelope.codec], flags),
         *(envelope.round_id.step, envelope.round_id.fragment, envelope.sender, envelope.part),
-        *(member.weight, member.anchor_version, member.anchor_fingerprint),
+        *(member.weight, *member.size, member.anchor_version, member.anchor_fingerprint),
         *(envelope.length, checksum(body)),
     )
     header = bytearray(_LAYOUT.pack(*fields, 0))
@@ -129,10 +135,17 @@ def unseal(message: Tensor, due: Envelope, found: int | None = None) -> Contribu
         raise BadMessage("sent a payload that was damaged on the way: its checksum is wrong")
     if flags & _EMPTY:
         return None
-    weight, anchor_version, anchor_fingerprint = standing
+    weight, norm, usual, anchor_version, anchor_fingerprint = standing
     if due.kind is not Kind.MEAN and not (math.isfinite(weight) and 0 < weight <= _MAX_WEIGHT):
         raise BadMessage(f"sent a weight of {weight}")
-    return Contribution(Member(sender, weight, anchor_version, anchor_fingerprint), body)
+    if not all(math.isfinite(size) and size >= 0 for size in (norm, usual)):
+        raise BadMessage(f"sent a norm of {norm} where {usual} is usual")
+    return Contribution(Member(sender, weight, anchor_version, anchor_fingerprint, Size(norm, usual)), body)
+
+
+def products_bytes(members: int) -> int:
+    """Size of the inner products of the members' deltas in the last mean of a member: fp64, each pair once."""
+    return 8 * members * (members + 1) // 2
 
 
 def _compare_rounds(sent: RoundId, due: RoundId) -> None:

@@ -214,9 +214,12 @@ class Trainer:
         for n, (loop, then) in enumerate(zip(self._loops, before, strict=True)):
             if loop.counters.roll_backs > then.roll_backs:
                 self._inner[n].reset()  # it may have seen what was not finite
-                self.account.fault(self.steps, self.workers[n], "loss or delta not finite: rolled back to the anchor")
+                told = "loss or delta not finite, or far too large: rolled back to the anchor"
+                self.account.fault(self.steps, self.workers[n], told)
             if (rounds := loop.counters.rounds_left_out - then.rounds_left_out) > 0:
-                told = f"left out of {rounds} round{'s' if rounds > 1 else ''}: its work was not finite"
+                large = loop.counters.rounds_outlier > then.rounds_outlier
+                why = "its delta was far larger than expected" if large else "its work was not finite"
+                told = f"left out of {rounds} round{'s' if rounds > 1 else ''}: {why}"
                 self.account.fault(self.steps, self.workers[n], told)
 
     # ------------------------------------------------------------------ the outer parameters

@@ -1,0 +1,74 @@
+"""Tells a delta that has exploded from the others by its norm.
+
+The judgement is a function of what all members of a round send in their headers, so every worker makes the same one.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+OUTLIER_RATIO = 10.0
+"""How many times larger than expected a delta is when it is left out, unless the user says otherwise."""
+_REMEMBERED = 8  # rounds
+_IN_A_ROW = 2  # outliers after which a worker's past no longer counts: its deltas have become larger for good
+
+
+class Size(NamedTuple):
+    """The norm of a member's delta, and the largest of its last ones that counted; 0 if it is not known."""
+
+    norm: float
+    usual: float
+
+
+UNKNOWN = Size(0.0, 0.0)
+
+
+def outliers(sizes: Sequence[Size], ratio: float | None) -> list[bool]:
+    """Return for each member whether its delta is left out: it is `ratio` times larger than any expectation.
+
+    What is expected is the larger of the member's own usual norm and the (lower) median of the others' norms now. So
+    all may grow together, as after a warm-up, and one may always have been larger than the rest. A member without a
+    past is only left out beyond the third power of the ratio; one that is alone never is.
+    """
+    if ratio is None or len(sizes) < 2:
+        return [False] * len(sizes)
+    found = []
+    for number, (norm, usual) in enumerate(sizes):
+        others = sorted(size.norm for other, size in enumerate(sizes) if other != number)
+        expected = max(usual, others[(len(others) - 1) // 2])
+        found.append(expected > 0 and norm > (ratio if usual else ratio**3) * expected)
+    return found
+
+
+class Norms:
+    """The norms of a worker's last deltas of one fragment, as far as they counted."""
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=_REMEMBERED)
+        self._left_out = 0
+
+    @property
+    def usual(self) -> float:
+        """The largest of them; 0 before the first."""
+        return max(self._last, default=0.0)
+
+    def counted(self, norm: float) -> None:
+        """Note a delta that entered a mean."""
+        self._last.append(norm)
+        self._left_out = 0
+
+    def left_out(self) -> None:
+        """Note a delta that was left out; after two in a row, what was usual is forgotten."""
+        self._left_out += 1
+        if self._left_out >= _IN_A_ROW:
+            self._last.clear()
+
+    def state_dict(self) -> list[float]:
+        """The norms, oldest first, after how many were left out since."""
+        return [float(self._left_out), *self._last]
+
+    def load_state_dict(self, state: Sequence[float]) -> None:
+        """Continue from what state_dict gave."""
+        left_out, *last = state or (0.0,)
+        self._last = deque(last, maxlen=_REMEMBERED)
+        self._left_out = int(left_out)
