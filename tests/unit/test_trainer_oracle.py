@@ -43,6 +43,7 @@ STREAMING = {
 RUNS: dict[str, dict[str, Any]] = {
     "alone": ALONE,
     "alone, no limits": {**ALONE, "train": {"clip": 0.0, "warmup": 0, "final_lr": 0.0, "weight_decay": 0.0}},
+    "alone, too fast": {**ALONE, "train": {"lr": 0.5, "eval_every": 1}},
     "alone, in parts": {**ALONE, "train": {"accumulate": 4, "clip": 1.7}, "model": {"z_loss": 0.0}},
     "alone, untied, muon": {**ALONE, "train": {"optimizer": "muon", "accumulate": 2}, "model": {"tied": False}},
     "data-parallel": {**PARALLEL, "train": {"accumulate": 2}},
@@ -94,6 +95,10 @@ class Compared:
             told = [(a, b) for a, b in zip(event.loss, losses, strict=True) if a is not None and np.isfinite(a)]
             assert len(told) >= len(losses) - 1
             assert [a for a, _ in told] == pytest.approx([b for _, b in told], rel=tolerance), event.step
+        lowest = np.inf
+        for event in (event for event in self.events if isinstance(event, Eval)):
+            assert event.best == (event.loss < lowest)
+            lowest = min(event.loss, lowest)
         evals = {event.step: event.loss for event in self.events if isinstance(event, Eval)}
         assert evals == pytest.approx(self.evals, rel=tolerance)
         end, best = self.events[-1], min(evals, key=lambda step: evals[step])
