@@ -386,6 +386,11 @@ def test_no_method_is_no_sync() -> None:
     assert parse("", ["sync.method=none", "sync.workers=1"]).synchronisation() is None
 
 
+def test_a_zero_is_a_value() -> None:
+    sync = parse("", ["sync.alpha=0.0", "sync.delay=0"]).synchronisation()
+    assert isinstance(sync, Sync) and (sync.merge, sync.delay) == (Blend(0.0), 0)
+
+
 def test_eager_keeps_its_merge() -> None:
     sync = parse("", ["sync.method=eager", "sync.fragments=blocks:2:sequential"]).synchronisation()
     assert isinstance(sync, Sync)
