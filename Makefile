@@ -26,7 +26,7 @@ slow: $(READY)
 
 # Seeds known bugs one at a time; each must turn a test red.
 mutants: $(READY)
-	$(BIN)/python tests/mutants.py
+	$(BIN)/python tests/mutants
 
 bench: $(READY)
 	$(BIN)/python benchmarks/codec.py

@@ -53,6 +53,15 @@ def test_a_batch_may_be_changed_without_harm() -> None:
     assert torch.equal(source.batch(0, 0), expected)
 
 
+def test_a_worker_with_a_file_of_its_own_reads_all_of_it_and_nothing_else() -> None:
+    files = [np.arange(201, dtype=np.uint16), np.arange(1000, 1401, dtype=np.uint16)]
+    own = batches(*files)
+    for worker, (first, rows) in enumerate([(0, 20), (1000, 40)]):
+        starts = torch.cat([own.batch(worker, draw)[:, 0] for draw in range(rows // 4)])
+        assert sorted(starts.tolist()) == list(range(first, first + 10 * rows, 10))
+    assert own.weights() == [20.0, 40.0] and batches(*files, workers=2).epoch(1, 5) == 0.5
+
+
 def test_workers_take_turns_on_one_line() -> None:
     """One worker with a large batch and two with half of it see the same rows in each step."""
     one, two = batches(workers=1, batch=8), batches(workers=2, batch=4)

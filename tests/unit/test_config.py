@@ -255,6 +255,7 @@ def test_an_override_is_blamed_for_what_it_did() -> None:
         ("sync.delay=31", "sync.delay: must be from 0 to sync.period (30), got 31"),
         ("sync.delay=[1,31]", "sync.delay: must be from 0 to sync.period (30), got 31"),
         ("sync.delay=[1,2,3]", "sync.delay: has 3 entries and sync.workers is 2"),
+        ("sync.delay=[1]", "sync.delay: has 1 entries and sync.workers is 2"),
         ("sync.method=eager sync.delay=30", 'sync.delay: cannot be set with sync.method = "eager"'),
         ("sync.method=delayed sync.delay=30", 'sync.delay: cannot be set with sync.method = "delayed"'),
         ("sync.method=eager sync.alpha=0.5", 'sync.alpha: cannot be set with sync.method = "eager"'),
@@ -278,6 +279,13 @@ def test_an_override_is_blamed_for_what_it_did() -> None:
         ("faults.absences=[{worker=1,first=5,last=4}]", "faults.absences[0].last: must be at least first (5), got 4"),
         ("faults.absences=[{worker=0,first=9},{worker=1,last=9}]", "faults.absences: at inner step 9 all are away"),
         ("faults.speeds.2=0.5", "faults.speeds: names worker 2; workers are 0 to 1"),
+        ("link.address=10.0.0.1:29500 faults.drop=0.1", "faults.drop: is for workers of one process"),
+        ("link.address=10.0.0.1:29500 faults.speeds.1=0.5", "faults.speeds: is for workers of one process"),
+        ("link.address=10.0.0.1:29500 sync.method=none sync.workers=1", "link.address: cannot be set with sync.method"),
+        ("link.emulate=1Gbit/s sync.method=none sync.workers=1", "link.emulate: cannot be set with sync.method"),
+        ("link.jitter_s=0.1", "link.jitter_s: is a detail of link.emulate"),
+        ("link.loss=0.1", "link.loss: is a detail of link.emulate"),
+        ("link.outages=[{start_s=1.0,length_s=1.0}]", "link.outages: is a detail of link.emulate"),
         ("train.accumulate=3", "train.accumulate: must divide train.batch (8), got 3"),
         ("train.steps=10 train.warmup=10", "train.warmup: must be below train.steps (10), got 10"),
         ("train.sequence=129", "train.sequence: must be at most the model's context (128), got 129"),
@@ -293,6 +301,22 @@ def test_an_override_is_blamed_for_what_it_did() -> None:
 )
 def test_settings_that_cannot_be_together_say_why(overrides: str, line: str) -> None:
     assert line in refusal("", *overrides.split(" "))
+
+
+USELESS = {
+    "none": "fragments=whole delay=0 alpha=0.0 codec=fp32 stochastic=true feedback=true offload=true",
+    "data-parallel": "fragments=whole delay=0 alpha=0.0 feedback=true offload=true",
+    "eager": "delay=0 alpha=0.0",
+    "delayed": "delay=0",
+}
+
+
+@pytest.mark.parametrize(("method", "setting"), [(m, given) for m, texts in USELESS.items() for given in texts.split()])
+def test_what_a_method_has_no_use_for_is_refused(method: str, setting: str) -> None:
+    workers = 1 if method == "none" else 2
+    codec = ["sync.codec=int8"] if method != "none" and setting in ("stochastic=true", "feedback=true") else []
+    told = refusal("", f"sync.method={method}", f"sync.workers={workers}", f"sync.{setting}", *codec)
+    assert f'sync.{setting.partition("=")[0]}: cannot be set with sync.method = "{method}"' in told
 
 
 @pytest.mark.parametrize(
@@ -360,6 +384,11 @@ def test_a_method_becomes_its_sync(overrides: str, sync: Sync) -> None:
 
 def test_no_method_is_no_sync() -> None:
     assert parse("", ["sync.method=none", "sync.workers=1"]).synchronisation() is None
+
+
+def test_a_zero_is_a_value() -> None:
+    sync = parse("", ["sync.alpha=0.0", "sync.delay=0"]).synchronisation()
+    assert isinstance(sync, Sync) and (sync.merge, sync.delay) == (Blend(0.0), 0)
 
 
 def test_eager_keeps_its_merge() -> None:

@@ -151,3 +151,9 @@ def test_the_studies_we_ship_are_good(file: Path) -> None:
     assert study.title and study.claims and len(study.runs) >= 3
     for run in study.runs.values():
         assert run.synchronisation() is not None and run.faults_of_link() is not None and run.train.lr
+
+
+@pytest.mark.parametrize("bound", [{"at_most": 0.1}, {"at_least": -0.1}])
+def test_no_claim_holds_of_what_is_no_number(bound: dict[str, float]) -> None:
+    claim = Claim(say="it", run="a", against="b", **bound)
+    assert claim.holds(0.0) and not claim.holds(float("nan"))

@@ -1,0 +1,31 @@
+"""The outer step and its merges."""
+
+from mutants.seed import Mutant
+
+TESTS = [
+    "tests/unit/test_outer.py",
+    "tests/unit/test_laws.py",
+    "tests/property/test_oracle.py",
+]
+
+MUTANTS = [
+    Mutant("sign flipped", "core/flat.py", "here.sub_(part.to(vector.dtype))",
+           "here.copy_(part.to(vector.dtype) - here)"),
+    Mutant("the rounded start taken for work", "core/flat.py", "here.copy_(here.to(part.dtype))", "pass"),
+    Mutant("alpha swapped", "core/outer.py", "return (alpha * local).add_((1 - alpha) * anchor)",
+           "return ((1 - alpha) * local).add_(alpha * anchor)"),
+    Mutant("heavy ball for Nesterov", "core/outer.py",
+           "includes `delta`.\"\"\"\n        return (self.momentum * own).add_(delta)",
+           "includes `delta`.\"\"\"\n        return own"),
+    Mutant("anchor taken from the merged value", "state.py",
+           "local[piece] = blend(local[piece], self.anchor[piece], alpha)",
+           "local[piece] = self.anchor[piece] = blend(local[piece], self.anchor[piece], alpha)"),
+    Mutant("sum for mean", "core/outer.py", "[weight / sum(weights) for weight", "[weight for weight"),
+    Mutant("weights ignored", "core/outer.py", "[weight / sum(weights) for weight", "[1 / len(weights) for weight"),
+    Mutant("stale own share in eager", "replica.py", "remember(known, newest)", "remember(known, state.own[piece])"),
+    Mutant("own share counted whole", "core/outer.py", "(outer.lr * share)", "outer.lr"),
+    Mutant("own delta un-decoded", "rounds.py", "state.newest = sent.payload\n", "state.newest = delta.clone()\n",
+           ("exchange.py", "        return self.codec.decode_piece(",
+            "        if payload.dtype != torch.uint8:\n            return payload[piece]\n"
+            "        return self.codec.decode_piece(")),
+]  # fmt: skip
