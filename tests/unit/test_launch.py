@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from typer.testing import CliRunner
@@ -58,6 +59,7 @@ SAVES = WAITS + "signal.signal(signal.SIGINT, saying('got INT', None))\nprint('r
 SAVES += "print('saved', flush=True)\nsys.exit(130)"
 SAVES_ON_TERM = WAITS + "signal.signal(signal.SIGTERM, saying('saved on TERM', 130))\nforever()"
 DEAF_TO_INT = WAITS + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nforever()"
+FOLLOWS = "from atoll.follow import follow\nfollow(patience_s=1)\n"
 DEAF = WAITS + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nforever()"
 
 
@@ -312,11 +314,10 @@ def test_started_in_the_background_of_a_script_workers_still_hear_ctrl_c(tmp_pat
     assert '{"worker 0": -2}' in told
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl")
 def test_killed_itself_it_leaves_nobody_behind_and_workers_save(start: Start, tmp_path: Path) -> None:
-    supervised = start(SAVES_ON_TERM, WAITS + "forever()")
-    supervised.wait_for("| ready", times=2)
-    assert len(with_mark(str(tmp_path))) == 3
+    supervised = start(FOLLOWS + SAVES_ON_TERM, FOLLOWS + WAITS + "forever()", FOLLOWS + DEAF)
+    supervised.wait_for("| ready", times=3)
+    assert len(with_mark(str(tmp_path))) == 4
     supervised.process.kill()
     supervised.process.wait()
     assert gone(str(tmp_path))
@@ -345,7 +346,6 @@ def execute(command: list[str]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl")
 @pytest.mark.parametrize(("number", "heard"), [(signal.SIGINT, signal.SIGINT), (signal.SIGKILL, signal.SIGTERM)])
 def test_the_ranks_of_torchrun_save_and_go_too(start: Start, tmp_path: Path, number: int, heard: int) -> None:
     script = tmp_path / "rank.py"
@@ -419,7 +419,7 @@ def test_the_command_of_a_worker() -> None:
         ranks=2,
     )
     assert command(every, Path("runs/run"), 0, 2, "127.0.0.1:5000", 6000)[1:] == [
-        *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "6000"),
+        *("-c", ANY, "--nproc-per-node", "2", "--master-port", "6000"),
         *("--log-dir", "runs/run/worker-0/torchrun", "--no-python"),
         *(sys.executable, "-m", "atoll", "train", "run.toml", "--worker", "0", "--address", "127.0.0.1:5000"),
         *("--set", "train.steps=5", "--set", "name=a b"),
@@ -459,7 +459,7 @@ def test_ranks_write_whole_lines_and_have_time_to_save() -> None:
     base = {"PYTHONUNBUFFERED": "1"}
     assert environment(RunConfig(), 0, 1, base)["PYTHONUNBUFFERED"] == "1"
     several = environment(RunConfig(), 0, 2, base)
-    assert "PYTHONUNBUFFERED" not in several and int(several["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) >= 300
+    assert several["PYTHONUNBUFFERED"] == "" and int(several["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) >= 300
 
 
 def test_the_launcher_is_light() -> None:
