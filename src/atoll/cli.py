@@ -361,8 +361,8 @@ app.command()(plan)
 def main() -> None:
     """The `atoll` command."""
     follow()  # whoever has started this process as one of several
-    if isinstance(sys.stdout, io.TextIOWrapper):  # into a file too: else what stderr says comes before it
-        sys.stdout.reconfigure(line_buffering=True)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # line by line, or stderr would overtake it; in any encoding
+        sys.stdout.reconfigure(line_buffering=True, errors="replace")
     if "--debug" not in sys.argv:
         # Torch's C++ writes pages on stderr about what is told in a line here; it looks when it is imported.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
