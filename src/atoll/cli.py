@@ -1,6 +1,7 @@
 """`atoll` in a terminal: parse, call one function, print. What is slow to import waits for the command that needs it.
 
-Exit codes: 0 done, 1 something failed, 2 the run file or the command line is wrong, 130 interrupted.
+Exit codes: 0 done, 1 something failed (also when nobody reads the output any more), 2 the run file or the command line
+is wrong, 130 interrupted.
 """
 
 import gc
