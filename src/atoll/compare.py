@@ -23,7 +23,7 @@ from atoll.plan.link import parse_link
 from atoll.report import load_all, rich_table, summary, write
 from atoll.report.table import Row
 from atoll.study import Claim, Study, read
-from atoll.supervise import Ended, Job, cores, supervise
+from atoll.supervise import Ended, Job, count_cores, supervise
 from atoll.train.folder import RunFolder
 from atoll.train.run import prepare
 from atoll.train.sample import sample
@@ -97,9 +97,10 @@ def verdict(claim: Claim, rows: Sequence[Row]) -> str:
 
 def run_all(study: Study, *, jobs: int | None = None, fresh: bool = False) -> dict[str, str]:
     """Run what is not finished; returns why runs failed, by name."""
-    at_once = min(jobs or (1 if _on_gpu(study) else cores()), len(study.runs))
+    cores = count_cores()
+    at_once = min(jobs or (1 if _on_gpu(study) else cores), len(study.runs))
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(asked) if asked.isdigit() and int(asked) else max(1, cores() // at_once)
+    threads = int(asked) if asked.isdigit() and int(asked) else max(1, cores // at_once)
     for run in study.runs.values():
         if fresh:
             RunFolder(run).clear()

@@ -22,7 +22,7 @@ from atoll.disk import locked
 from atoll.errors import AtollError, ConfigError
 from atoll.follow import PATIENCE_S
 from atoll.layout import LOG, RUN, worker_folder
-from atoll.supervise import Ended, Job, cores, supervise
+from atoll.supervise import Ended, Job, count_cores, supervise
 from atoll.visible import visible
 
 HERE = "127.0.0.1"
@@ -208,12 +208,13 @@ def _passed_on(options: Options) -> list[str]:
 
 
 def environment(
-    config: RunConfig, worker: int, ranks: int = 1, base: Mapping[str, str] = os.environ, shared: int | None = None
+    config: RunConfig, worker: int, ranks: int = 1, base: Mapping[str, str] = os.environ, cores: int | None = None
 ) -> dict[str, str]:
     """Ours, with a worker's share of the cores and of the GPUs: left alone, each would take all of them."""
     result = dict(base)
     if config.threads is None:
-        result["OMP_NUM_THREADS"] = str(max(1, (shared or cores()) // (config.sync.workers * ranks)))
+        cores = cores or count_cores()
+        result["OMP_NUM_THREADS"] = str(max(1, cores // (config.sync.workers * ranks)))
     gpus = _gpus(base)
     if config.device in ("auto", "cuda") and len(gpus) >= ranks:
         mine = [gpus[(worker * ranks + rank) % len(gpus)] for rank in range(ranks)]

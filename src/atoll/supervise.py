@@ -129,7 +129,7 @@ def supervise(
     return Outcome(children.ended, _cause(children.failures), children.interrupted)
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 

@@ -154,6 +154,9 @@ def test_killed_it_leaves_no_trainer_behind_and_they_save(study: Path, tmp_path:
     assert len(with_mark(str(scratch))) == 2
     process.kill()
     process.wait()
-    assert gone(str(scratch), within_s=100)
+    left = not gone(str(scratch), within_s=100)
+    for pid in with_mark(str(scratch)):
+        os.kill(pid, signal.SIGKILL)
+    assert not left, "trainers were left behind"
     ends = [read(log)[-1] for log in logs]
     assert all(isinstance(end, End) and end.outcome == "interrupted" and end.step < 100000 for end in ends)

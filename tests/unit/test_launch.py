@@ -110,7 +110,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for supervised in started:
         supervised.process.kill()
         supervised.process.wait()
-    assert gone(str(tmp_path)), "workers were left behind"
+    left = not gone(str(tmp_path))
+    for pid in with_mark(str(tmp_path)):
+        os.kill(pid, signal.SIGKILL)
+    assert not left, "workers were left behind"
 
 
 def marked(script: str, folder: Path) -> str:
