@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -342,7 +343,7 @@ def test_one_that_ignores_the_signal_is_killed_in_the_end(start: Start) -> None:
 
 
 def test_started_in_the_background_of_a_script_workers_still_hear_ctrl_c(tmp_path: Path) -> None:
-    signal_of_script = f'exec {sys.executable} -c "$0" {tmp_path} \'{{}}\' "$1"'
+    signal_of_script = f'exec {shlex.quote(sys.executable)} -c "$0" {tmp_path} \'{{}}\' "$1"'
     waits = "print('ready', flush=True)\nimport time\ntime.sleep(60)"  # has no handler of its own
     shell = ["bash", "-c", f"trap '' INT; {signal_of_script}", SUPERVISOR, waits]
     process = subprocess.Popen(shell, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
