@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test slow check mutants bench wan studies clean
+.PHONY: demo test slow check resolve mutants bench wan studies clean
 
 demo: $(READY)
 	$(BIN)/atoll demo
@@ -19,6 +19,11 @@ check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+# That the set-up resolves from the public index alone, for every Python and system it is for; downloads no wheels.
+resolve: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
+	$(BIN)/python tools/resolve.py
 
 # What takes minutes: kill -9 at twenty moments, and the like.
 slow: $(READY)
@@ -40,7 +45,7 @@ wan: $(READY)
 	$(BIN)/python benchmarks/wire.py
 	$(BIN)/python benchmarks/wan.py
 
-# The constraints pin what CI runs; the exact torch pin also keeps a CPU machine from fetching CUDA.
+# The constraints pin what CI runs, but for what torch pins itself (triton, CUDA): `make resolve` checks that all fit.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("atoll needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)

@@ -1,9 +1,11 @@
 """`atoll` in a terminal: parse, call one function, print. What is slow to import waits for the command that needs it.
 
-Exit codes: 0 done, 1 something failed, 2 the run file or the command line is wrong, 130 interrupted.
+Exit codes: 0 done, 1 something failed (also when nobody reads the output any more), 2 the run file or the command line
+is wrong, 130 interrupted.
 """
 
 import gc
+import io
 import os
 import sys
 from pathlib import Path
@@ -15,7 +17,9 @@ import typer
 from atoll.commands.plan import plan
 from atoll.errors import ConfigError
 from atoll.explain import Commands, saying
+from atoll.follow import follow
 from atoll.layout import RUN, worker_folder, worker_folders, worker_of
+from atoll.visible import visible
 
 # ---------------------------------------------------------------------- commands
 
@@ -348,7 +352,8 @@ def sample(
     from atoll.train.sample import sample as sample_texts
 
     texts = sample_texts(folder, prompt, tokens=tokens, temperature=temperature, seed=seed, count=count, best=best)
-    typer.echo("\n\n---\n\n".join(texts))
+    text = "\n\n---\n\n".join(texts)
+    typer.echo(visible(text) if sys.stdout.isatty() else text)
 
 
 app.command()(plan)
@@ -356,6 +361,9 @@ app.command()(plan)
 
 def main() -> None:
     """The `atoll` command."""
+    follow()  # whoever has started this process as one of several
+    if isinstance(sys.stdout, io.TextIOWrapper):  # line by line, or stderr would overtake it; in any encoding
+        sys.stdout.reconfigure(line_buffering=True, errors="replace")
     if "--debug" not in sys.argv:
         # Torch's C++ writes pages on stderr about what is told in a line here; it looks when it is imported.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")

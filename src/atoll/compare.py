@@ -5,17 +5,11 @@ finished is not run again; what was interrupted is resumed.
 """
 
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-import time
-from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import IO
 
 from rich.console import Console
 from rich.text import Text
@@ -24,19 +18,18 @@ from atoll.config import RunConfig
 from atoll.errors import AtollError, ConfigError, DataError
 from atoll.events import Tail
 from atoll.events import read as read_events
-from atoll.layout import METRICS
+from atoll.layout import LOG, METRICS
 from atoll.plan.link import parse_link
 from atoll.report import load_all, rich_table, summary, write
 from atoll.report.table import Row
 from atoll.study import Claim, Study, read
+from atoll.supervise import Ended, Job, count_cores, supervise
 from atoll.train.folder import RunFolder
 from atoll.train.run import prepare
 from atoll.train.sample import sample
 from atoll.train.view import Board
+from atoll.visible import visible
 
-POLL_S = 0.3
-PATIENCE_S = 60.0
-"""How long an interrupted run may take to save."""
 DEMO = Path(__file__).with_name("demo.toml")
 
 
@@ -53,7 +46,7 @@ def compare(
     study = read(files, overrides, out)
     slow = parse_link(link)
     console = Console()
-    console.print(Text(study.title, style="bold"))
+    console.print(Text(visible(study.title), style="bold"))
     failed = run_all(study, jobs=jobs, fresh=fresh)
     folders = [folder_of(run) for name, run in study.runs.items() if name not in failed]
     if folders:
@@ -61,13 +54,13 @@ def compare(
         console.print(rich_table(rows, slow))
         verdicts = [verdict(claim, rows) for claim in study.claims]
         for told in verdicts:
-            console.print(Text(told), soft_wrap=True)
+            console.print(Text(visible(told)), soft_wrap=True)
         place = folders[0].parent
         page, pictures = place / "report.html", place / "pictures"
         write(folders, page, link=slow, png=pictures, title=study.title, claims=verdicts)
         console.print(Text(f"report: {page}   pictures: {pictures}"), soft_wrap=True)
     for name, why in failed.items():
-        print(f"error: run {name} failed: {why}", file=sys.stderr)
+        print(f"error: run {name} failed: {visible(why)}", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -79,7 +72,7 @@ def demo(out: Path, steps: int | None = None, jobs: int | None = None) -> int:
         console = Console()
         console.print(Text('\nwhat the model trained by Streaming DiLoCo in 4 bits writes after "def main(":\n'))
         (text,) = sample(out / "streaming", "def main(", tokens=200, temperature=0.7)
-        console.print(Text(text), soft_wrap=True)
+        console.print(Text(visible(text)), soft_wrap=True)
     return status
 
 
@@ -102,17 +95,9 @@ def verdict(claim: Claim, rows: Sequence[Row]) -> str:
 # ---- processes
 
 
-@dataclass
-class _Child:
-    name: str
-    process: "subprocess.Popen[bytes]"
-    tail: Tail
-    errors: IO[bytes]
-
-
 def run_all(study: Study, *, jobs: int | None = None, fresh: bool = False) -> dict[str, str]:
     """Run what is not finished; returns why runs failed, by name."""
-    cores = len(os.sched_getaffinity(0))
+    cores = count_cores()
     at_once = min(jobs or (1 if _on_gpu(study) else cores), len(study.runs))
     asked = os.environ.get("OMP_NUM_THREADS", "")
     threads = int(asked) if asked.isdigit() and int(asked) else max(1, cores // at_once)
@@ -124,19 +109,14 @@ def run_all(study: Study, *, jobs: int | None = None, fresh: bool = False) -> di
     for run in {(run.data, run.sync.workers): run for run in study.runs.values()}.values():
         with suppress(AtollError):  # the run itself will say it, and take no other down
             prepare(run)  # once, with a progress bar, before they all ask for it
-    board = Board(list(study.runs))
-    children = _Children(board, at_once, threads)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        children.run(study)
-    except KeyboardInterrupt:
-        board.close()
+    audience = _Audience(Board(list(study.runs)), study)
+    with tempfile.TemporaryDirectory(prefix="atoll-") as scratch, closing(audience.board):
+        trainers = [_job(run, threads, Path(scratch)) for run in audience.unfinished()]
+        outcome = supervise(trainers, audience=audience, at_once=at_once, together=False)
+    if outcome.interrupted and (len(outcome.ended) < len(trainers) or any(one.status for one in outcome.ended)):
         print("stopped; what was saved is kept, and the same command goes on from there", flush=True)
-        raise SystemExit(130) from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        board.close()
-    return children.failed
+        raise SystemExit(130)
+    return audience.failed
 
 
 def _check_unchanged(run: RunConfig) -> None:
@@ -153,74 +133,63 @@ def _on_gpu(study: Study) -> bool:
     return any(device_of(run) != "cpu" for run in study.runs.values())
 
 
-class _Children:
-    """At most so many runs at a time, each with so many threads."""
+def _job(run: RunConfig, threads: int, scratch: Path) -> Job:
+    """Describe the process that trains a run."""
+    folder = RunFolder(run)
+    if run.threads is None and not folder.begun:  # a run goes on with the threads it has begun with
+        run = run.changed(threads=threads)
+    file = scratch / f"{run.name}.toml"
+    file.write_text(run.changed(**{"log.view": "none"}).to_toml(), encoding="utf-8")
+    return Job(
+        name=run.name,
+        command=[sys.executable, "-m", "atoll", "train", str(file), "--resume"],
+        environment=os.environ | {"OMP_NUM_THREADS": str(run.threads or threads)},
+        log=folder.path / LOG,
+    )
 
-    def __init__(self, board: Board, at_once: int, threads: int) -> None:
-        self._board, self._at_once, self._threads = board, at_once, threads
-        self._running: list[_Child] = []
+
+class _Audience:
+    """Shows the events of all runs on a board, and keeps why runs failed."""
+
+    def __init__(self, board: Board, study: Study) -> None:
+        self.board = board
         self.failed: dict[str, str] = {}
+        self._runs = study.runs
+        self._tails: dict[str, Tail] = {}
 
-    def run(self, study: Study) -> None:
-        """Run all to their ends, feeding the board."""
-        waiting: deque[RunConfig] = deque()
-        for run in study.runs.values():
-            if (folder := RunFolder(run)).finished:
-                self._board.recall(run.name, read_events(folder.path / METRICS))
+    def unfinished(self) -> list[RunConfig]:
+        """Choose the runs to train, and show the others as they ended."""
+        for name, run in self._runs.items():
+            metrics = RunFolder(run).path / METRICS
+            if RunFolder(run).finished:
+                self.board.recall(name, read_events(metrics))
             else:
-                waiting.append(run)
-        with tempfile.TemporaryDirectory(prefix="atoll-") as scratch:
-            try:
-                while waiting or self._running:
-                    while waiting and len(self._running) < self._at_once:
-                        self._running.append(self._start(waiting.popleft(), Path(scratch)))
-                    time.sleep(POLL_S)
-                    self._look()
-            finally:
-                self._stop()
+                self._tails[name] = Tail(metrics)
+        return [self._runs[name] for name in self._tails]
 
-    def _start(self, run: RunConfig, scratch: Path) -> _Child:
-        if run.threads is None and not RunFolder(run).begun:  # a run goes on with the threads it has begun with
-            run = run.changed(threads=self._threads)
-        file = scratch / f"{run.name}.toml"
-        file.write_text(run.changed(**{"log.view": "none"}).to_toml())
-        errors = (scratch / f"{run.name}.err").open("w+b")
-        command = [sys.executable, "-m", "atoll", "train", str(file), "--resume"]
-        environment = os.environ | {"OMP_NUM_THREADS": str(run.threads or self._threads)}
-        # In a session of its own: Ctrl-C reaches this process alone, which passes it on once; twice would not save.
-        process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=errors, env=environment, start_new_session=True
-        )
-        return _Child(run.name, process, Tail(folder_of(run) / METRICS), errors)
+    def show(self, name: str, line: str) -> None:
+        """A run is shown by its events; what it says is in its log."""
 
-    def _look(self) -> None:
-        """Pass on what has happened, and take leave of those that have ended."""
-        for child in list(self._running):
-            status = child.process.poll()
-            try:
-                for event in child.tail.new():
-                    self._board.update(child.name, event)
-            except DataError as fault:
-                child.process.kill()
-                status = child.process.wait()
-                child.errors.write(str(fault).encode())
-            if status is None:
-                continue
-            self._running.remove(child)
-            child.errors.seek(0)
-            if status:
-                told = child.errors.read().decode(errors="replace").strip()
-                self.failed[child.name] = told.removeprefix("error: ") or f"exit status {status}"
-                self._board.fail(child.name, self.failed[child.name].splitlines()[-1])
-            child.errors.close()
+    def say(self, line: str) -> None:
+        """Print a line of the supervisor's own."""
+        print(line, flush=True)
 
-    def _stop(self) -> None:
-        """Ask those that still run to save and stop, as Ctrl-C would."""
-        for child in self._running:
-            child.process.send_signal(signal.SIGINT)
-        for child in self._running:
-            try:
-                child.process.wait(PATIENCE_S)
-            except subprocess.TimeoutExpired:
-                child.process.kill()
-            child.errors.close()
+    def look(self, name: str) -> None:
+        """Pass on what has happened in a run."""
+        if name in self.failed:
+            return
+        try:
+            for event in self._tails[name].new():
+                self.board.update(name, event)
+        except DataError as fault:
+            self._fail(name, str(fault))
+
+    def end(self, ended: Ended) -> None:
+        """Take note of a run that has failed."""
+        if ended.status and not ended.asked:
+            said = ended.said.removeprefix("error: ") or f"exit status {ended.status}"
+            self._fail(ended.job.name, f"{said}; all it said is in {ended.job.log}")
+
+    def _fail(self, name: str, why: str) -> None:
+        self.failed.setdefault(name, why)
+        self.board.fail(name, why)

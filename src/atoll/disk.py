@@ -52,7 +52,7 @@ def sha256_of(path: Path) -> str:
 @contextmanager
 def locked(path: Path, busy: Callable[[], object]) -> Iterator[None]:
     """Hold the lock of a file. If another process has it, `busy` is called, and may raise; then its end is awaited."""
-    with path.open("w") as lock:
+    with path.open("wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

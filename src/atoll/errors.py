@@ -8,9 +8,14 @@ AtollError
 └── DataError        text or tokens that cannot be read: missing, empty, damaged
 """
 
+from atoll.visible import visible
+
 
 class AtollError(Exception):
     """Anything atoll raises on purpose."""
+
+    def __str__(self) -> str:
+        return visible(super().__str__())  # it may quote what another machine has sent
 
 
 class ConfigError(AtollError, ValueError):

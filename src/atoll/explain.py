@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from atoll.errors import AtollError, ConfigError
 from atoll.interrupts import interruptible
+from atoll.visible import visible
 
 
 class Commands(TyperGroup):
@@ -31,7 +32,7 @@ def _explained(*, debug: bool) -> Iterator[None]:
     except KeyboardInterrupt as stop:
         if debug:
             raise
-        typer.echo(str(stop) or "interrupted", err=True)
+        typer.echo(visible(str(stop)) or "interrupted", err=True)
         raise SystemExit(130) from None
     except Exception as error:
         message = None if debug else _message(error)
@@ -81,4 +82,4 @@ def _complain(message: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), visible(message)), soft_wrap=True)

@@ -20,13 +20,15 @@ from pathlib import Path
 from atoll.config import RunConfig, load
 from atoll.disk import locked
 from atoll.errors import AtollError, ConfigError
-from atoll.layout import RUN, worker_folder
-from atoll.supervise import PATIENCE_S, Ended, Job, supervise
+from atoll.follow import PATIENCE_S
+from atoll.layout import LOG, RUN, worker_folder
+from atoll.supervise import Ended, Job, count_cores, supervise
+from atoll.visible import visible
 
 HERE = "127.0.0.1"
-LOG = "log.txt"
 LOCK = ".launch"
 _PORTS = range(20_000, 32_768)
+_TORCHRUN = "from atoll.follow import follow; follow(); from torch.distributed.run import main; main()"
 TORCHRUN_TELLS = r"[EW]\d{4} .* torch/distributed/elastic/"
 """How torchrun's own account of a failure begins, after what a rank has said of it."""
 
@@ -63,7 +65,11 @@ def launch(options: Options) -> Path:
         jobs = plan(options, config, address)
         told = f"{len(jobs)} workers" if len(jobs) > 1 else "1 worker"
         where = f"each writes to {place}/worker-K, what it says to {LOG} there"
-        outcome = supervise(jobs, f"{told}, worker 0 at {address}; {where}")
+        try:
+            outcome = supervise(jobs, f"{told}, worker 0 at {address}; {where}")
+        except BrokenPipeError:
+            why = "nobody reads what is printed here any more, so all workers were stopped"
+            raise AtollError(f"{why}; continue with: {shlex.join(again(options, config))}") from None
     if outcome.failed:
         raise _failure(outcome.failed, shlex.join(again(options, config)))
     if outcome.interrupted and any(one.status for one in outcome.ended):  # not if they were done anyway
@@ -174,7 +180,7 @@ def command(
 def by_torchrun(ranks: int, meeting: int | None, logs: Path) -> list[str]:
     """What to put before a command so that torchrun starts it as so many ranks, who meet at port `meeting`."""
     return [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *(sys.executable, "-c", _TORCHRUN),
         *("--nproc-per-node", str(ranks), "--master-port", str(meeting)),
         *("--log-dir", str(logs)),  # or each start would leave one in /tmp
         "--no-python",  # its own way to start Python writes lines in pieces, and those of other ranks come between
@@ -207,14 +213,14 @@ def environment(
     """Ours, with a worker's share of the cores and of the GPUs: left alone, each would take all of them."""
     result = dict(base)
     if config.threads is None:
-        cores = cores or len(os.sched_getaffinity(0))
+        cores = cores or count_cores()
         result["OMP_NUM_THREADS"] = str(max(1, cores // (config.sync.workers * ranks)))
     gpus = _gpus(base)
     if config.device in ("auto", "cuda") and len(gpus) >= ranks:
         mine = [gpus[(worker * ranks + rank) % len(gpus)] for rank in range(ranks)]
         result["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
     if ranks > 1:
-        result.pop("PYTHONUNBUFFERED", None)  # which writes lines in pieces as well
+        result["PYTHONUNBUFFERED"] = ""  # or lines are written in pieces as well
         result.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", f"{PATIENCE_S:.0f}")  # time to save; torchrun gives 30 s
     return result
 
@@ -248,4 +254,5 @@ def _warn_of_unsaved(ended: Sequence[Ended], ranks: int) -> None:
     fine = {0, 130} if ranks == 1 else {0, 1, 130}
     for one in ended:
         if one.status not in fine:
-            print(f"warning: {one.job.name} may not have saved: {one.said or 'it said nothing'}", file=sys.stderr)
+            said = visible(one.said) or "it said nothing"
+            print(f"warning: {one.job.name} may not have saved: {said}", file=sys.stderr)

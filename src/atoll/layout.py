@@ -6,6 +6,7 @@ metrics.jsonl   what happened (atoll.events)
 checkpoints/    the latest whole states of the run
 best/           the outer parameters with the lowest held-out loss, exported like model/
 model/          the final model, exported
+log.txt         all that a process said that `atoll launch` or `atoll compare` has started
 worker-1/       all of the above for one worker, where workers have processes of their own; best/ with worker 0 only
   rank-1/       of a further rank of that worker: run.toml, about.json and checkpoints/
 """
@@ -17,6 +18,7 @@ from typing import Final
 RUN: Final = "run.toml"
 ABOUT: Final = "about.json"
 METRICS: Final = "metrics.jsonl"
+LOG: Final = "log.txt"
 CHECKPOINTS: Final = "checkpoints"
 BEST: Final = "best"
 MODEL: Final = "model"

@@ -192,7 +192,7 @@ def _kept_id(path: Path) -> str:
     with writing(path):
         if not path.exists():
             write_whole(path, secrets.token_hex(8).encode())
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
 
 
 def _first_line(fault: Exception) -> str:

@@ -1,10 +1,9 @@
-"""Child processes that belong together: all their lines shown, all of them stopped together, none left behind.
+"""Child processes that belong together: their lines shown, all of them stopped together, none left behind.
 
 Each child writes to its log by itself, and what is shown is read from there. So nothing is lost when this process dies,
 a terminal that stands still holds no child up, and lines never mix.
 """
 
-import ctypes
 import math
 import os
 import re
@@ -13,27 +12,25 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from rich.console import Console
 from rich.text import Text
 
+from atoll.follow import FOLLOWS, PATIENCE_S, lifeline
 from atoll.interrupts import Interrupts
+from atoll.visible import visible
 
 POLL_S = 0.05
 GRACE_S = 30.0
 """After one has failed, how long the others may take to notice and end by themselves; asked to stop, they save."""
-PATIENCE_S = 300.0
-"""How long those that were asked to stop may take to save; then they are killed."""
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
-_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +55,8 @@ class Ended(NamedTuple):
     """Its exit status, or the signal that killed it, negative."""
     said: str
     """Its last error, or else its last line."""
+    asked: bool
+    """Whether it had been asked to stop."""
 
 
 class Outcome(NamedTuple):
@@ -71,30 +70,75 @@ class Outcome(NamedTuple):
     """Whether Ctrl-C or SIGTERM has come."""
 
 
-def supervise(
-    jobs: Sequence[Job], greeting: str = "", *, grace_s: float = GRACE_S, patience_s: float = PATIENCE_S
-) -> Outcome:
-    """Run processes to their ends and show what they say; when this returns or raises, none is left.
+class Audience(Protocol):
+    """Sees what supervised processes say, and how they end."""
 
-    The greeting is shown first, once signals are heard: who reads it may send one.
-    Ctrl-C or SIGTERM is passed on to each, once, as SIGINT; the second one kills. When one fails, the others have
-    `grace_s` to end by themselves, and are then asked to by SIGTERM. Who was asked has `patience_s`.
+    def show(self, name: str, line: str) -> None:
+        """Take a line of a process."""
+
+    def say(self, line: str) -> None:
+        """Take a line of the supervisor's own."""
+
+    def look(self, name: str) -> None:
+        """Look elsewhere for news of a process; called while it runs, and once more when it has ended."""
+
+    def end(self, ended: Ended) -> None:
+        """Take note of a process that has ended."""
+
+
+def supervise(
+    jobs: Sequence[Job],
+    greeting: str = "",
+    *,
+    audience: Audience | None = None,
+    at_once: int | None = None,
+    together: bool = True,
+    grace_s: float = GRACE_S,
+    patience_s: float = PATIENCE_S,
+) -> Outcome:
+    """Run processes to their ends; when this returns or raises, none is left.
+
+    Ctrl-C or SIGTERM is passed on to each, once, as SIGINT; the second one kills. Those that were asked to stop have
+    `patience_s`. If nobody reads what is printed any more, all are asked to stop, and BrokenPipeError is raised.
+
+    Args:
+        jobs: what to start.
+        greeting: is said first, once signals are heard: who reads it may send one.
+        audience: sees what they say; left out: each line is printed after the name of the process.
+        at_once: how many may run at a time; left out: all.
+        together: whether one that fails ends the others: they have `grace_s` to end by themselves and are then asked
+            to by SIGTERM.
     """
     signals = Interrupts()
-    children = _Children(_Screen([job.name for job in jobs]), signals, grace_s, patience_s)
-    with _noted(signals):
+    audience = audience or Screen([job.name for job in jobs])
+    rules = _Rules(at_once or len(jobs), together, grace_s, patience_s)
+    with _noted(signals), lifeline() as stdin:
+        children = _Children(jobs, audience, signals, stdin, rules)
         try:
             if greeting:
-                print(greeting, flush=True)
-            for job in jobs:
-                children.running.append(_Child(job))
-            while children.running:
+                audience.say(greeting)
+            while children.start():
                 time.sleep(POLL_S)
                 children.look()
                 children.act()
+        except BrokenPipeError:
+            _print_to_nobody()
+            raise
         finally:
             children.end()
     return Outcome(children.ended, _cause(children.failures), children.interrupted)
+
+
+def count_cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _print_to_nobody() -> None:
+    """Discard what is still to be printed: Python would try again at its end, and make the exit status 120."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 @contextmanager
@@ -126,18 +170,34 @@ def _cause(failures: Sequence[Ended]) -> Ended | None:
 # ---------------------------------------------------------------------- all of them
 
 
+class _Rules(NamedTuple):
+    at_once: int
+    together: bool
+    grace_s: float
+    patience_s: float
+
+
 class _Children:
     """Those that run, and what is to be done about them."""
 
-    def __init__(self, screen: "_Screen", signals: Sequence[int], grace_s: float, patience_s: float) -> None:
+    def __init__(
+        self, jobs: Sequence[Job], audience: Audience, signals: Sequence[int], stdin: int, rules: _Rules
+    ) -> None:
         self.running: list[_Child] = []
         self.ended: list[Ended] = []
         self.failures: list[Ended] = []
         self.interrupted = False
-        self._screen, self._signals, self._grace_s, self._patience_s = screen, signals, grace_s, patience_s
+        self._waiting = deque(jobs)
+        self._audience, self._signals, self._stdin, self._rules = audience, signals, stdin, rules
         self._asked = False
         self._due = math.inf
         """When those that still run are asked to stop, or killed if they were asked."""
+
+    def start(self) -> bool:
+        """Start as many as may run; whether any does."""
+        while self._waiting and len(self.running) < self._rules.at_once:
+            self.running.append(_Child(self._waiting.popleft(), self._stdin))
+        return bool(self.running)
 
     def look(self) -> None:
         """Show what is new, and take leave of those that have ended."""
@@ -145,25 +205,27 @@ class _Children:
         for child in self.running:
             status = child.process.poll()  # before reading: what it said last is in the log by then
             for line in child.lines(last=status is not None):
-                self._screen.show(child.job.name, line)
+                self._audience.show(child.job.name, line)
+            self._audience.look(child.job.name)
             if status is not None:
                 over.append(child)
         # Of several in one look, first were those that a signal killed, which the others noticed; then by last words.
         for child in sorted(over, key=lambda child: (child.status >= 0, child.last_words_ns)):
             child.close()
             self.running.remove(child)
-            self.ended.append(Ended(child.job, child.status, child.said))
+            self.ended.append(Ended(child.job, child.status, child.said, self._asked))
             if child.status and not self._asked:
                 self.failures.append(self.ended[-1])
+            self._audience.end(self.ended[-1])
 
     def act(self) -> None:
         """Pass signals on, and mind the time."""
-        if self._signals and self.running and not self.interrupted:
+        if self._signals and (self.running or self._waiting) and not self.interrupted:
             self.interrupted = True
-            self._screen.say("stopping: all save first; Ctrl-C again stops at once, without saving")
+            self._audience.say("stopping: all save first; Ctrl-C again stops at once, without saving")
             self._ask(signal.SIGINT)
-        if self.failures and self._due == math.inf:
-            self._due = time.monotonic() + self._grace_s
+        if self.failures and self._rules.together and self._due == math.inf:
+            self._due = time.monotonic() + self._rules.grace_s
         if len(self._signals) > 1 or (self._asked and self._late):
             self._kill()
         elif self._late:
@@ -190,7 +252,8 @@ class _Children:
         if self._asked:
             return
         self._asked = True
-        self._due = time.monotonic() + self._patience_s
+        self._waiting.clear()
+        self._due = time.monotonic() + self._rules.patience_s
         for child in self.running:
             child.process.send_signal(number)
             child.wake()
@@ -206,7 +269,7 @@ class _Children:
 class _Child:
     """A process that runs, and how far its log has been read."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, stdin: int) -> None:
         self.job = job
         job.log.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:
@@ -217,12 +280,12 @@ class _Child:
             # In a session of its own: Ctrl-C reaches this process alone, which passes it on once; twice would not save.
             self.process = subprocess.Popen(
                 job.command,
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=job.environment,
+                # Unbuffered, or its last line on stderr would come before what it printed earlier.
+                env={"PYTHONUNBUFFERED": "1", **job.environment, FOLLOWS: "1"},
                 start_new_session=True,
-                preexec_fn=partial(_follow, os.getpid()),
             )
             log.close()
             self.close = opened.pop_all().close
@@ -287,24 +350,11 @@ def _head(log: int, command: Sequence[str]) -> None:
     os.write(log, (b"\n" if torn else b"") + title.encode())
 
 
-def _follow(parent: int) -> None:
-    """In the child, before its program: be asked to stop when the parent dies, however it dies.
-
-    The kernel does it, so it works after kill -9 too, and the program needs to know nothing. SIGTERM and not SIGKILL,
-    so that it saves, and so that torchrun takes its ranks along.
-    """
-    if _LIBC is None:  # not Linux: there, only kill -9 leaves children behind
-        return
-    _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before it was asked for
-        os._exit(1)
-
-
 def _descendants(pid: int) -> list[int]:
     found: list[int] = []
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
-            for child in map(int, children.read_text().split()):
+            for child in map(int, children.read_bytes().split()):
                 found += [child, *_descendants(child)]
     return found
 
@@ -312,8 +362,8 @@ def _descendants(pid: int) -> list[int]:
 # ---------------------------------------------------------------------- what is shown
 
 
-class _Screen:
-    """The lines of all, each after the name of who said it; in colour on a terminal."""
+class Screen:
+    """Prints the lines of all, each after the name of who said it; in colour on a terminal."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._console = Console(highlight=False)
@@ -321,7 +371,7 @@ class _Screen:
         self._colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(names)}
 
     def show(self, name: str, line: str) -> None:
-        """A line of one of them."""
+        """Print a line of one of them."""
         head, line = f"{name:<{self._width}} | ", self._printable(line)
         if self._console.is_terminal:
             self._console.print(Text.assemble((head, self._colours[name]), line), soft_wrap=True)
@@ -329,10 +379,16 @@ class _Screen:
             print(head + line, flush=True)
 
     def say(self, line: str) -> None:
-        """A line of our own."""
+        """Print a line of our own."""
         print(line, flush=True)
 
+    def look(self, name: str) -> None:
+        """There is nothing but lines."""
+
+    def end(self, ended: Ended) -> None:
+        """What it said last has been printed."""
+
     def _printable(self, line: str) -> str:
-        """A character that a terminal does not have must not end a run."""
+        """Make a line fit for any terminal: a character that it does not have must not end a run."""
         encoding = sys.stdout.encoding or "utf-8"
-        return line.encode(encoding, "replace").decode(encoding)
+        return visible(line).encode(encoding, "replace").decode(encoding)

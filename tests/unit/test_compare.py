@@ -16,6 +16,7 @@ from atoll.events import End, Resumed, read
 from atoll.plan.link import parse_link
 from atoll.report import load, summary
 from atoll.study import Claim
+from kills import gone, with_mark
 
 STUDY = """
 [model]
@@ -136,3 +137,26 @@ def test_interrupted_it_saves_all_runs_and_the_same_command_goes_on(study: Path,
         events = read(log)
         assert [event.step for event in events if isinstance(event, Resumed)] == [end.step]  # type: ignore[union-attr]
         assert isinstance(events[-1], End) and events[-1].outcome == "finished"
+
+
+@pytest.mark.slow
+def test_killed_it_leaves_no_trainer_behind_and_they_save(study: Path, tmp_path: Path) -> None:
+    study.write_text(study.read_text(encoding="utf-8").replace("steps = 12", "steps = 100000"), encoding="utf-8")
+    out, scratch = tmp_path / "out", tmp_path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "atoll", "compare", str(study), "--out", str(out), "--jobs", "2"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"TMPDIR": str(scratch)})
+    logs = [out / name / "metrics.jsonl" for name in ("one", "other")]
+    deadline = time.monotonic() + 120
+    while not all(log.exists() and b'"step"' in log.read_bytes() for log in logs):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    assert len(with_mark(str(scratch))) == 2
+    process.kill()
+    process.wait()
+    left = not gone(str(scratch), within_s=100)
+    for pid in with_mark(str(scratch)):
+        os.kill(pid, signal.SIGKILL)
+    assert not left, "trainers were left behind"
+    ends = [read(log)[-1] for log in logs]
+    assert all(isinstance(end, End) and end.outcome == "interrupted" and end.step < 100000 for end in ends)

@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -13,14 +14,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from typer.testing import CliRunner
 
 from atoll import cli
 from atoll.config import RunConfig, load, parse
+from atoll.follow import FOLLOWS as FOLLOWED
 from atoll.launch import TORCHRUN_TELLS, Options, again, by_torchrun, command, environment, free_ports
-from atoll.supervise import Job, supervise
+from atoll.supervise import Ended, Job, supervise
+from kills import gone, with_mark
 
 SITES = Path(__file__).resolve().parents[2] / "examples" / "sites"
 
@@ -58,6 +62,7 @@ SAVES = WAITS + "signal.signal(signal.SIGINT, saying('got INT', None))\nprint('r
 SAVES += "print('saved', flush=True)\nsys.exit(130)"
 SAVES_ON_TERM = WAITS + "signal.signal(signal.SIGTERM, saying('saved on TERM', 130))\nforever()"
 DEAF_TO_INT = WAITS + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nforever()"
+FOLLOWS = "from atoll.follow import follow\nfollow(patience_s=1)\n"
 DEAF = WAITS + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nforever()"
 
 
@@ -106,28 +111,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for supervised in started:
         supervised.process.kill()
         supervised.process.wait()
-    assert gone(str(tmp_path)), "workers were left behind"
-
-
-def with_mark(mark: str) -> list[int]:
-    """Processes whose command line names this test's folder; a zombie has none."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            if int(place.name) != os.getpid() and mark.encode() in (place / "cmdline").read_bytes():
-                found.append(int(place.name))
-        except OSError:
-            continue
-    return found
-
-
-def gone(mark: str, within_s: float = 20) -> bool:
-    deadline = time.monotonic() + within_s
-    while with_mark(mark):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
+    left = not gone(str(tmp_path))
+    for pid in with_mark(str(tmp_path)):
+        os.kill(pid, signal.SIGKILL)
+    assert not left, "workers were left behind"
 
 
 def marked(script: str, folder: Path) -> str:
@@ -185,6 +172,15 @@ def test_odd_bytes_and_progress_bars_are_shown_as_far_as_they_go(start: Start) -
     assert supervised.end()[0] is None
     lines = supervised.output.read_text().splitlines()
     assert lines[0] == "worker 0 | 100 %" and lines[1].endswith(" café") and len(lines) == 5
+
+
+def test_escape_sequences_are_shown_and_not_obeyed(start: Start, tmp_path: Path) -> None:
+    said = r"b'\x1b[2J\x07 caf\xc3\xa9 \xe2\x80\xae\nerror: \x1b]0;x\x07\n'"
+    supervised = start(f"import os; os.write(1, {said}); raise SystemExit(1)")
+    assert supervised.end()[0][2] == "error: \x1b]0;x\x07"
+    first, second, _ = supervised.output.read_text(encoding="utf-8").splitlines()
+    assert first == r"worker 0 | \x1b[2J\x07 café \u202e" and second == r"worker 0 | error: \x1b]0;x\x07"
+    assert b"\x1b[2J\x07" in (tmp_path / "worker-0" / "log.txt").read_bytes()  # the log keeps what was said
 
 
 def test_colour_only_on_a_terminal(start: Start, tmp_path: Path) -> None:
@@ -264,6 +260,51 @@ def test_when_nobody_reads_any_more_all_are_stopped(tmp_path: Path) -> None:
     assert (tmp_path / "worker-1" / "log.txt").read_text().endswith("saved on TERM\n")
 
 
+# ---------------------------------------------------------------------- several at a time, each for itself
+
+
+class Heard:
+    """An audience that keeps what it sees."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+
+    def show(self, name: str, line: str) -> None:
+        self.order.append(f"{name}: {line}")
+
+    def say(self, line: str) -> None:
+        self.order.append(line)
+
+    def look(self, name: str) -> None:
+        if f"{name}?" not in self.order:
+            self.order.append(f"{name}?")
+
+    def end(self, ended: Ended) -> None:
+        self.order.append(f"{ended.job.name} ended {ended.status}{' asked' if ended.asked else ''}")
+
+
+def test_those_that_are_no_team_run_one_after_another_whatever_becomes_of_each(tmp_path: Path) -> None:
+    scripts = {"a": "print(1); raise SystemExit(3)", "b": "print(2)", "c": "import os; os.kill(os.getpid(), 9)"}
+    jobs = [Job(name, [sys.executable, "-c", text], os.environ, tmp_path / name) for name, text in scripts.items()]
+    heard = Heard()
+    outcome = supervise(jobs, audience=heard, at_once=1, together=False, grace_s=0)
+    assert [one.status for one in outcome.ended] == [3, 0, -signal.SIGKILL] and not outcome.interrupted
+    alike = [line for line in heard.order if not line.endswith("?")]
+    assert alike == ["a: 1", "a ended 3", "b: 2", "b ended 0", f"c ended {-signal.SIGKILL}"]
+    assert heard.order.index("a ended 3") < heard.order.index("b?") < heard.order.index("b ended 0")
+
+
+def test_interrupted_it_starts_none_of_those_that_wait(tmp_path: Path) -> None:
+    mark = tmp_path / "started"
+    first = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"
+    second = f"open({str(mark)!r}, 'w')"
+    jobs = [Job(text[:9], [sys.executable, "-c", text], os.environ, tmp_path / text[:4]) for text in (first, second)]
+    heard = Heard()
+    outcome = supervise(jobs, audience=heard, at_once=1, together=False)
+    assert outcome.interrupted and outcome.failed is None and not mark.exists()
+    assert [(one.status, one.asked) for one in outcome.ended] == [(-signal.SIGINT, True)]
+
+
 # ---------------------------------------------------------------------- stopping
 
 
@@ -302,7 +343,7 @@ def test_one_that_ignores_the_signal_is_killed_in_the_end(start: Start) -> None:
 
 
 def test_started_in_the_background_of_a_script_workers_still_hear_ctrl_c(tmp_path: Path) -> None:
-    signal_of_script = f'exec {sys.executable} -c "$0" {tmp_path} \'{{}}\' "$1"'
+    signal_of_script = f'exec {shlex.quote(sys.executable)} -c "$0" {tmp_path} \'{{}}\' "$1"'
     waits = "print('ready', flush=True)\nimport time\ntime.sleep(60)"  # has no handler of its own
     shell = ["bash", "-c", f"trap '' INT; {signal_of_script}", SUPERVISOR, waits]
     process = subprocess.Popen(shell, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -312,15 +353,24 @@ def test_started_in_the_background_of_a_script_workers_still_hear_ctrl_c(tmp_pat
     assert '{"worker 0": -2}' in told
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl")
 def test_killed_itself_it_leaves_nobody_behind_and_workers_save(start: Start, tmp_path: Path) -> None:
-    supervised = start(SAVES_ON_TERM, WAITS + "forever()")
-    supervised.wait_for("| ready", times=2)
-    assert len(with_mark(str(tmp_path))) == 3
+    supervised = start(FOLLOWS + SAVES_ON_TERM, FOLLOWS + WAITS + "forever()", FOLLOWS + DEAF)
+    supervised.wait_for("| ready", times=3)
+    assert len(with_mark(str(tmp_path))) == 4
     supervised.process.kill()
     supervised.process.wait()
     assert gone(str(tmp_path))
     assert (tmp_path / "worker-0" / "log.txt").read_text().endswith("ready\nsaved on TERM\n")
+
+
+def test_who_has_no_supervisor_follows_nobody() -> None:
+    """Neither by a pipe that ends, nor, said to be supervised, by a standard input that is none."""
+    script = "from atoll.follow import follow; follow(); import os, time; time.sleep(0.2); print(os.environ.get(%r))"
+    for environment_, stdin in (({}, subprocess.PIPE), ({FOLLOWED: "1"}, subprocess.DEVNULL)):
+        line = [sys.executable, "-c", script % FOLLOWED]
+        with subprocess.Popen(line, stdin=stdin, stdout=subprocess.PIPE, env=os.environ | environment_) as process:
+            told, _ = process.communicate(timeout=60)
+            assert (process.returncode, told) == (0, b"None\n")
 
 
 RANK = """
@@ -345,7 +395,6 @@ def execute(command: list[str]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl")
 @pytest.mark.parametrize(("number", "heard"), [(signal.SIGINT, signal.SIGINT), (signal.SIGKILL, signal.SIGTERM)])
 def test_the_ranks_of_torchrun_save_and_go_too(start: Start, tmp_path: Path, number: int, heard: int) -> None:
     script = tmp_path / "rank.py"
@@ -419,7 +468,7 @@ def test_the_command_of_a_worker() -> None:
         ranks=2,
     )
     assert command(every, Path("runs/run"), 0, 2, "127.0.0.1:5000", 6000)[1:] == [
-        *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "6000"),
+        *("-c", ANY, "--nproc-per-node", "2", "--master-port", "6000"),
         *("--log-dir", "runs/run/worker-0/torchrun", "--no-python"),
         *(sys.executable, "-m", "atoll", "train", "run.toml", "--worker", "0", "--address", "127.0.0.1:5000"),
         *("--set", "train.steps=5", "--set", "name=a b"),
@@ -459,7 +508,7 @@ def test_ranks_write_whole_lines_and_have_time_to_save() -> None:
     base = {"PYTHONUNBUFFERED": "1"}
     assert environment(RunConfig(), 0, 1, base)["PYTHONUNBUFFERED"] == "1"
     several = environment(RunConfig(), 0, 2, base)
-    assert "PYTHONUNBUFFERED" not in several and int(several["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) >= 300
+    assert several["PYTHONUNBUFFERED"] == "" and int(several["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) >= 300
 
 
 def test_the_launcher_is_light() -> None:
@@ -560,6 +609,17 @@ def test_launch_names_the_worker_that_failed(tmp_path: Path, worker_code: int, c
     assert told == f"error: worker 1 failed first (exit status {worker_code}): oh [no]; all it said is in {log}"
     resumed = "Once it is mended, continue with: atoll launch run.toml --workers 2 --resume\n"
     assert advice == ("" if worker_code == 2 else resumed)  # wrong settings would be refused again
+
+
+def test_launch_that_nobody_reads_any_more_stops_all_and_says_how_to_go_on(tmp_path: Path) -> None:
+    process = launching(tmp_path, WAITS + "while True:\n    print('x')\n    time.sleep(0.01)")
+    assert process.stdout and process.stderr and process.stdout.readline()
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 1
+    assert errors.startswith("error: nobody reads what is printed here any more") and errors.count("\n") == 1
+    assert errors.endswith("continue with: atoll launch run.toml --workers 2 --resume\n")
 
 
 def test_launch_tells_what_killed_a_worker(tmp_path: Path) -> None:

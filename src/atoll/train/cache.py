@@ -89,7 +89,7 @@ def _sweep(cache: Path, own: str) -> None:
     """Delete what dead builds left: of the key whose lock we hold, and of those whose lock nobody holds."""
     for leftover in cache.glob(".building-*"):
         key = leftover.name.split("-")[1]
-        with (cache / f".{key}.lock").open("w") as lock:
+        with (cache / f".{key}.lock").open("wb") as lock:
             try:
                 if key != own:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -109,7 +109,7 @@ def _seal(folder: Path, facts: dict[str, Any]) -> None:
         files[path.name] = {"bytes": path.stat().st_size, "crc32": checksum}
     body = {"format": FORMAT, **facts, "files": files}
     manifest = {"manifest": body, "crc32": zlib.crc32(json.dumps(body).encode())}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     flush(folder / MANIFEST)
     flush(folder)
 

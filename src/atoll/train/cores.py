@@ -46,7 +46,7 @@ def machine() -> str:
     """What tells this machine from all others; a container with a name of its own counts as one."""
     boot = ""
     with suppress(OSError):  # not Linux
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{socket.gethostname()} {boot}"
 
 

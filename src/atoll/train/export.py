@@ -99,7 +99,7 @@ def _save_decoder(model: Decoder, tensors: Mapping[str, Tensor], folder: Path) -
     dense = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(dense, folder / WEIGHTS, metadata={"format": "pt"})
     config = {"format": FORMAT, "version": VERSION, **asdict(model.config), "sha256": sha256_of(folder / WEIGHTS)}
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _load_decoder(folder: Path, config: Mapping[str, Any]) -> Decoder:
@@ -170,7 +170,7 @@ def _introduce_tokenizer(folder: Path, separator: int, context: int | None) -> N
     end = next((token["content"] for token in added if token["id"] == separator), None)
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "model_max_length": context}
     known = {name: value for name, value in about.items() if value is not None}
-    (folder / "tokenizer_config.json").write_text(json.dumps(known, indent=2) + "\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
 
 
 # --- one folder in place of another

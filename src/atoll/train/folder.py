@@ -27,6 +27,7 @@ from atoll.link.seat import Seat
 from atoll.train.export import exists, export
 from atoll.train.tokens import TokenData
 from atoll.train.trainer import Trainer
+from atoll.visible import visible
 
 LOCK = ".lock"
 FREE_TO_CHANGE = ("out", "name", "log.", "link.", "train.keep", "train.save_every", "sync.offload")
@@ -151,7 +152,7 @@ class RunFolder:
             warnings.simplefilter("always")
             _, state = checkpoint.load(root, step)
         for warning in passed_over:
-            print(f"warning: {warning.message}", file=sys.stderr)
+            print(f"warning: {visible(str(warning.message))}", file=sys.stderr)
         if set(state) != set(Saved._fields):
             raise CheckpointError(f"the checkpoint in {root} is not that of a run: it holds {', '.join(state)}")
         saved = Saved(**state)

@@ -74,7 +74,7 @@ class Bytes:
 
     def save(self, folder: Path) -> None:
         """Write a tokenizer.json of our own kind."""
-        (folder / FILE).write_text(json.dumps({"atoll": "bytes"}) + "\n")
+        (folder / FILE).write_text(json.dumps({"atoll": "bytes"}) + "\n", encoding="utf-8")
 
 
 class Subwords:

@@ -21,6 +21,7 @@ from atoll.train.cache import Tell, silent
 from atoll.train.seen import Seen, mean, mean_and_spread, sparkline
 from atoll.train.words import computing, left, named, sentence, summary, what
 from atoll.units import bytes_text, count_text, loss_text, seconds_text
+from atoll.visible import visible
 
 QUIET_S = 10.0
 """In lines, seconds of a run between two that only say how far it is."""
@@ -52,7 +53,7 @@ def _is_live(kind: str, console: Console) -> bool:
 
 
 def _say(console: Console, line: str, style: str = "") -> None:
-    console.print(Text(line, style), soft_wrap=True)
+    console.print(Text(visible(line), style), soft_wrap=True)
 
 
 # ---- one run
@@ -128,7 +129,8 @@ class _Panel:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         seen, width = self._seen, options.max_width
         if seen.start:
-            yield _cut(Text.assemble((seen.start.name, "bold"), "  ", (what(seen.start), "dim")), width)
+            name, kind = visible(seen.start.name), visible(what(seen.start))
+            yield _cut(Text.assemble((name, "bold"), "  ", (kind, "dim")), width)
         yield _bar(seen, width)
         spark = "" if options.ascii_only else sparkline(seen.evals)
         held_out = f"{loss_text(seen.evals[-1])} (best {loss_text(seen.best)})" if seen.evals else "-"

@@ -1,0 +1,147 @@
+"""Processes that are started together, how they end, and what of theirs reaches a terminal."""
+
+from mutants.seed import Mutant
+
+LAUNCH = "tests/unit/test_launch.py"
+COMPARE = "tests/unit/test_compare.py"
+VISIBLE = "tests/unit/test_visible.py"
+TESTS = [LAUNCH]
+KILLED = (f"{LAUNCH}::test_killed_itself_it_leaves_nobody_behind_and_workers_save",)
+NO_TEAM = (f"{LAUNCH}::test_those_that_are_no_team_run_one_after_another_whatever_becomes_of_each",)
+WAITING = (f"{LAUNCH}::test_interrupted_it_starts_none_of_those_that_wait",)
+NOBODY_READS = (f"{LAUNCH}::test_when_nobody_reads_any_more_all_are_stopped",)
+
+MUTANTS = [
+    Mutant(
+        "children hear nothing of the supervisor's death",
+        "supervise.py",
+        "stdin=stdin,",
+        "stdin=subprocess.DEVNULL,",
+        tests=KILLED,
+    ),
+    Mutant(
+        "children hold their own lifeline",
+        "follow.py",
+        "    read, write = os.pipe()\n",
+        "    read, write = os.pipe()\n    os.set_inheritable(write, True)\n",
+        also=("supervise.py", "stdin=stdin,", "stdin=stdin,\n                close_fds=False,"),
+        tests=KILLED,
+    ),
+    Mutant(
+        "a child that cannot be asked outlives its supervisor",
+        "follow.py",
+        "        os.kill(os.getpid(), signal.SIGKILL)\n",
+        "",
+        tests=KILLED,
+    ),
+    Mutant(
+        "a child is killed before it has saved",
+        "follow.py",
+        "os.getpid(), signal.SIGTERM",
+        "os.getpid(), signal.SIGKILL",
+        tests=KILLED,
+    ),
+    Mutant(
+        "whoever has a closed input is taken for supervised",
+        "follow.py",
+        "if not os.environ.pop(FOLLOWS, None) or not",
+        "if not",
+        tests=(f"{LAUNCH}::test_who_has_no_supervisor_follows_nobody",),
+    ),
+    Mutant(
+        "what a child starts follows as well",
+        "follow.py",
+        "os.environ.pop(FOLLOWS, None)",
+        "os.environ.get(FOLLOWS)",
+        tests=(f"{LAUNCH}::test_who_has_no_supervisor_follows_nobody",),
+    ),
+    Mutant(
+        "a child's output is buffered",
+        "supervise.py",
+        '"PYTHONUNBUFFERED": "1", **job.environment',
+        '**job.environment, "PYTHONUNBUFFERED": ""',
+        tests=(f"{LAUNCH}::test_the_first_to_fail_is_named_with_its_last_line",),
+    ),
+    Mutant(
+        "ranks write lines in pieces",
+        "launch.py",
+        'result["PYTHONUNBUFFERED"] = ""',
+        'result["PYTHONUNBUFFERED"] = "1"',
+        tests=(f"{LAUNCH}::test_ranks_write_whole_lines_and_have_time_to_save",),
+    ),
+    Mutant(
+        "what nobody reads is printed again at the end",
+        "supervise.py",
+        "            _print_to_nobody()\n",
+        "",
+        tests=NOBODY_READS,
+    ),
+    Mutant(
+        "a launch that nobody reads says nothing",
+        "launch.py",
+        "except BrokenPipeError",
+        "except ChildProcessError",
+        tests=(f"{LAUNCH}::test_launch_that_nobody_reads_any_more_stops_all_and_says_how_to_go_on",),
+    ),
+    Mutant("all run at once", "supervise.py", "len(self.running) < self._rules.at_once", "True", tests=NO_TEAM),
+    Mutant(
+        "one run that fails ends a comparison",
+        "supervise.py",
+        "self.failures and self._rules.together",
+        "self.failures",
+        tests=NO_TEAM,
+    ),
+    Mutant(
+        "those that wait are started after Ctrl-C", "supervise.py", "        self._waiting.clear()\n", "", tests=WAITING
+    ),
+    Mutant(
+        "a run that was asked to stop counts as failed",
+        "supervise.py",
+        "child.said, self._asked",
+        "child.said, False",
+        tests=WAITING,
+    ),
+    Mutant(
+        "the audience does not look at what has ended",
+        "supervise.py",
+        "            self._audience.look(child.job.name)\n",
+        "",
+        tests=NO_TEAM,
+    ),
+    Mutant(
+        "escape sequences of workers reach the terminal",
+        "supervise.py",
+        "visible(line).encode",
+        "line.encode",
+        tests=(f"{LAUNCH}::test_escape_sequences_are_shown_and_not_obeyed",),
+    ),
+    Mutant(
+        "errors quote other machines as they are",
+        "errors.py",
+        "visible(super().__str__())",
+        "super().__str__()",
+        tests=(VISIBLE,),
+    ),
+    Mutant(
+        "faults are shown as they come",
+        "train/view.py",
+        "Text(visible(line), style)",
+        "Text(line, style)",
+        tests=(VISIBLE,),
+    ),
+    Mutant(
+        "characters that turn others round are shown",
+        "visible.py",
+        '("Zs", "Cn", "Co")',
+        '("Zs", "Cn", "Co", "Cf")',
+        tests=(VISIBLE,),
+    ),
+    Mutant("a carriage return hides a line's beginning", "visible.py", r'"\n\t', r'"\r\n\t', tests=(VISIBLE,)),
+    Mutant(
+        "a terminal that lacks a character ends a command",
+        "cli.py",
+        ', errors="replace"',
+        "",
+        tests=("tests/unit/test_setup.py",),
+    ),
+]
