@@ -114,7 +114,7 @@ def _delay_conflicts(sync: SyncSection) -> Iterator[Conflict]:
 def _codec_conflicts(sync: SyncSection) -> Iterator[Conflict]:
     codec, keys = sync.codec or METHOD_CODECS.get(sync.method), ("sync.codec", "sync.method")
     if sync.stochastic and codec in ("fp64", "fp32", "bf16", "fp16"):
-        why = f"rounding is for int8, int4, e3m0 and e2m1, and the codec is {codec}: turn it off or change sync.codec"
+        why = f"rounding is for 4 and 8 bits, and the codec is {codec}: turn it off or change sync.codec"
         yield Conflict(("sync.stochastic", *keys), why)
     if sync.feedback and codec in ("fp64", "fp32") and sync.method != "data-parallel":
         why = f"is for codecs that lose something, and {codec} does not: turn it off or change sync.codec"

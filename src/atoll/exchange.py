@@ -12,7 +12,7 @@ from atoll.applied import Products, mean_square
 from atoll.core.cargo import MOST_PARTS_EACH, Cargo, MeanResidual
 from atoll.core.codec import Codec
 from atoll.core.flat import Window, fingerprint, pieces
-from atoll.core.guard import UNKNOWN, Size
+from atoll.core.guard import SMALLEST, UNKNOWN, Size
 from atoll.core.outer import weighted_mean
 from atoll.core.shots import sent_bytes
 from atoll.errors import LinkError, NonFiniteError
@@ -159,9 +159,12 @@ class Exchange:
         # torch's generator takes the low 32 bits.
         seed = 2**31 + MOST_PARTS_EACH * self._seed(round_id)
         residual = self.mean_residuals[round_id.fragment] if self.mean_residuals else None
-        return Cargo(
-            self.codec, window.numel, window.dtype, seed, window.device, tuple(round_id), residual, self.outlier_ratio
-        )
+        ratio = self.ratio_of(round_id.fragment)
+        return Cargo(self.codec, window.numel, window.dtype, seed, window.device, tuple(round_id), residual, ratio)
+
+    def ratio_of(self, fragment: int) -> float | None:
+        """The outlier ratio by which deltas of this fragment are judged; None if they are not."""
+        return self.outlier_ratio if self._windows[fragment].numel >= SMALLEST else None
 
     def collect(self, pending: Pending) -> Round:
         """Wait for a round; LinkError if payloads do not fit or the members no longer share one anchor."""

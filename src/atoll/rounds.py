@@ -104,8 +104,9 @@ class Rounds:
 
         Whether they count is for all to decide. But where they were trained from is no place to go on from.
         """
-        ratio, found = self._exchange.outlier_ratio, []
+        found = []
         for round_id, flight in self._flights.items():
+            ratio = self._exchange.ratio_of(round_id.fragment)
             if ratio is None or round_id.step != step or flight.offer is None or flight.forgotten:
                 continue
             if (sent := flight.offer.settled()) is not None:

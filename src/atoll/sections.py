@@ -115,7 +115,7 @@ Delays = Annotated[tuple[Steps, ...], Field(strict=False, min_length=1), Allowed
 
 Method = Literal["none", "data-parallel", "diloco", "streaming", "eager", "delayed"]
 Outer = Literal["nesterov", "momentum", "sgd", "adam"]
-CodecName = Literal["fp64", "fp32", "bf16", "fp16", "int8", "int4", "e3m0", "e2m1"]
+CodecName = Literal["fp64", "fp32", "bf16", "fp16", "int8", "int4", "e3m0", "e2m1", "lloyd4"]
 Compute = Literal["constant", "doubling", "halving", "ramp-up", "ramp-down"]
 View = Literal["auto", "live", "lines", "none"]
 
@@ -262,13 +262,15 @@ class SyncSection(Section):
     delay: Steps | Delays | None = Field(default=None, examples=[1])
     """Inner steps between a send and its apply, or a list, one per worker; left out: 1 for streaming, 0 for diloco."""
     codec: CodecName | None = Field(default=None, examples=["e3m0"])
-    """How a delta travels, e3m0 and e2m1 in 4 bits; left out: e3m0, or fp32 for diloco and data-parallel."""
+    """How a delta travels; e3m0, e2m1 and lloyd4 are 4 bit; left out: e3m0, or fp32 for diloco and data-parallel."""
     stochastic: bool = False
     """Round up or down at random, right on average; for 4 and 8 bits."""
     feedback: bool = False
     """Add what rounding lost to the next round."""
     alpha: Chance | None = Field(default=None, examples=[0.5])
     """How much of its own progress a worker keeps at an apply; left out: 0.5 for streaming, else 0."""
+    outlier_ratio: Annotated[float, Field(gt=1, le=1e9), Allowed("a number above 1, up to 10^9")] = 10.0
+    """Leave a delta out of its round if its norm is this many times larger than the last rounds lead to expect."""
     offload: bool = False
     """Keep anchors and outer momentum in the host's memory until they are due; on a GPU."""
     outer: Outer = "nesterov"

@@ -40,7 +40,7 @@ def lloyd4(x, block=128):
 
 
 class Wire:
-    """What a format makes of a delta, and of a mean that comes back in two shots: lloyd4 where the format has 4 bits."""
+    """What a format makes of a delta, and of a mean that comes back in two shots: lloyd4 where it has 4 bits."""
 
     def __init__(self, name):
         self.name = name

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 OUTLIER_RATIO = 10.0
 """How many times larger than expected a delta is when it is left out, unless the user says otherwise."""
+SMALLEST = 64
+"""Values that a fragment must have to be judged: the norm of a few says too little."""
 _REMEMBERED = 8  # rounds
 _IN_A_ROW = 2  # outliers after which a worker's past no longer counts: its deltas have become larger for good
 

@@ -91,6 +91,7 @@ class Trainer:
                     link,
                     weight=self._weights[link.worker],
                     leave_out_nonfinite=True,
+                    outlier_ratio=self.config.sync.outlier_ratio,
                     offload=self.config.sync.offload,
                     observer=self.account.observe if observing and link is links[0] else None,
                 )

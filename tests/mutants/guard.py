@@ -1,0 +1,40 @@
+"""Bugs in what is left out for its size, and in means that are rounded again."""
+
+from mutants.seed import Mutant
+
+TESTS = ["tests/unit/test_means.py", "tests/unit/test_outliers.py"]
+
+MUTANTS = [
+    Mutant("the largest of the others is expected", "core/guard.py", "others[(len(others) - 1) // 2]", "others[-1]"),
+    Mutant("a past does not count", "core/guard.py", "max(usual, others", "max(0.0, others"),
+    Mutant("the others do not count", "core/guard.py", "expected = max(usual, others[(len(others) - 1) // 2])",
+           "expected = usual"),
+    Mutant("a first delta is judged as strictly", "core/guard.py", "(ratio if usual else ratio**3)", "ratio"),
+    Mutant("an outlier becomes usual", "rounds.py", "            norms.left_out()\n",
+           "            norms.counted(flight.offer.settled().member.size.norm)\n"),
+    Mutant("a lasting change keeps a worker out", "core/guard.py", "            self._last.clear()\n",
+           "            pass\n"),
+    Mutant("an outlier is sent again", "rounds.py", "lost = missed and not outlier and not", "lost = missed and not"),
+    Mutant("an outlier trains on from where it is", "loop.py",
+           "self._roll_back_less([fragment for fragment, holds in outliers.items() if holds])", "pass"),
+    Mutant("a runaway trains on from where it is", "loop.py", "self._roll_back_less(runaways, sending)", "pass"),
+    Mutant("moments outlive a roll-back", "loop.py", "        self._optimizers.reset()\n", ""),
+    Mutant("every optimizer is reset", "optimizers.py", "(self._found if trains else self._others)", "self._found",
+           ("optimizers.py", "for parameter in () if model is None else model.parameters():",
+            "for parameter in list(optimizer.state):")),
+    Mutant("what is usual is not resumed", "state.py", 'self.norms.load_state_dict(state.get("norms", ()))', "pass"),
+    Mutant("outliers are not counted", "rounds.py", "counters.outliers_seen += len(completed.outliers)", "pass"),
+    Mutant("what rounding a mean lost is forgotten", "core/cargo.py", "            mean += lost.to(mean.device)\n",
+           "            pass\n"),
+    Mutant("a mean is rounded like a delta", "core/codec.py",
+           'return replace(self, format="lloyd4") if self.format in ("int4", "e3m0", "e2m1") else self', "return self"),
+    Mutant("losses of a mean pile up", "core/cargo.py", "            if order < newest:\n                del",
+           "            if False:\n                del"),
+    Mutant("a part's loss is added to another cut", "core/cargo.py", "if dealt == members else None",
+           "if True else None"),
+    Mutant("lloyd4 never clips", "core/codec.py", "torch.where(losses[1] < losses[0], smaller, whole)", "whole",),
+    Mutant("a table in the default dtype", "core/codec.py", "torch.tensor(levels, dtype=torch.float32, device=device)",
+           "torch.tensor(levels, device=device)", tests=("tests/unit/test_defaults.py",)),
+    Mutant("noise in the default dtype", "core/codec.py", "generator=generator, dtype=torch.float32, device=CPU",
+           "generator=generator, device=CPU", tests=("tests/unit/test_defaults.py",)),
+]  # fmt: skip
