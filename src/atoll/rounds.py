@@ -109,10 +109,9 @@ class Rounds:
             ratio = self._exchange.ratio_of(round_id.fragment)
             if ratio is None or round_id.step != step or flight.offer is None or flight.forgotten:
                 continue
-            if (sent := flight.offer.settled()) is not None:
-                norm, usual = sent.member.size
-                if usual and norm > ratio * usual:
-                    found.append(round_id.fragment)
+            sent, norms = flight.offer.settled(), self._state(round_id).norms
+            if sent is not None and norms.is_runaway(sent.member.size.norm, ratio):
+                found.append(round_id.fragment)
         return found
 
     def apply_last(self, round_id: RoundId, step: int) -> None:

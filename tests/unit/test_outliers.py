@@ -72,6 +72,18 @@ def test_a_past_is_the_largest_of_eight_and_is_forgotten_after_two_outliers() ->
     assert again.usual == 0
 
 
+def test_a_runaway_is_known_by_its_own_past() -> None:
+    past = Norms()
+    assert not past.is_runaway(1e30, 10.0)
+    past.counted(1.0)
+    assert not past.is_runaway(999.0, 10.0)
+    assert past.is_runaway(1001.0, 10.0)
+    past.counted(2.0)
+    past.counted(1.0)
+    assert not past.is_runaway(20.0, 10.0)
+    assert past.is_runaway(20.1, 10.0)
+
+
 # ---------------------------------------------------------------------- runs
 
 

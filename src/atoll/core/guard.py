@@ -12,6 +12,7 @@ OUTLIER_RATIO = 10.0
 SMALLEST = 64
 """Values that a fragment must have to be judged: the norm of a few says too little."""
 _REMEMBERED = 8  # rounds
+_ENOUGH = 3  # rounds from which on a worker knows what is usual
 _IN_A_ROW = 2  # outliers after which a worker's past no longer counts: its deltas have become larger for good
 
 
@@ -53,6 +54,13 @@ class Norms:
     def usual(self) -> float:
         """The largest of them; 0 before the first."""
         return max(self._last, default=0.0)
+
+    def is_runaway(self, norm: float, ratio: float) -> bool:
+        """Whether a delta is so much larger than these that its worker need not wait for the others' judgement.
+
+        With fewer than three, which may have been of part of a period, only beyond the third power of the ratio.
+        """
+        return 0 < self.usual < norm / (ratio if len(self._last) >= _ENOUGH else ratio**3)
 
     def counted(self, norm: float) -> None:
         """Note a delta that entered a mean."""
