@@ -60,17 +60,26 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_limited(path: Path, most: int, *, pipe: bool = False) -> bytes:
-    """Read a file whole; OSError if it has more than `most` bytes, or is no plain file (nor a pipe, if allowed)."""
+def open_plain(path: Path) -> IO[bytes]:
+    """Open a file to read; OSError if it is a pipe, which may never end or never begin, or a device."""
 
     def opened(name: str, flags: int) -> int:
-        return os.open(name, flags | (0 if pipe else os.O_NONBLOCK))  # or a pipe without a writer would never open
+        descriptor = os.open(name, flags | os.O_NONBLOCK)  # or a pipe without a writer would never open
+        kind = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # a folder has an error of its own
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "it is a pipe or a device, not a plain file", name)
+        return descriptor
 
-    with open(path, "rb", opener=opened) as file:
-        if not pipe and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is a pipe or a device, not a plain file", str(path))
-        data = file.read(most + 1)
-    if len(data) > most:
+    return open(path, "rb", opener=opened)
+
+
+def read_limited(path: Path, most: int, *, pipe: bool = False) -> bytes:
+    """Read a file whole, or a pipe if that is allowed; OSError if it has more than `most` bytes."""
+    with path.open("rb") if pipe else open_plain(path) as file:
+        length = os.fstat(file.fileno()).st_size
+        data = b"" if length > most else file.read(most + 1)
+    if max(length, len(data)) > most:
         raise _too_large(path, "it", most)
     return data
 

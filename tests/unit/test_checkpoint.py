@@ -363,6 +363,11 @@ def replace_by_pipe(file: Path) -> None:
     os.mkfifo(file)
 
 
+def replace_by_device(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
 def edit_files(files: Any) -> Callable[[Path], None]:
     return lambda folder: reseal(folder, lambda manifest: manifest.update(files=files))
 
@@ -431,10 +436,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "objects 100 deep": (nested(105, '{"tuple":[', "]}"), "nested more than"),
     "manifest of 4 GB": (lambda f: os.truncate(f / MANIFEST, 2**32), "it has more than 67.1 MB"),
     "manifest of zeros": (lambda f: (f / MANIFEST).write_bytes(bytes(999)), "it is no longer JSON"),
-    "manifest of a device": (
-        lambda f: ((f / MANIFEST).unlink(), (f / MANIFEST).symlink_to("/dev/zero")),
-        "no plain file",
-    ),
+    "manifest of a device": (lambda f: replace_by_device(f / MANIFEST), "no plain file"),
     "tensors of a pipe": (lambda f: replace_by_pipe(f / TENSORS), "no plain file"),
     "not UTF-8": (edit_bytes(b'"generation"', b'"\xff"'), "it is no longer JSON"),
     "a key twice": (edit_bytes(b'"step":', b'"step": 2, "step":'), "the key 'step' is there twice"),

@@ -1,6 +1,7 @@
 """A worker dies while the others go on and save: a step that all have saved is still there on every one of them."""
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def train(link: LocalLink, sync: Sync | Gradients, root: Path, every: int, dies:
 def test_a_step_that_all_have_survives_a_kill_before_any_save(name: str, every: int, tmp_path: Path) -> None:
     for dies in (2 * PERIOD, 3 * PERIOD - 1):
         root = tmp_path / str(dies)
-        run_local(lambda link, root=root, dies=dies: train(link, METHODS[name], root, every, dies), local(2))
+        run_local(partial(train, sync=METHODS[name], root=root, every=every, dies=dies), local(2))
         saved = {worker: checkpoint.steps(root / f"worker-{worker}") for worker in range(2)}
         assert checkpoint.common_step(saved) == (dies - 1) // every * every, saved
 
