@@ -833,6 +833,7 @@ def kill_savers(folder: Path) -> None:
     kill_at_every_touch_of_the_disk(folder / "every" / "root")
 
 
+@pytest.mark.processes
 def test_a_killed_save_leaves_a_whole_recent_checkpoint(tmp_path: Path) -> None:
     process = multiprocessing.get_context("spawn").Process(target=kill_savers, args=(tmp_path,))
     process.start()

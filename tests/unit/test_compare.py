@@ -17,6 +17,8 @@ from atoll.plan.link import parse_link
 from atoll.report import load, summary
 from atoll.study import Claim
 
+pytestmark = pytest.mark.processes
+
 STUDY = """
 [model]
 layers = 2

@@ -288,6 +288,7 @@ def kill_exporters(folder: Path) -> None:
     kill_at_random_moments(folder / "random" / "model")
 
 
+@pytest.mark.processes
 def test_a_killed_export_leaves_the_old_one_or_the_new_one(tmp_path: Path) -> None:
     process = multiprocessing.get_context("spawn").Process(target=kill_exporters, args=(tmp_path,))
     process.start()

@@ -20,6 +20,8 @@ from atoll.link.meeting import Meeting
 from atoll.train.folder import RunFolder
 from fleet import PATIENCE_S, Fleet, Me, Worker
 
+pytestmark = pytest.mark.processes
+
 RUN = """
 seed = 5
 device = "cpu"

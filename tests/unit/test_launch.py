@@ -22,6 +22,8 @@ from atoll.config import RunConfig, load, parse
 from atoll.launch import TORCHRUN_TELLS, Options, again, by_torchrun, command, environment, free_ports
 from atoll.supervise import Job, supervise
 
+pytestmark = pytest.mark.processes
+
 SITES = Path(__file__).resolve().parents[2] / "examples" / "sites"
 
 # The supervisor has a process of its own here, so that it can be interrupted and killed.
