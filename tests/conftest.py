@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: kernels run on the CPU then
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for whatever a script starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("shared machines", deadline=None)
 settings.load_profile("shared machines")

@@ -15,7 +15,6 @@ against accidents, not forgers; yet reading runs nothing and opens only those tw
 
 import hashlib
 import json
-import math
 import os
 import random
 import re
@@ -23,11 +22,12 @@ import secrets
 import shutil
 import struct
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Final
 
 import numpy as np
@@ -36,46 +36,61 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from atoll.disk import flush, locked, sha256_of
+from atoll.disk import flush, locked, parse_json, read_limited, sha256_of
 from atoll.errors import CheckpointError, ConfigError
+from atoll.tree import MAX_DEPTH, decode, encode, unshared
+from atoll.units import bytes_text
 
 FORMAT: Final = "atoll-checkpoint"
 VERSION: Final = 1
 MANIFEST: Final = "manifest.json"
 TENSORS: Final = "tensors.safetensors"
-MAX_DEPTH: Final = 100  # levels of nesting, far below where Python's recursion limit would strike
+MOST_MANIFEST: Final = 2**26
+"""Bytes of a manifest, which is read whole: what is long belongs into tensors."""
 
 _STEP_FOLDER = re.compile(r"step-([0-9]{9}|[1-9][0-9]{9,})(\.old)?")
-_UNREADABLE = (OSError, LookupError, TypeError, ValueError, SafetensorError, struct.error)
-_DTYPE_NAMES = """
-    bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 bfloat16 float16 float32 float64 complex64
-    float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu
-"""
-_DTYPES = frozenset(getattr(torch, name) for name in _DTYPE_NAMES.split())
+# Torch says RuntimeError of a shape that it cannot make and of memory that it cannot get.
+_UNREADABLE = (
+    *(OSError, LookupError, TypeError, ValueError, SafetensorError, struct.error),
+    *(ArithmeticError, MemoryError, RuntimeError),
+)
 
 
-def save(root: Path | str, step: int, state: Mapping[str, Any], *, keep: int = 2) -> Path:
-    """Write `state` as root/step-000000123 atomically and drop all but the newest `keep` good ones.
+def save(root: Path | str, step: int, state: Mapping[str, Any], *, keep: int = 2, ahead: int | None = None) -> Path:
+    """Write `state` as root/step-000000123 atomically and drop the good ones that nobody needs any more.
 
     `state` nests dicts (keys str or int), lists and tuples of None, bool, int, float, str, bytes and tensors.
     All come back bit for bit, dict subclasses as dict, each tensor as a plain one with its own CPU memory.
     Damaged folders are neither counted nor dropped. With `keep` of 2 or more, others may load meanwhile.
+
+    Args:
+        root: A folder for the checkpoints of this worker alone.
+        step: Inner steps made so far; all workers save after the same ones.
+        state: What to save.
+        keep: How many of the newest stay at least.
+        ahead: Inner steps that this worker can be ahead of another, whose newest checkpoint has to be here too: all
+            stay that are newer than `step - ahead`, and one that is not. None: what the `OuterLoop.state_dict()` in
+            `state` says of itself, else 0.
+
+    Raises:
+        CheckpointError: If the state holds what no checkpoint can, or the disk refuses it.
     """
     if type(step) is not int or step < 0:
         raise ConfigError(f"step must be an int of at least 0, got {step!r}: it names the folder")
     if keep < 1:
         raise ConfigError(f"keep must be at least 1, got {keep}: the checkpoint just written always stays")
+    if ahead is None:
+        ahead = _ahead(state)
     tensors: dict[str, Tensor] = {}
-    tree = _encode(dict(state), "", tensors)  # what cannot be saved is refused before the disk is touched
+    tree = encode(dict(state), "", tensors)  # what cannot be saved is refused before the disk is touched
     root = Path(root)
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _only_saver(root):
             _recover(root)
             folder = _write(root, step, tree, tensors)
-            for surplus in [good for good in _step_folders(root) if _looks_whole(good)][keep:]:
-                if surplus != folder:  # after a rollback, the one just written may be the oldest
-                    _discard(surplus)
+            for surplus in _surplus(root, step, keep, ahead):
+                _discard(surplus)
     except (OSError, SafetensorError) as fault:
         problem = f"step {step} cannot be saved under {root}: {fault}"
         raise CheckpointError(f"{problem}; make room there or save elsewhere, what was there is intact") from fault
@@ -103,6 +118,42 @@ def load(root_or_folder: Path | str, step: int | None = None) -> tuple[int, dict
     wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
     reasons = faults or [f"it holds {', '.join(folder.name for folder in found) or 'no step folder'}"]
     raise CheckpointError("\n  - ".join([f"no {wanted} can be loaded from {place}:", *reasons]))
+
+
+def _ahead(state: Mapping[str, Any]) -> int:
+    """Steps that a worker with these outer loops can be ahead of another; 0 without an outer loop."""
+    said = [part.get("ahead") for part in state.values() if isinstance(part, Mapping)]
+    return max((number for number in said if type(number) is int), default=0)
+
+
+def _surplus(root: Path, step: int, keep: int, ahead: int) -> list[Path]:
+    """Checkpoints to drop once `step` is written: not the newest, and older than what every worker has."""
+    good = [folder for folder in _step_folders(root) if _looks_whole(folder)]
+    common = max((number for folder in good if (number := _step_of(folder)) <= step - ahead), default=0)
+    # After a rollback, the one just written may be the oldest, and those of later steps the newest.
+    return [folder for folder in good[keep:] if not common <= _step_of(folder) <= step]
+
+
+def common_step(saved: Mapping[Any, Collection[int]]) -> int | None:
+    """The newest step that every worker has saved, given the `steps` of each; None if all are at their beginning.
+
+    Between machines `link.gather("saved", checkpoint.steps(folder))` tells them. Once it is chosen, every worker calls
+    `drop_after(folder, step)`: later ones are of a past that the run does not continue.
+    """
+    shared = set.intersection(*({step for step in steps if type(step) is int} for steps in saved.values()))
+    if shared:
+        return max(shared)
+    if not any(any(steps) for steps in saved.values()):  # step 0 is easily made again
+        return None
+    have = "; ".join(f"{worker} has {_listed(steps)}" for worker, steps in saved.items())
+    raise CheckpointError(
+        f"no checkpoint is there on every worker, so none can be resumed from: {have}. "
+        "Bring the missing folders back, or begin another run in new folders"
+    )
+
+
+def _listed(steps: Collection[int]) -> str:
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, sorted(steps)))}" if steps else "none"
 
 
 def steps(root: Path | str) -> tuple[int, ...]:
@@ -148,95 +199,6 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     np.random.set_state((name, key.numpy(), *rest))
 
 
-# The tree: JSON holds None, bool, str, list, 64-bit ints and finite floats as they are. Anything else is an
-# object of one key that says what it is: dict (as pairs, to keep int keys), tuple, tensor, bytes, int, float.
-
-
-def _encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int = 0) -> Any:
-    """`value` as JSON; its tensors and bytes move to `tensors` and leave behind the name they got there."""
-    if depth > MAX_DEPTH:
-        raise CheckpointError(f"{path} is nested more than {MAX_DEPTH} levels deep: does it contain itself?")
-    kind = type(value)  # exact types: an IntEnum or a named tuple would come back as something else
-    if value is None or kind is bool:
-        return value
-    if kind is str and value == value.encode(errors="replace").decode():  # lone surrogates fit no file
-        return value
-    if kind is int:  # JSON readers differ past 64 bits, and Python refuses decimals of thousands of digits
-        return value if -(2**63) <= value < 2**63 else {"int": hex(value)}
-    if kind is float:
-        return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
-    if kind is bytes:
-        return {"bytes": _stow(torch.from_numpy(np.frombuffer(bytearray(value), np.uint8)), path, tensors)}
-    if isinstance(value, Tensor):
-        return {"tensor": _stow(value, path, tensors)}
-    if kind is list or kind is tuple:
-        items = [_encode(item, f"{path}[{i}]", tensors, depth + 1) for i, item in enumerate(value)]
-        return items if kind is list else {"tuple": items}
-    if isinstance(value, dict):
-        return {"dict": [_encode_pair(key, item, path, tensors, depth + 1) for key, item in value.items()]}
-    holds = "dict, list, tuple, None, bool, int, float, str (valid Unicode), bytes and torch.Tensor"
-    raise CheckpointError(f"{path} is a {kind.__qualname__}; a checkpoint holds {holds}: convert it first")
-
-
-def _encode_pair(key: Any, item: Any, path: str, tensors: dict[str, Tensor], depth: int) -> list[Any]:
-    """One entry of a dict as [key, value]."""
-    where = f"a key of {path or 'the state'}"
-    if type(key) is str:
-        below = f"{path}.{key}" if path else key
-    elif type(key) is int and -(2**63) <= key < 2**63:
-        below = f"{path}[{key}]"
-    else:
-        raise CheckpointError(f"{where} is a {type(key).__qualname__}; keys must be str or 64-bit int")
-    return [_encode(key, where, tensors, depth), _encode(item, below, tensors, depth)]
-
-
-def _stow(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
-    """Put `tensor`, dense and on the CPU, into `tensors` under its path if that is free; return its name."""
-    dense = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    if not dense or tensor.is_meta or tensor.dtype not in _DTYPES:
-        what = f"a {type(tensor).__qualname__} ({tensor.dtype}, {tensor.layout}, on {tensor.device})"
-        raise CheckpointError(f"{path} is {what}; safetensors holds plain dense tensors: convert it first")
-    name = path
-    while name in tensors or name == "__metadata__":  # "a.b" may be one key or two; the other is reserved
-        name += "'"
-    tensors[name] = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return name
-
-
-def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`tensors`, each with memory of its own, as safetensors wants it; only those that share are copied."""
-    owned: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        memory = tensor.untyped_storage().data_ptr()
-        owned[name] = tensor.clone() if memory in seen else tensor
-        seen.add(memory)
-    return owned
-
-
-def _decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that `_encode` was given."""
-    if isinstance(node, list):
-        return [_decode(item, tensors) for item in node]
-    if not isinstance(node, dict):
-        return node
-    ((kind, body),) = node.items()
-    match kind:
-        case "dict":
-            return {_decode(key, tensors): _decode(item, tensors) for key, item in body}
-        case "tuple":
-            return tuple(_decode(item, tensors) for item in body)
-        case "tensor":
-            return tensors[body]
-        case "bytes":
-            return tensors[body].numpy().tobytes()
-        case "int":
-            return int(body, 16)
-        case "float":
-            return struct.unpack(">d", bytes.fromhex(body))[0]
-    raise ValueError(f"the tree holds a {kind!r}, which version {VERSION} does not know")
-
-
 # One folder: how it is written, and every reason not to believe it.
 
 
@@ -246,7 +208,7 @@ def _write(root: Path, step: int, tree: Any, tensors: dict[str, Tensor]) -> Path
     data, manifest = folder / TENSORS, folder / MANIFEST
     try:
         folder.mkdir()
-        save_file(_unshared(tensors), data)
+        save_file(unshared(tensors), data)
         body = {
             "format": FORMAT,
             "version": VERSION,
@@ -256,7 +218,11 @@ def _write(root: Path, step: int, tree: Any, tensors: dict[str, Tensor]) -> Path
             "state": tree,
         }
         text = json.dumps(body, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-        manifest.write_bytes(_sealed(text.encode().removesuffix(b"}")))
+        sealed = _sealed(text.encode().removesuffix(b"}"))
+        if len(sealed) > MOST_MANIFEST:
+            size = f"{bytes_text(len(sealed))}, at most {bytes_text(MOST_MANIFEST)} are allowed"
+            raise CheckpointError(f"all but the tensors of the state takes {size}: put long lists into tensors")
+        manifest.write_bytes(sealed)
         shutil.copymode(manifest, data)  # safetensors hides the file from all others, whatever the umask
         for path in (data, manifest, folder):
             flush(path)
@@ -274,9 +240,11 @@ def _read(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{data} is damaged: its SHA-256 is not the one in {MANIFEST}")
         # Cloned because load_file maps the file: what was checked must not change under the reader.
         tensors = {name: tensor.clone() for name, tensor in load_file(data).items()}
-        return dict(_decode(manifest["state"], tensors))
+        return dict(decode(manifest["state"], tensors))
+    except CheckpointError:
+        raise
     except _UNREADABLE as fault:
-        raise CheckpointError(f"{folder} cannot be read: {fault!r}") from fault
+        raise CheckpointError(f"{folder} cannot be read: {shorten(repr(fault), 300)}") from fault
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -285,10 +253,10 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     for file in (path, data):
         if file.is_symlink() or not file.is_file():  # a link would lead out of the folder, a pipe never end
             raise CheckpointError(f"{file} is missing or no plain file: copy the whole checkpoint again")
-    sealed = path.read_bytes()
+    sealed = read_limited(path, MOST_MANIFEST)
     try:
-        manifest = json.loads(sealed)
-    except (ValueError, RecursionError) as fault:
+        manifest = parse_json(sealed, deepest=3 * MAX_DEPTH + 9)  # a dict takes three levels; the tree is below some
+    except ValueError as fault:
         raise CheckpointError(f"{path} is damaged: it is no longer JSON ({fault})") from fault
     # Format and version come before the seal: another format or a later version may be sealed in another way.
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -311,7 +279,7 @@ def _looks_whole(folder: Path) -> bool:
     """Whether all but the bytes of the tensors, which take long to read, has been found good."""
     try:
         _read_manifest(folder)
-    except (CheckpointError, *_UNREADABLE):
+    except _UNREADABLE:  # CheckpointError is one of them
         return False
     return True
 

@@ -8,23 +8,27 @@ atoll and are passed over; anything else that does not fit is damage, never gues
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, reduce
 from operator import or_
 from pathlib import Path
-from typing import IO, Annotated, Any, ClassVar, Literal, Protocol, get_args
+from typing import IO, Annotated, Any, ClassVar, Final, Literal, Protocol, get_args
 
 from pydantic import BeforeValidator, Discriminator, Tag, TypeAdapter, ValidationError
 
-from atoll.disk import writing
+from atoll.disk import lines_limited, open_plain, writing
 from atoll.errors import DataError
 
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """A float that may have been infinite or NaN when it was written: read back as NaN."""
 
 Outcome = Literal["finished", "interrupted"]
+
+MOST_LINE: Final = 2**24
+"""Bytes of a line, which is read whole: room for the numbers of thousands of workers."""
 
 
 # ---- the events; a list that is "per worker" is in worker order, and has None or 0 for workers of other processes
@@ -263,7 +267,12 @@ class Jsonl:
 
 def read(path: str | Path) -> list[Event]:
     """All events of a file; a torn last line is passed over, any other damage is a DataError with file and line."""
-    return _events(Path(path), _bytes_of(Path(path)))
+    path = Path(path)
+    try:
+        with open_plain(path) as file:
+            return _events(path, lines_limited(path, file, MOST_LINE))
+    except OSError as fault:
+        raise DataError(f"{path} cannot be read: {fault.strerror}; give the metrics.jsonl of a run") from fault
 
 
 class Tail:
@@ -277,22 +286,31 @@ class Tail:
     def new(self) -> list[Event]:
         """The events since the last call: none while there is no file, all again once it was cut and rewritten."""
         try:
-            with self._path.open("rb") as file:
+            with open_plain(self._path) as file:
                 file.seek(self._offset - len(self._last))
                 if file.read(len(self._last)) != self._last:
                     self._forget()
                     file.seek(0)
-                data = file.read()
+                return self._new(lines_limited(self._path, file, MOST_LINE))
         except FileNotFoundError:
             self._forget()
             return []
         except OSError as fault:
             raise DataError(f"{self._path} cannot be read: {fault.strerror}") from fault
-        whole = data[: data.rfind(b"\n") + 1]
-        found = _events(self._path, whole, after=self._lines)
-        self._offset += len(whole)
+
+    def _new(self, lines: Iterator[bytes]) -> list[Event]:
+        read: list[int] = []
+
+        def whole() -> Iterator[bytes]:
+            for line in lines:
+                if line.endswith(b"\n"):
+                    read.append(len(line))
+                    self._last = line[-64:]
+                yield line
+
+        found = _events(self._path, whole(), after=self._lines)
+        self._offset += sum(read)
         self._lines += len(found)
-        self._last = whole[-64:] or self._last
         return found
 
     def _forget(self) -> None:
@@ -321,10 +339,17 @@ def _parser() -> TypeAdapter[Event]:
     return TypeAdapter(Annotated[kinds, says])
 
 
-def _events(path: Path, data: bytes, after: int = 0) -> list[Event]:
-    """The events in the whole lines of `data`, which come after that many other lines of the file."""
+_LONG_NUMBER = re.compile(rb"[:,\[]\s*-?[0-9]{30}")
+
+
+def _events(path: Path, lines: Iterator[bytes], after: int = 0) -> list[Event]:
+    """The events in the whole ones of these lines, which come after that many other lines of the file."""
     found: list[Event] = []
-    for number, line in enumerate(data.split(b"\n")[:-1], after + 1):
+    for number, line in enumerate(lines, after + 1):
+        if not line.endswith(b"\n"):
+            break
+        if _LONG_NUMBER.search(line):  # JSON has no largest number, but the floats of a report have
+            raise DataError(f"{path}, line {number} is damaged: it holds a number of 30 digits or more")
         try:
             found.append(_parser().validate_json(line, strict=True))
         except ValidationError as fault:
@@ -344,13 +369,6 @@ def _complaint(error: Mapping[str, Any]) -> str:
             known = error["ctx"]["expected_tags"].replace("'", "")
             return f"its event is {error['ctx']['tag']!r}, known are {known}; if a newer atoll wrote it, upgrade"
     return f"{'.'.join(map(str, error['loc']))}: {error['msg'][:1].lower()}{error['msg'][1:]}"
-
-
-def _bytes_of(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as fault:
-        raise DataError(f"{path} cannot be read: {fault.strerror}; give the metrics.jsonl of a run") from fault
 
 
 def _length_of_whole_lines(file: IO[bytes], limit: int) -> int:

@@ -395,6 +395,7 @@ class OuterLoop:
             "steps": self.steps,
             "finished": self._finished,
             "worker": self.link.worker,
+            "ahead": self.sync.ahead if self.link.workers > 1 else 0,  # for `checkpoint.save`
             "terms": self._terms(),
             "fragments": [state.state_dict() for state in self._states],
             "flights": self._rounds.state_dict(),

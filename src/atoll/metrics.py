@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from atoll.disk import write_whole, writing
+from atoll.disk import read_limited, write_whole, writing
 from atoll.errors import ConfigError
 from atoll.events import Eval, Event, Round, Sink, Step, utilisation
 
@@ -192,7 +192,7 @@ def _kept_id(path: Path) -> str:
     with writing(path):
         if not path.exists():
             write_whole(path, secrets.token_hex(8).encode())
-        return path.read_text(encoding="utf-8")
+        return read_limited(path, 256).decode(errors="replace")
 
 
 def _first_line(fault: Exception) -> str:

@@ -18,9 +18,12 @@ import tomlkit
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+from atoll.disk import DEEPEST, is_deeper, read_limited
 from atoll.errors import ConfigError
 from atoll.sections import Allowed
 
+MOST_BYTES = 2**20
+"""Of a run file, which is read whole."""
 _COMMENT, _WIDTH = 30, 118  # columns of a template
 Table = dict[str, Any]
 Keys = tuple[int | str, ...]
@@ -33,7 +36,9 @@ Keys = tuple[int | str, ...]
 def read(path: Path, missing: str | None = None) -> str:
     """The text of a run file; ConfigError says why there is none. `missing` is what to say of a path without a file."""
     try:
-        return path.read_bytes().decode("utf-8-sig")  # some editors begin a file with a byte order mark
+        return read_limited(path, MOST_BYTES, pipe=True).decode(
+            "utf-8-sig"
+        )  # some editors begin a file with a byte order mark
     except FileNotFoundError:
         advice = f"no such file; `atoll init {path}` writes one to start from"
         advice = advice if path.suffix == ".toml" else "no such run or run file"
@@ -49,9 +54,12 @@ def read(path: Path, missing: str | None = None) -> str:
 def parse_toml(text: str, where: str) -> Table:
     """The table behind a TOML text; an error shows the line."""
     try:
-        return tomllib.loads(text)
+        table = tomllib.loads(text)
+        if is_deeper(table, DEEPEST):  # by dots in a key, which nest as brackets do
+            raise RecursionError
+        return table
     except RecursionError:
-        raise ConfigError(f"{where}: not valid TOML: brackets are nested too deeply") from None
+        raise ConfigError(f"{where}: not valid TOML: brackets or dots are nested too deeply") from None
     except ValueError as error:  # TOMLDecodeError is one; a number of thousands of digits raises another
         if not (found := re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", str(error), re.DOTALL)):
             raise ConfigError(f"{where}: not valid TOML: {str(error).partition(';')[0]}") from None
@@ -73,7 +81,7 @@ class Override(NamedTuple):
     def parse(text: str) -> "Override":
         """From "sync.period=50": the value is TOML, and a bare word is text."""
         key, _, raw = (part.strip() for part in text.partition("="))
-        if not raw or not all(key.split(".")):
+        if not raw or not all(key.split(".")) or key.count(".") > DEEPEST:
             raise ConfigError(f"{shown(text)}: must be KEY=VALUE, such as sync.period=50")
         try:
             table = tomllib.loads(f"value = {raw}")

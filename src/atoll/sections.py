@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from atoll.shapes import PRESETS
+from atoll.shapes import LARGEST, PRESETS
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ LEAST_BPE_VOCABULARY = 257
 _MANY = 10**12
 Count = Annotated[int, Field(ge=1, le=_MANY), Allowed("a whole number from 1 to 10^12")]
 Steps = Annotated[int, Field(ge=0, le=_MANY), Allowed("a whole number from 0 to 10^12")]
-Size = Annotated[int, Field(ge=1, le=10**7), Allowed("a whole number from 1 to 10^7")]
+Size = Annotated[int, Field(ge=1, le=LARGEST), Allowed("a whole number from 1 to 10^7")]
 Even = Annotated[int, Field(ge=2, le=10**6, multiple_of=2), Allowed("an even whole number from 2 to 10^6")]
 Workers = Annotated[int, Field(ge=1, le=4096), Allowed("a whole number from 1 to 4096")]
 Worker = Annotated[int, Field(ge=0, le=4095), Allowed("a worker's number, from 0")]

@@ -10,6 +10,11 @@ from typing import Any
 from atoll.checks import check_number, check_whole
 from atoll.errors import ConfigError
 
+LARGEST = 10**7
+"""Each size of a decoder, at most."""
+LARGEST_TABLE = 2 * 10**9
+"""Values of a table of RoPE, at most."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -39,7 +44,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for setting in ("layers", "width", "heads", "head_width", "feedforward", "vocabulary", "context"):
-            check_whole(setting, getattr(self, setting))
+            check_whole(setting, getattr(self, setting), most=LARGEST)
+        if (turns := self.context * self.head_width) > LARGEST_TABLE:
+            raise ConfigError(
+                f"context * head_width must be at most {LARGEST_TABLE}, the values of RoPE's tables, got {turns}: "
+                f"lower context ({self.context}) or head_width ({self.head_width})"
+            )
         if self.head_width % 2:
             raise ConfigError(f"head_width must be even, got {self.head_width}: RoPE turns its values in pairs")
         check_number("z_loss", self.z_loss, least=0, why="below 0 it would reward drifting logits")

@@ -67,6 +67,11 @@ class Sync:
         return frozenset(w for w in range(workers) if self.delay_of(w, workers) == self.period)
 
     @property
+    def ahead(self) -> int:
+        """Inner steps that a worker can be ahead of another: then it waits for a round the other has not sent."""
+        return self.period + max(self.delays)
+
+    @property
     def eager(self) -> bool:
         """Whether the merge is the eager one."""
         return isinstance(self.merge, EagerMerge)
@@ -82,6 +87,11 @@ class Gradients:
 
     codec: Codec = Codec("fp32")
     """How a gradient travels."""
+
+    @property
+    def ahead(self) -> int:
+        """Inner steps that a worker can be ahead of another."""
+        return 1
 
     def terms(self) -> dict[str, str]:
         """What all workers must agree on, readable."""

@@ -33,9 +33,9 @@ def faults(draw: st.DrawFn, workers: int, steps: int) -> Faults:
 
 
 @st.composite
-def problems(draw: st.DrawFn, *, faulty: bool = True, fragments: int = 7) -> Problem:
-    workers = draw(st.integers(1, 6))
-    steps = draw(st.integers(1, 30))
+def problems(draw: st.DrawFn, *, faulty: bool = True, fragments: int = 5) -> Problem:
+    workers = draw(st.integers(1, 5))
+    steps = draw(st.integers(1, 22))
     size = st.integers(1, 4) | st.sampled_from([BLOCK, 5 * BLOCK + 3])  # of several members' parts, too
     return Problem(
         sizes=tuple(draw(st.lists(size, min_size=1, max_size=fragments))),

@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import time
+import tracemalloc
 import warnings
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from atoll import checkpoint
 from atoll.checkpoint import MANIFEST, TENSORS, load, rng_state, save, set_rng_state, steps
 from atoll.errors import CheckpointError, ConfigError
 from kills import forked
@@ -361,13 +363,96 @@ def replace_by_pipe(file: Path) -> None:
     os.mkfifo(file)
 
 
+def replace_by_device(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
 def edit_files(files: Any) -> Callable[[Path], None]:
     return lambda folder: reseal(folder, lambda manifest: manifest.update(files=files))
+
+
+def reseal_with(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: reseal(folder, lambda manifest: manifest.update(changes))
 
 
 def edit_tree(tree: Any) -> Callable[[Path], None]:
     return lambda folder: reseal(folder, lambda manifest: manifest.update(state=tree))
 
+
+def nested(depth: int, opening: str = "[", closing: str = "]") -> Callable[[Path], None]:
+    """A manifest with the right digest whose state is nested so deep."""
+
+    def damage(folder: Path) -> None:
+        reseal(folder, lambda manifest: manifest.update(state="HERE"))
+        body = (folder / MANIFEST).read_bytes().rpartition(b',"sha256"')[0]
+        body = body.replace(b'"HERE"', opening.encode() * depth + closing.encode() * depth)
+        seal = b',"sha256":"%s"}\n' % hashlib.sha256(body).hexdigest().encode()
+        (folder / MANIFEST).write_bytes(body + seal)
+
+    return damage
+
+
+def edit_bytes(old: bytes, new: bytes) -> Callable[[Path], None]:
+    """Another text in a manifest, with the right digest."""
+
+    def damage(folder: Path) -> None:
+        body = (folder / MANIFEST).read_bytes().rpartition(b',"sha256"')[0]
+        assert body.count(old) == 1
+        body = body.replace(old, new)
+        seal = b',"sha256":"%s"}\n' % hashlib.sha256(body).hexdigest().encode()
+        (folder / MANIFEST).write_bytes(body + seal)
+
+    return damage
+
+
+def edit_header(header: Any, data: bytes = b"") -> Callable[[Path], None]:
+    """Another file of tensors, with the right length and digest in the manifest."""
+
+    def damage(folder: Path) -> None:
+        text = header if isinstance(header, bytes) else json.dumps(header).encode()
+        file = len(text).to_bytes(8, "little") + text + data
+        (folder / TENSORS).write_bytes(file)
+        edit_files({TENSORS: {"bytes": len(file), "sha256": hashlib.sha256(file).hexdigest()}})(folder)
+
+    return damage
+
+
+def tensor_of(shape: list[int], length: int = 0, dtype: str = "F32") -> dict[str, Any]:
+    return {"weight": {"dtype": dtype, "shape": shape, "data_offsets": [0, length]}}
+
+
+def long_header(folder: Path) -> None:
+    """A file that says its header is as long as a number can be."""
+    (folder / TENSORS).write_bytes(b"\xff" * 8)
+    edit_files({TENSORS: {"bytes": 8, "sha256": hashlib.sha256(b"\xff" * 8).hexdigest()}})(folder)
+
+
+TWICE = {"dict": [["generation", 2], ["weight", {"tensor": "weight"}], ["again", {"bytes": "weight"}]]}
+HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "state 900 deep": (nested(900), "nested more than"),
+    "state 250 deep": (nested(250), "nested more than"),
+    "state 100,000 deep": (nested(100_000), "nested more than"),
+    "objects 100 deep": (nested(105, '{"tuple":[', "]}"), "nested more than"),
+    "manifest of 4 GB": (lambda f: os.truncate(f / MANIFEST, 2**32), "it has more than 67.1 MB"),
+    "manifest of zeros": (lambda f: (f / MANIFEST).write_bytes(bytes(999)), "it is no longer JSON"),
+    "manifest of a device": (lambda f: replace_by_device(f / MANIFEST), "no plain file"),
+    "tensors of a pipe": (lambda f: replace_by_pipe(f / TENSORS), "no plain file"),
+    "not UTF-8": (edit_bytes(b'"generation"', b'"\xff"'), "it is no longer JSON"),
+    "a key twice": (edit_bytes(b'"step":', b'"step": 2, "step":'), "the key 'step' is there twice"),
+    "NaN": (edit_tree({"dict": [["generation", math.nan]]}), "NaN is no JSON"),
+    "a number too long": (edit_bytes(b'"step":2', b'"step":2' + b"0" * 5000), "it is no longer JSON"),
+    "a step that is no number": (reseal_with(step=[2]), "is of step"),
+    "a huge length": (edit_files({TENSORS: {"bytes": 10**4000, "sha256": ""}}), "is torn"),
+    "a tensor said twice": (edit_tree(TWICE), "cannot be read: KeyError"),
+    "a key that cannot be one": (edit_tree({"dict": [[[], 1]]}), "cannot be read: TypeError"),
+    "a header without end": (long_header, "cannot be read: SafetensorError"),
+    "a header 100,000 deep": (edit_header(b"[" * 100_000), "cannot be read: SafetensorError"),
+    "a negative shape": (edit_header(tensor_of([-1])), "cannot be read: SafetensorError"),
+    "a shape that overflows": (edit_header(tensor_of([2**62, 2**62])), "cannot be read: SafetensorError"),
+    "an empty shape that overflows": (edit_header(tensor_of([0, 2**63])), "cannot be read"),
+    "half a byte": (edit_header(tensor_of([1], 1, "F4"), b"0"), "cannot be read"),
+}
 
 PASSWORDS = {"../../etc/passwd": {"bytes": 1, "sha256": ""}}
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -407,6 +492,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+DAMAGES |= HOSTILE
+
+
 @pytest.mark.parametrize(("damage", "reason"), DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over_with_the_reason(
     tmp_path: Path, damage: Callable[[Path], object], reason: str
@@ -420,6 +508,38 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(
     shutil.rmtree(tmp_path / "step-000000001")
     with pytest.raises(CheckpointError, match=rf"no checkpoint can be loaded from .*:\n  - .*{reason}"):
         load(tmp_path)
+
+
+def test_an_endless_manifest_takes_little_memory(tmp_path: Path) -> None:
+    save(tmp_path, 1, {})
+    os.truncate(save(tmp_path, 2, {}) / MANIFEST, 2**33)
+    tracemalloc.start()
+    try:
+        assert steps(tmp_path) == (1,)
+        assert tracemalloc.get_traced_memory()[1] < 2**28
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_state_that_no_manifest_holds_is_refused_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "MOST_MANIFEST", 2000)
+    with pytest.raises(CheckpointError, match=r"takes 2\.\d+ kB, at most 2 kB are allowed: put long lists into"):
+        save(tmp_path, 1, {"text": "x" * 2000})
+    assert names(tmp_path) == set()
+
+
+def test_a_lock_that_is_a_link_or_a_pipe_harms_nobody(tmp_path: Path) -> None:
+    victim, root = tmp_path / "victim", tmp_path / "root"
+    victim.write_text("precious")
+    root.mkdir()
+    (root / ".lock").symlink_to(victim)
+    with pytest.raises(CheckpointError, match="step 1 cannot be saved under"):
+        save(root, 1, {})
+    assert victim.read_text() == "precious"
+    replace_by_pipe(root / ".lock")
+    assert save(root, 1, {}).exists()
 
 
 def test_tensors_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
@@ -713,6 +833,7 @@ def kill_savers(folder: Path) -> None:
     kill_at_every_touch_of_the_disk(folder / "every" / "root")
 
 
+@pytest.mark.processes
 def test_a_killed_save_leaves_a_whole_recent_checkpoint(tmp_path: Path) -> None:
     process = multiprocessing.get_context("spawn").Process(target=kill_savers, args=(tmp_path,))
     process.start()

@@ -310,6 +310,7 @@ def test_the_real_command(tmp_path: Path) -> None:
     assert done.stderr == "error: absent.toml: no such file; `atoll init absent.toml` writes one to start from\n"
 
 
+@pytest.mark.processes
 def test_stopped_while_preparing_the_run_has_not_begun(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("reef lagoon islet tide surf sand\n" * 6_000_000)  # seconds of reading
     (tmp_path / "run.toml").write_text('[data]\nsource = "text.txt"')

@@ -18,6 +18,8 @@ from atoll.report import load, summary
 from atoll.study import Claim
 from kills import gone, with_mark
 
+pytestmark = pytest.mark.processes
+
 STUDY = """
 [model]
 layers = 2

@@ -31,6 +31,8 @@ from fleet import Ending, Fleet, Me, Worker
 from harness import PRESETS, Problem, Toy, bits, by_part, gradient, inner_step, preset, toy
 from sites import Sites, available
 
+pytestmark = pytest.mark.processes
+
 NO_SITES = available()
 far_apart = pytest.mark.skipif(NO_SITES is not None, reason=f"no sites here: {NO_SITES}")
 SLACK_S = 2.0 + 1.0

@@ -288,6 +288,7 @@ def kill_exporters(folder: Path) -> None:
     kill_at_random_moments(folder / "random" / "model")
 
 
+@pytest.mark.processes
 def test_a_killed_export_leaves_the_old_one_or_the_new_one(tmp_path: Path) -> None:
     process = multiprocessing.get_context("spawn").Process(target=kill_exporters, args=(tmp_path,))
     process.start()
@@ -362,7 +363,9 @@ def test_a_config_that_cannot_be_read(folder: Path, text: str, expected: str) ->
         ({"leyers": 3}, "config.json is damaged: 'leyers' is no setting"),
         ({"layers": "2"}, "config.json is damaged: layers must be a whole number of at least 1, got '2'"),
         ({"tied": "no"}, "config.json is damaged: tied must be true or false, got 'no'"),
-        ({"layers": 10**9}, "model.safetensors holds 6,752 values"),
+        ({"layers": 10**9}, "config.json is damaged: layers must be at most 10000000, got 1000000000"),
+        ({"context": 2**40}, "config.json is damaged: context must be at most 10000000, got 1099511627776"),
+        ({"layers": 10**7}, "model.safetensors holds 6,752 values"),
         ({"layers": 1}, "model.safetensors holds 6,752 values"),
         ({"heads": 4, "head_width": 2, "qk_norm": True}, "model.safetensors holds 6,752 values"),
         ({"vocabulary": 16, "width": 256, "layers": 2}, "model.safetensors holds 6,752 values"),

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from atoll import checkpoint, cli
-from atoll.config import RunConfig
 from atoll.disk import sha256_of
 from atoll.link.meeting import Meeting
-from atoll.link.seat import Seat
 from atoll.train.folder import RunFolder
 from fleet import PATIENCE_S, Fleet, Me, Worker
+
+pytestmark = pytest.mark.processes
 
 RUN = """
 seed = 5
@@ -217,14 +217,6 @@ def test_who_is_killed_before_its_first_save_comes_back_to_a_run_that_begins_aga
     assert [checkpoints(file, worker) for worker in (0, 1)] == [[0], []]
     resume(file, 2)
     assert models(file, 2) == {undisturbed[2]}
-
-
-def test_data_parallel_workers_keep_two_checkpoints_at_least(tmp_path: Path) -> None:
-    """One may be killed while it writes what the others have written."""
-    changes = {"sync.method": "data-parallel", "train.keep": 1, "train.save_every": 10}
-    config = RunConfig().changed(**changes)
-    assert RunFolder(config, Seat(0, 2))._kept(config) == 2
-    assert RunFolder(config)._kept(config) == 1
 
 
 @pytest.mark.slow

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from atoll import config
-from atoll.events import End, read
+from atoll.events import End, Start, read
+from atoll.plan.job import Job, time_of
+from atoll.plan.link import parse_link
 from atoll.train.run import train
 
 SLOW = {"emulate": "60Mbit/s, 5ms"}
@@ -36,14 +38,24 @@ def line_and_end(
 
 
 def test_the_workers_of_one_process_wait_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only one of them is ever blocked, but none computes meanwhile: the share does not depend on their number."""
+    """Only one of them is ever blocked, but none computes meanwhile: the share does not depend on their number.
+
+    How near the plan comes to what a busy machine measures is benchmarks/predicted.py's to say; here, both shares are
+    those of the times that were written down, and a line is never quicker than it is said to be.
+    """
     line, end = line_and_end(tmp_path, capsys, SLOW, method="data-parallel", codec="fp32", workers=3)
+    (start,) = [event for event in read(tmp_path / "line" / "metrics.jsonl") if isinstance(event, Start)]
     assert len(set(end.wait_s)) == 1
-    found = re.search(r"computing (\d+) % \(measured (\d+) %\)", line)
+    found = re.search(r"computing ([0-9.]+) % \(measured ([0-9.]+) %\)", line)
     assert found is not None, line
-    planned, measured = int(found[1]), int(found[2])
-    assert measured == round(100 * (1 - end.wait_s[0] / end.seconds))
-    assert measured < 50 and abs(planned - measured) <= 5
+    planned, measured = float(found[1]), float(found[2])
+    payloads = tuple(start.payload_bytes)
+    job = Job(steps=4, step_s=3 * end.step_s, period=1, payload_bytes=payloads, delay=0, workers=3, gradients=True)
+    exposed_s = time_of(job, parse_link(SLOW["emulate"])).exposed_s
+    busy_s = end.seconds - end.wait_s[0]
+    assert measured == pytest.approx(100 * (1 - end.wait_s[0] / end.seconds), abs=0.51)
+    assert planned == pytest.approx(100 * busy_s / (busy_s + exposed_s), abs=0.51)
+    assert 0.1 < exposed_s < end.wait_s[0] * 1.001
 
 
 def test_what_is_not_planned_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -108,10 +108,10 @@ def import_and_wait(name: str) -> None:
 
 
 def test_an_import_that_never_ends_is_no_shelter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "endless.py").write_text("import signal, time\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(9)\n")
+    (tmp_path / "endless.py").write_text("import signal, time\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(90)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(interrupts, "_IMPORTS_S", 0.1)
     began = time.monotonic()
     with interruptible(), pytest.raises(KeyboardInterrupt):
         importlib.import_module("endless")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60

@@ -81,7 +81,7 @@ def encoded(codec: Codec, start: Tensor, local: Live) -> tuple[Tensor, int]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("codec_name", FORMATS)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(sizes=SIZES, seed=st.integers(0, 99), scale=SCALES)
 def test_a_delta_is_encoded_as_if_it_had_been_written_down(
     codec_name: str, name: str, sizes: list[int], seed: int, scale: float
@@ -101,7 +101,7 @@ def test_a_delta_is_encoded_as_if_it_had_been_written_down(
 
 
 @pytest.mark.parametrize("codec_name", FORMATS)
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(numel=st.integers(1, 3 * 4096), seed=st.integers(0, 99))
 def test_a_vector_of_any_length_is_decoded(codec_name: str, numel: int, seed: int) -> None:
     codec = Codec(codec_name)
@@ -116,8 +116,8 @@ def test_a_vector_of_any_length_is_decoded(codec_name: str, numel: int, seed: in
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
 def test_what_cannot_be_sent_is_noticed(codec_name: str, bad: float) -> None:
     codec = Codec(codec_name)
-    for place in (0, 4095, 5000):
-        vector = torch.cat(drawn([400], 5))
+    for place in (0, 4095, 4200):
+        vector = torch.cat(drawn([270], 5))
         vector[place] = bad
         payload, worst = encoded(codec, vector, tabled([torch.zeros_like(vector)]))
         in_range = math.isfinite(bad) and codec_name in ("fp32", "bf16")
@@ -127,7 +127,7 @@ def test_what_cannot_be_sent_is_noticed(codec_name: str, bad: float) -> None:
 
 
 @pytest.mark.parametrize("codec_name", FORMATS)
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     blocks=st.integers(1, 70),
     rest=st.integers(0, 127),
@@ -164,7 +164,7 @@ def test_codes_begin_where_they_can_be_read_fast(codec_name: str, numel: int, me
 
 
 @pytest.mark.parametrize("codec_name", FORMATS)
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     numel=st.integers(1, 5000), weights=st.lists(st.floats(0.1, 1e6), min_size=1, max_size=4), seed=st.integers(0, 99)
 )
@@ -190,7 +190,7 @@ def test_inner_products_are_those_of_what_was_decoded(
 
 def test_the_mean_of_members_that_cancel_has_no_negative_square() -> None:
     codec, squares = Codec("int8"), []
-    for seed in range(20):
+    for seed in range(8):
         numbers = torch.randint(-14, 15, (100,), generator=torch.Generator().manual_seed(seed)).float()
         payloads = torch.stack([codec.encode(9 * numbers), codec.encode(-numbers)]).to(DEVICE)
         squares.append(mean_square(inner_products(codec, payloads, 100), [1.0, 9.0]).item())
@@ -210,7 +210,7 @@ OUTERS: list[OuterOptimizer] = [SGD(0.7), Momentum(0.3, 0.8), Nesterov(0.4, 0.9)
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("outer", OUTERS, ids=lambda outer: type(outer).__name__)
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(sizes=SIZES, seed=st.integers(0, 99), alpha=st.sampled_from([None, 0.0, 0.5, 0.3]), cut=st.integers(0, 5))
 def test_an_outer_step_and_its_blend_are_one_pass(
     outer: OuterOptimizer, name: str, sizes: list[int], seed: int, alpha: float | None, cut: int
@@ -235,7 +235,7 @@ def test_an_outer_step_and_its_blend_are_one_pass(
     assert torch.equal(torch.cat(local), wanted)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(numel=st.one_of(st.integers(1, 9000), st.integers(2 * PIECE - 3, 2 * PIECE + 9)), seed=st.integers(0, 9))
 def test_a_fingerprint_is_the_same_by_kernel(numel: int, seed: int) -> None:
     vector = torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
@@ -314,6 +314,7 @@ def walked(sync: Sync, workers: int) -> tuple[list[Tensor], list[Applied]]:
     return [p.detach() for loop in loops for p in loop.model.parameters()], seen
 
 
+@pytest.mark.processes
 def test_compiled_kernels_read_and_write_memory_in_wide_words() -> None:
     """Lost alignment, or a mask, parts an access into bytes: of which the interpreter knows nothing."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

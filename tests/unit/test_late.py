@@ -6,6 +6,7 @@ import gc
 import pickle
 import socket
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -39,6 +40,9 @@ pytestmark = [
 PROBLEM = Problem(sizes=(32, 16, 48, 16), dtype=torch.float32)  # parameters that fall into the kernels' stretches
 ALONE = replace(PROBLEM, workers=1)
 LATE = [name for name, sync in PRESETS.items() if min(sync.delays) > 0 or len(sync.delays) > 1]
+QUICK = ("streaming", "eager", "unequal delays")
+SOME = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LATE]
+"""Some presets always, and all of them in `make slow`: every launch takes Triton's interpreter milliseconds."""
 STREAMING = Streaming(period=6, fragments=by_part(4), delay=2)
 
 
@@ -54,13 +58,13 @@ def tolerant(sync: Sync, observed: list[Applied] | None = None) -> list[OuterLoo
 # ---------------------------------------------------------------------- what cannot be sent
 
 
-@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize("name", SOME)
 def test_a_spoilt_worker_is_left_out_once_of_every_fragment(name: str) -> None:
     sync, observed = PRESETS[name], list[Applied]()
     loops = tolerant(sync, observed)
     train(loops, 7, PROBLEM.inner)
     spoil(loops[1])
-    train(loops, 40, PROBLEM.inner)
+    train(loops, 21, PROBLEM.inner)
     sent = [loop.counters.rounds_sent for loop in loops]
     # Where a fragment is all that is due, it is rolled back when it is sent again, with nothing to send.
     left_out = 2 if name in ("eager", "delayed") else len(loops[0].fragments)
@@ -166,14 +170,14 @@ def test_a_state_saved_before_it_is_known_goes_on_to_the_bit(sync: Sync, spoilt:
         loop.load_state_dict(old.state_dict())
     assert [loop.counters.roll_backs for loop in saved] == [0, 0, 0]  # saving has changed nothing
     for loops in (whole, saved, resumed):
-        train(loops, 13, PROBLEM.inner)
+        train(loops, 9, PROBLEM.inner)
         assert loops[1].counters.roll_backs == spoilt
     for one, other, third in zip(whole, saved, resumed, strict=True):
         assert bits(one) == bits(other) == bits(third)
         assert replace(one.counters, wait_s=0, hidden_s=0) == replace(third.counters, wait_s=0, hidden_s=0)
 
 
-@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize("name", SOME)
 def test_payloads_that_are_lost_are_lost_as_without_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = replace(PROBLEM, faults=Faults(drop=0.3, seed=3), steps=25)
     sync = PRESETS[name]
@@ -281,13 +285,19 @@ def test_a_link_does_not_keep_a_model_for_what_it_has_sent() -> None:
 
 
 def test_an_emulated_line_takes_what_is_there() -> None:
+    """Its passage begins when there is something to carry: the line is not blamed for what was not ready."""
     (link,) = shaped(local(1), Shape(latency_s=1e-3))
     link.join({}, 1.0)
     offer = Slow(0, CARGO)
-    timer = threading.Timer(0.2, offer.known.set)
-    timer.start()
+    known_s = []
+
+    def tell() -> None:
+        known_s.append(time.perf_counter())
+        offer.known.set()
+
+    threading.Timer(0.1, tell).start()
     passage = link.open(AT, offer, CARGO).wait().passage
-    assert passage is not None and passage.done_s - passage.opened_s < 0.15
+    assert passage is not None and passage.opened_s >= known_s[0]
     link.close()
 
 

@@ -26,6 +26,8 @@ from atoll.launch import TORCHRUN_TELLS, Options, again, by_torchrun, command, e
 from atoll.supervise import Ended, Job, supervise
 from kills import gone, with_mark
 
+pytestmark = pytest.mark.processes
+
 SITES = Path(__file__).resolve().parents[2] / "examples" / "sites"
 
 # The supervisor has a process of its own here, so that it can be interrupted and killed.

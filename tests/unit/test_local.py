@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 
 import numpy as np
@@ -278,6 +277,7 @@ def test_a_closed_link_and_a_second_loop_on_one_link_are_refused() -> None:
         loop.step()
 
 
+@pytest.mark.processes
 def test_an_interrupt_stops_all_workers() -> None:
     script = """
 import signal, time
@@ -293,7 +293,5 @@ def work(link):
         link.open(RoundId(1, 0), None, Cargo(Codec(), 6))
 run_local(work, local(2))
 """
-    start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert "KeyboardInterrupt" in done.stderr
-    assert time.monotonic() - start < 50
+    assert "KeyboardInterrupt" in done.stderr  # long before the 100 s of work: that would be past the timeout

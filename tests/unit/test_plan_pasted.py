@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from atoll import cli, planner
+from atoll.commands.asked import asked_for
+from atoll.commands.options import Options
 from atoll.config import load
+from atoll.plan.outlook import Outlook, outlook
 
 OWN: dict[str, tuple[str, ...]] = {
     "plain": (),
@@ -31,6 +35,8 @@ OWN: dict[str, tuple[str, ...]] = {
     "away": ("faults.absences=[{worker=1,first=3}]",),
 }
 
+SAME = ("memory_bytes", "bytes_of_run", "run_s", "utilisation_of_run")
+
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
@@ -50,8 +56,26 @@ def sets(changes: tuple[str, ...]) -> list[str]:
 
 
 def advised(file: Path, own: tuple[str, ...], rate: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = planned(file, *sets(own), "--step-time", "0.1", "--link", rate)["advice"]
+    """What the command advises, by the functions behind it: the command itself is tried below."""
+    asked = asked_for(Options(run=file, changes=own, step_time="0.1", link=rate))
+    plan = planner.make(replace(asked, methods=()))
+    found: list[dict[str, Any]] = planner.as_json(plan)["advice"]
     return found
+
+
+def own_outlook(file: Path, changes: tuple[str, ...], rate: str) -> Outlook:
+    """What the command says of the run file itself."""
+    asked = asked_for(Options(run=file, changes=changes, step_time="0.1", link=rate))
+    (own,) = [method for method in asked.methods if method.name == planner.OWN]
+    return outlook(asked.model, own, asked.workers, asked.link, asked.steps or 0)
+
+
+def test_functions_say_what_the_command_says(run_file: Path) -> None:
+    rate = "3Mbit/s,20ms"
+    said = planned(run_file, "--set", "sync.delay=3", "--step-time", "0.1", "--link", rate)
+    assert advised(run_file, ("sync.delay=3",), rate) == said["advice"]
+    seen = own_outlook(run_file, ("sync.delay=3",), rate)
+    assert all(said["methods"][planner.OWN][name] == getattr(seen, name) for name in SAME)
 
 
 @pytest.mark.parametrize("own", OWN.values(), ids=list(OWN))
@@ -64,9 +88,8 @@ def test_every_choice_can_be_pasted_and_is_then_the_run(run_file: Path, own: tup
             changes = [f"{key}={value}" for key, value in choice["settings"].items()]
             load(run_file, [*own, *changes]).synchronisation()
         first, pasted = choices[0], tuple(f"{key}={value}" for key, value in choices[0]["settings"].items())
-        run = planned(run_file, *sets((*own, *pasted)), "--step-time", "0.1", "--link", rate)["methods"][planner.OWN]
-        for same in ("memory_bytes", "bytes_of_run", "run_s", "utilisation_of_run"):
-            assert run[same] == first[same], same
+        run = own_outlook(run_file, (*own, *pasted), rate)
+        assert {name: getattr(run, name) for name in SAME} == {name: first[name] for name in SAME}
 
 
 def test_what_cannot_be_unset_rules_methods_out(run_file: Path) -> None:

@@ -6,7 +6,6 @@ import math
 import os
 import pty
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -572,9 +571,9 @@ def test_preparing_that_fails_gives_the_terminal_back() -> None:
     assert stream.getvalue().endswith("\x1b[?25h")
 
 
-def test_telling_costs_next_to_nothing() -> None:
-    with preparing("live", io.StringIO()) as tell:
-        began = time.perf_counter()
-        for done in range(100_000):
+def test_most_of_what_is_told_is_not_drawn() -> None:
+    stream = io.StringIO()
+    with preparing("live", stream) as tell:
+        for done in range(20_000):
             tell("reading", done, None)
-        assert time.perf_counter() - began < 3
+    assert len(stream.getvalue()) < 20 * 20_000  # a drawing has some hundred characters

@@ -1,19 +1,20 @@
 """Folders of runs as values: what a run was, and what happened in it."""
 
-import json
 import math
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from atoll import runfile
+from atoll.disk import lines_limited, open_plain, parse_json, read_limited
 from atoll.errors import ConfigError, DataError
-from atoll.events import End, Eval, Fault, Resumed, Round, Start, Step, read, utilisation
+from atoll.events import MOST_LINE, End, Eval, Fault, Resumed, Round, Start, Step, read, utilisation
 from atoll.layout import ABOUT, METRICS, RUN, worker_folder
 from atoll.plan.job import Job
 from atoll.report.parts import Part, merge, part_of
 
+_MOST_ABOUT = 2**20  # bytes of about.json, which is read whole
 _MOST_WORKERS = 4096  # as in a run file; more is a damaged file, and would take forever
 
 
@@ -280,8 +281,8 @@ def _number(folder: Path) -> int | None:
 def _trains_one(file: Path) -> bool:
     """Whether a file of events begins as that of one worker: a run of all may have such a name, too."""
     try:
-        with file.open("rb") as lines:
-            first = json.loads(lines.readline() or b"{}")
+        with open_plain(file) as lines:
+            first = parse_json(next(lines_limited(file, lines, MOST_LINE), b"{}"))
     except (OSError, ValueError):  # damage; read() has the words for it
         return True
     if not isinstance(first, dict) or first.get("event") != "start":
@@ -305,18 +306,18 @@ def printable(text: str) -> str:
 
 def _toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:  # bad UTF-8 and bad TOML are ValueErrors
+        return runfile.parse_toml(runfile.read(path), str(path))
+    except ConfigError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text("utf-8"))
+        value = parse_json(read_limited(path, _MOST_ABOUT))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(value, dict):
         raise DataError(f"{path} cannot be read: it should hold one JSON object")
     return value

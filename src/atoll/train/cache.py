@@ -20,12 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from atoll.disk import flush, locked
+from atoll.disk import flush, locked, parse_json, read_limited
 from atoll.errors import DataError
 from atoll.units import bytes_text
 
 FORMAT: Final = "atoll-tokens"
 MANIFEST: Final = "manifest.json"
+MOST_MANIFEST: Final = 2**22
+"""Bytes of a manifest, which is read whole: room for thousands of workers."""
 TELL_BYTES: Final = 2**18
 """How often somebody is told; for every little document would take longer than the documents."""
 
@@ -119,7 +121,7 @@ def check(folder: Path, tell: Tell) -> dict[str, Any]:
     remedy = f"delete the folder {folder} to have it built again"
     path = folder / MANIFEST
     try:
-        sealed = json.loads(path.read_bytes())
+        sealed = parse_json(read_limited(path, MOST_MANIFEST))
         manifest: dict[str, Any] = sealed["manifest"]
         if zlib.crc32(json.dumps(manifest).encode()) != sealed["crc32"]:
             raise DataError(f"{path} is damaged: its CRC-32 is not the one at its end; {remedy}")
@@ -129,6 +131,8 @@ def check(folder: Path, tell: Tell) -> dict[str, Any]:
             path = folder / name
             if (length := path.stat().st_size) != file["bytes"]:
                 raise DataError(f"{path} is torn: it has {length} bytes of {file['bytes']}; {remedy}")
+            if not path.is_file():  # of the length 0, for example, and yet endless
+                raise DataError(f"{path} is no plain file; {remedy}")
             checksum = 0
             for part in _parts(path):
                 checksum, done = zlib.crc32(part, checksum), done + len(part)

@@ -24,15 +24,20 @@ from difflib import get_close_matches
 from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, cast
 
 from atoll.checks import check_whole
+from atoll.disk import lines_limited
 from atoll.errors import ConfigError, DataError
 
 WHOLE: Final = 2**22
 """Characters. Text of at least this many is no longer one document but many, so that memory stays bounded."""
 PIECE: Final = 2**16
 """Characters of such a document, up to the end of a line."""
+
+MOST_ROW: Final = 2**26
+"""Bytes of a row, at most: it is read whole, and some hold gigabytes in a packed file of a few megabytes."""
+_ROWS_AT_ONCE = 8  # of Parquet, whose rows may share one long text in the file but not in memory
 
 _ROWS = (".jsonl", ".ndjson", ".json")
 _PACKED = (".gz", ".zst")
@@ -211,11 +216,11 @@ def _valid(text: str) -> str:
     return text
 
 
-def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
+def _open(path: Path) -> IO[bytes]:
     """The bytes of a file, unpacked; OSError, EOFError or zlib.error if they are torn or damaged."""
     match path.suffix.lower():
         case ".gz":
-            return gzip.open(path, "rb")
+            return cast(IO[bytes], gzip.open(path, "rb"))
         case ".zst":
             # Not the package zstandard, whose reader takes the end of a torn file for the end of the text.
             return io.BufferedReader(need("pyarrow", f"reading {path}").input_stream(str(path), compression="zstd"))
@@ -247,7 +252,7 @@ def _rows(path: Path, field: str) -> Iterator[str]:
     number = 0
     try:
         with _open(path) as lines:
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(lines_limited(path, lines, MOST_ROW), 1):
                 if not line.isspace():
                     yield _field(_row(line, f"{path}, line {number}"), field, f"{path}, line {number}")
     except _UNREADABLE as fault:
@@ -288,10 +293,13 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
                 problem = f"no column {field!r}" if kind is None else f"a column {field!r} of {kind}, not of string"
                 others = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
                 raise DataError(f"{path} has {problem}; its columns are {others}: set data.field")
-            for batch in file.iter_batches(batch_size=256, columns=[field]):
-                for text in batch.column(0):
+            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[field]):
+                for value in batch.column(0):
                     row += 1
-                    yield text.as_py() or ""  # a null counts as empty
+                    text = value.as_py() or ""  # a null counts as empty
+                    if len(text) > MOST_ROW:
+                        raise DataError(f"{path}, row {row} has {len(text)} characters: at most {MOST_ROW} are read")
+                    yield text
     except (OSError, arrow.ArrowException) as fault:
         raise DataError(f"{path} cannot be read past row {row}: {_reason(fault)}") from fault
 

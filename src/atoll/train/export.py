@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from atoll.disk import flush, sha256_of
+from atoll.disk import flush, parse_json, read_limited, sha256_of
 from atoll.errors import ConfigError, DataError
 from atoll.shapes import ModelConfig
 from atoll.train import hub
@@ -151,9 +151,9 @@ def _shape(path: Path, config: Mapping[str, Any]) -> ModelConfig:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as fault:
-        raise DataError(f"{path} cannot be read: {fault}") from fault
+        config = parse_json(read_limited(path, hub.MOST_JSON))
+    except (OSError, ValueError) as fault:
+        raise DataError(f"{path} cannot be read: {getattr(fault, 'strerror', None) or fault}") from fault
     if not isinstance(config, dict):
         raise DataError(f"{path} is damaged: it must hold a JSON object")
     return config

@@ -1,7 +1,6 @@
 """The folder of one run, and all that keeps a resumed run the same run: its settings, its text, its checkpoints."""
 
 import json
-import math
 import platform
 import shlex
 import shutil
@@ -195,16 +194,9 @@ class RunFolder:
         """Write a checkpoint; `metrics` is the length of the metrics file, all on disk."""
         config = trainer.config
         state = Saved(trainer.state_dict(), metrics, config.to_toml(), data.folder.name)
-        checkpoint.save(self.path / CHECKPOINTS, trainer.steps, state._asdict(), keep=self._kept(config))
-
-    def _kept(self, config: RunConfig) -> int:
-        """How many checkpoints to keep: so many that the slowest worker's newest is among the fastest one's."""
-        if not self.of_many:
-            return config.train.keep
-        assert config.train.save_every is not None  # resolved
-        # Steps that a worker can be ahead: a round waits for all at the latest then.
-        ahead = 1 if config.sync.method == "data-parallel" else 2 * config.sync.period
-        return max(config.train.keep, 1 + math.ceil(ahead / config.train.save_every))
+        sync = config.synchronisation()
+        ahead = sync.ahead if sync and self.of_many else 0
+        checkpoint.save(self.path / CHECKPOINTS, trainer.steps, state._asdict(), keep=config.train.keep, ahead=ahead)
 
     def export(self, trainer: Trainer, data: TokenData, name: str) -> None:
         """Write the outer parameters as a model of its own, in place of one that is there; one rank does, all ask."""

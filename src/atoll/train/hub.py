@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
@@ -19,7 +19,10 @@ from torch.nn import functional
 
 from atoll.errors import ConfigError, DataError
 from atoll.train.model import Loss, check_generation, draw
+from atoll.units import bytes_text
 
+MOST_JSON: Final = 2**28
+"""Bytes of a JSON file in the folder of a model."""
 _NAME_ON_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -125,13 +128,13 @@ def load(where: str, *, weights: bool) -> HubModel:
 
     Without `weights` only its config is read, and its parameters are drawn from torch's global generator.
     """
-    transformers = _transformers()
     local = Path(where).expanduser().exists()
     place = str(Path(where).expanduser()) if local else where
     if local:
         _check_folder(Path(place))
     elif not _NAME_ON_THE_HUB.fullmatch(where):
         raise ConfigError(f"model.hf: there is no folder {where!r}, and a name on the hub looks like owner/name")
+    transformers = _transformers()
     with _quiet(transformers, bars=not local):
         try:
             config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False, local_files_only=local)
@@ -198,6 +201,12 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(f"model.hf: {folder} is a file: give the folder with the model's config.json")
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.hf: {folder} holds no config.json: give the folder of a Hugging Face model")
+    for path in folder.glob("*.json"):  # transformers reads them whole, whatever they are
+        if not path.is_file() or path.stat().st_size > MOST_JSON:
+            allowed = f"a plain file of at most {bytes_text(MOST_JSON)}"
+            raise ConfigError(
+                f"model.hf: {path} must be {allowed}, has {bytes_text(path.stat().st_size)}: download it again"
+            )
 
 
 def _config_problem(where: str, local: bool, fault: Exception) -> str:

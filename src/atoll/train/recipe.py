@@ -5,6 +5,7 @@ parameters and more; for small models its learning rate grows past all use and i
 """
 
 import math
+import os
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from atoll.config import RunConfig
 from atoll.core.outer import Blend, Momentum, Nesterov
 from atoll.errors import ConfigError
 from atoll.plan.laws import TOKENS_PER_PARAMETER, learning_rate
+from atoll.shapes import ModelConfig
 from atoll.sync import Sync
+from atoll.units import bytes_text, count_words
 
 
 def resolve(config: RunConfig, *, parameters: int, context: int | None) -> RunConfig:
@@ -41,6 +44,24 @@ def resolve(config: RunConfig, *, parameters: int, context: int | None) -> RunCo
         "train.save_every": train.save_every or min(1000, max(1, steps // 10)),
     }
     return config.changed(**filled, **_as_used(config))
+
+
+def check_room(config: RunConfig, shape: ModelConfig) -> None:
+    """Refuse a decoder or a batch that this machine's memory cannot hold, before anything of it is made."""
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    sizes = ("layers", "width", "heads", "head_width", "feedforward", "vocabulary")
+    if (needed := 4 * shape.parameters) > room:
+        changed = ", ".join(f"model.{name} ({getattr(shape, name)})" for name in sizes)
+        raise ConfigError(
+            f"model: its {count_words(shape.parameters)} parameters take {bytes_text(needed)}, and this machine has "
+            f"{bytes_text(room)} of memory: lower {changed}, or choose a smaller model.preset"
+        )
+    sequence = config.train.sequence or shape.context
+    if (needed := 8 * config.train.batch * (sequence + 1)) > room:
+        raise ConfigError(
+            f"train.batch: {config.train.batch} sequences of {sequence} tokens take {bytes_text(needed)}, and this "
+            f"machine has {bytes_text(room)} of memory: lower train.batch or train.sequence"
+        )
 
 
 def _meet_every(config: RunConfig) -> int:

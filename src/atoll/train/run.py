@@ -23,7 +23,7 @@ from atoll.train.cores import share_cores
 from atoll.train.folder import RunFolder
 from atoll.train.foretold import foretold
 from atoll.train.model import Decoder
-from atoll.train.recipe import device_of, resolve
+from atoll.train.recipe import check_room, device_of, resolve
 from atoll.train.site import (
     agree_on_data,
     agree_on_settings,
@@ -239,6 +239,7 @@ def start(config: RunConfig, data: TokenData) -> tuple[Model, RunConfig]:
     torch.manual_seed(config.seed)
     if config.model.hf is None:
         shape = config.shape(vocabulary)
+        check_room(config, shape)
         config = config.changed(**{f"model.{name}": value for name, value in asdict(shape).items()})
         model = Decoder(shape, generator=torch.Generator().manual_seed(config.seed))
         context: int | None = shape.context

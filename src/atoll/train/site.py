@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+from atoll import checkpoint
 from atoll.config import RunConfig, settings_of
 from atoll.conflicts import given_faults
 from atoll.disk import sha256_of
@@ -166,17 +167,7 @@ def step_to_resume(team: Team, link: DistLink | None, steps: Sequence[int]) -> i
 
 def common_step(link: DistLink, steps: Sequence[int]) -> int | None:
     """The newest checkpoint that every process of the run has, given those of this one; None before the first."""
-    everyone = link.gather("checkpoints", list(steps))
-    shared = set.intersection(*({step for step in theirs if type(step) is int} for theirs in everyone.values()))
-    if shared:
-        return max(shared)
-    if any(any(theirs) for theirs in everyone.values()):  # beyond step 0, which is easily made again
-        have = "; ".join(f"{seat} has {_listed(theirs)}" for seat, theirs in everyone.items())
-        raise LinkError(
-            f"no checkpoint is there on every worker, so none can be resumed from: {have}. "
-            "Bring the missing folders back, or start another run with another name"
-        )
-    return None
+    return checkpoint.common_step(link.gather("checkpoints", list(steps)))
 
 
 def all_finished(link: DistLink | None, finished: bool) -> bool:
@@ -224,7 +215,3 @@ def _compare(
             raise LinkError(f"{link.seat} and {seat} differ in {differs}")
         said[seat] = theirs
     return said
-
-
-def _listed(steps: Sequence[int]) -> str:
-    return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}" if steps else "none"

@@ -11,11 +11,14 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from atoll.disk import parse_json, read_limited
 from atoll.errors import ConfigError, DataError
 from atoll.sections import LEAST_BPE_VOCABULARY
 from atoll.train.corpus import missing, need
 
 FILE: Final = "tokenizer.json"
+MOST_BYTES: Final = 2**28
+"""Of a tokenizer.json, which is read whole; the largest in use have some tens of millions."""
 END: Final = "<|end|>"
 """The separator of a BPE trained here."""
 SEPARATORS: Final = ("<|endoftext|>", END, "</s>", "<eos>", "<|end_of_text|>")
@@ -136,14 +139,14 @@ def open_tokenizer(folder_or_file: Path) -> Tokenizer:
     if path.is_dir():
         path = path / FILE
     try:
-        text = path.read_text(encoding="utf-8")
-        kind = json.loads(text)
+        text = read_limited(path, MOST_BYTES).decode()
+        if len(text) < 64 and parse_json(text) == {"atoll": "bytes"}:
+            return Bytes()
     except FileNotFoundError as fault:
         raise DataError(f"the tokenizer cannot be read: {missing(path)}") from fault
-    except (OSError, ValueError, RecursionError) as fault:
-        raise DataError(f"the tokenizer {path} cannot be read: {fault}") from fault
-    if kind == {"atoll": "bytes"}:
-        return Bytes()
+    except (OSError, ValueError) as fault:
+        reason = getattr(fault, "strerror", None) or fault
+        raise DataError(f"the tokenizer {path} cannot be read: {reason}") from fault
     library = need("tokenizers", f"the tokenizer {path}")
     try:
         inner = library.Tokenizer.from_str(text)

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from atoll.checks import check_whole
+from atoll.disk import sha256_of
 from atoll.errors import ConfigError, DataError
 from atoll.sections import BPE_VOCABULARY
 from atoll.train.cache import Meter, Tell, build_once, check, silent
@@ -146,7 +147,7 @@ def _tokenizer_identity(name: str, vocabulary: int | None) -> str:
         allowed = "bytes, bpe or the path of a tokenizer.json"
         raise ConfigError(f"data.tokenizer must be {allowed}, got {name!r}: {missing(path)}")
     open_tokenizer(path)
-    return f"file {hashlib.sha256((path / FILE if path.is_dir() else path).read_bytes()).hexdigest()}"
+    return f"file {sha256_of(path / FILE if path.is_dir() else path)}"
 
 
 def _make_tokenizer(name: str, vocabulary: int | None, texts: Iterable[str], meter: Meter) -> Tokenizer:

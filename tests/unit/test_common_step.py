@@ -1,0 +1,89 @@
+"""A worker dies while the others go on and save: a step that all have saved is still there on every one of them."""
+
+import copy
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from atoll import DataParallel, DiLoCo, Eager, OuterLoop, Streaming, checkpoint, local, run_local
+from atoll.core.fragments import Balanced
+from atoll.errors import CheckpointError, LinkError
+from atoll.link.local import LocalLink
+from atoll.sync import Gradients, Sync
+
+START = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+PERIOD = 4
+METHODS: dict[str, Sync | Gradients] = {
+    "diloco": DiLoCo(period=PERIOD),
+    "late": DiLoCo(period=PERIOD, delay=2),
+    "streaming": Streaming(period=PERIOD, fragments=Balanced(count=2)),
+    "eager": Eager(period=PERIOD),
+    "data-parallel": DataParallel(),
+}
+
+
+@pytest.fixture(autouse=True)
+def _disks_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+
+
+def train(link: LocalLink, sync: Sync | Gradients, root: Path, every: int, dies: int) -> None:
+    """Save after the same steps as the others, as README says; worker 1 is killed before the save of step `dies`."""
+    model = copy.deepcopy(START)
+    outer = OuterLoop(model, sync, link)
+    for _ in range(dies + 3 * PERIOD):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        try:
+            outer.average_gradients()
+            outer.step()
+        except LinkError:
+            return
+        if link.worker == 1 and outer.steps == dies:
+            return
+        if outer.steps % every == 0:
+            state = {"model": model.state_dict(), "outer": outer.state_dict()}
+            checkpoint.save(root / f"worker-{link.worker}", outer.steps, state, keep=1)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_step_that_all_have_survives_a_kill_before_any_save(name: str, every: int, tmp_path: Path) -> None:
+    for dies in (2 * PERIOD, 3 * PERIOD - 1):
+        root = tmp_path / str(dies)
+        run_local(partial(train, sync=METHODS[name], root=root, every=every, dies=dies), local(2))
+        saved = {worker: checkpoint.steps(root / f"worker-{worker}") for worker in range(2)}
+        assert checkpoint.common_step(saved) == (dies - 1) // every * every, saved
+
+
+def test_no_more_is_kept_than_a_worker_can_be_ahead(tmp_path: Path) -> None:
+    loop = OuterLoop(torch.nn.Linear(2, 1), DiLoCo(period=3, delay=1), local(2)[0])
+    for step in range(12):
+        checkpoint.save(tmp_path / "two", step, {"outer": loop.state_dict()}, keep=1)
+    assert checkpoint.steps(tmp_path / "two") == (7, 8, 9, 10, 11)
+    alone = OuterLoop(torch.nn.Linear(2, 1), DiLoCo(period=3, delay=1), local(1)[0])
+    for step in range(4):
+        checkpoint.save(tmp_path / "one", step, {"outer": alone.state_dict()})
+    assert checkpoint.steps(tmp_path / "one") == (2, 3)
+
+
+def test_what_is_kept_by_name_counts_more_than_what_a_state_says(tmp_path: Path) -> None:
+    for step in range(4):
+        checkpoint.save(tmp_path, step, {"outer": {"ahead": 9}}, keep=1, ahead=1)
+    assert checkpoint.steps(tmp_path) == (2, 3)
+
+
+def test_the_newest_common_step_is_found() -> None:
+    assert checkpoint.common_step({0: (1, 2, 3), 1: [2, 3, 4], 2: {0, 2}}) == 2
+    assert checkpoint.common_step({0: (0,), 1: ()}) is None
+    with pytest.raises(CheckpointError, match="from: 0 has steps 1, 3; 1 has step 2; 2 has none"):
+        checkpoint.common_step({0: (3, 1), 1: (2,), 2: ()})
+
+
+def test_later_steps_of_an_abandoned_past_are_dropped_by_name(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, {}, keep=3)
+    checkpoint.drop_after(tmp_path, 1)
+    assert checkpoint.steps(tmp_path) == (1,)
