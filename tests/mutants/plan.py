@@ -20,7 +20,7 @@ MUTANTS = [
     Mutant("two shots travel once", "plan/cost.py", "    latency_s *= shots(workers)\n", ""),
     Mutant("a delay hides nothing", "plan/cost.py", "hidden_s = method.delay * model.step_s\n    latency_s",
            "hidden_s = 0.0\n    latency_s"),
-    Mutant("rounds that touch are apart", "plan/cost.py", "method.delay < gap", "method.delay <= gap"),
+    Mutant("rounds that touch are apart", "plan/cost.py", "method.delay < gap", "method.delay <= gap", tests=SIMULATE),
     Mutant("Eager's own momentum takes no memory", "plan/cost.py", "method.velocities * (1 + method.eager)",
            "method.velocities"),
     Mutant("feedback takes no memory", "plan/cost.py", " + method.codec.feedback\n", "\n"),

@@ -10,6 +10,8 @@ DILOCO = (f"{EQUAL}[diloco, muon]",)
 SHARDS = (f"{EQUAL}[data-parallel, shards]",)
 EQUAL_SHARDS = (f"{EQUAL}[diloco, equal shards]",)
 ROLLED_BACK = (f"{ORACLE}::test_a_worker_that_was_rolled_back_starts_with_a_fresh_optimizer",)
+MEASURED = (f"{ORACLE}::test_a_model_is_measured_without_dropout_and_trains_on_with_it",)
+ROUGH = (f"{ORACLE}::test_a_run_in_bf16_is_computed_and_measured_in_bf16",)
 RECIPE = (f"{ORACLE}::test_what_is_left_out_is_the_recipe_of_the_docs",)
 
 MUTANTS = [
@@ -115,6 +117,12 @@ MUTANTS = [
     Mutant("the best is the worst", "train/trainer.py", "self.best, self._last_loss, self._evaluated_at = min(",
            "self.best, self._last_loss, self._evaluated_at = max("),
     Mutant("never finished", "train/trainer.py", "            self._crew.finish()\n", "", tests=DILOCO),
+    Mutant("dropout while a run is measured", "train/trainer.py", "            model.eval()\n", "", tests=MEASURED),
+    Mutant("no dropout after the first evaluation", "train/trainer.py", "                model.train()\n",
+           "                pass\n", tests=MEASURED),
+    Mutant("bf16 is never used", "train/backward.py", 'bf16 = config.precision == "bf16"', "bf16 = False", tests=ROUGH),
+    Mutant("bf16 is measured in fp32", "train/trainer.py", "with self.outer_model(), autocast(self.config):",
+           "with self.outer_model():", tests=ROUGH),
     # the recipe
     Mutant("weight decay of the recipe is 1 / warm-up", "train/recipe.py", "1 / steps if train.weight_decay is None",
            "10 / steps if train.weight_decay is None", tests=RECIPE),

@@ -29,6 +29,7 @@ def rate(t, *, steps, lr, warmup, final_lr):
 def loss(model, tokens, z_loss):
     """What is descended, and the cross-entropy in it: means over all tokens."""
     logits = model(tokens[:, :-1])
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # what bf16 has computed
     entropies = -logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])
     return entropies.mean() + z_loss * logits.exp().sum(-1).log().pow(2).mean(), entropies.mean().item()
 

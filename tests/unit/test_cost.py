@@ -88,6 +88,10 @@ def test_memory_by_hand() -> None:
     assert cost.extra_bytes(TEN, HALVES, 3, offload=True) == vectors // 2 + 3 * 2000
     assert cost.extra_bytes(TEN, replace(WHOLE, velocities=0), 2) == 4 * 1000 + 2 * 4000
     assert cost.extra_bytes(TEN, replace(WHOLE, velocities=2), 2) == 3 * 4 * 1000 + 2 * 4000
+    kept_back = Codec("e3m0", feedback=True)
+    assert cost.extra_bytes(
+        TEN, replace(WHOLE, codec=kept_back), 2
+    ) == vectors + 4 * 1000 + 2 * kept_back.payload_bytes(1000)
     # The next round of a fragment leaves before its last one, a whole period old, is applied.
     assert cost.extra_bytes(TEN, replace(WHOLE, delay=10), 2) == vectors + 2 * 2 * 4000
 

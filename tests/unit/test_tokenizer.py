@@ -126,6 +126,15 @@ def test_any_tokenizer_json_can_be_used(tmp_path: Path, special: list[str], sepa
     assert tokenizer.encode("cat").dtype == np.dtype("<u4")
 
 
+def test_what_a_tokenizer_would_put_around_a_text_is_left_out(tmp_path: Path) -> None:
+    inner = words("</s>")
+    end = inner.token_to_id("</s>")
+    template = tokenizers.processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", end)])
+    inner.post_processor = template
+    inner.save(str(tmp_path / "tokenizer.json"))
+    assert open_tokenizer(tmp_path).encode("cat dog").tolist() == [0, 5]
+
+
 def test_a_tokenizer_without_a_separator_is_refused(tmp_path: Path) -> None:
     words("[PAD]").save(str(tmp_path / FILE))
     with pytest.raises(ConfigError, match=r"has no token to put between documents: add one of <\|endoftext\|> <\|end"):

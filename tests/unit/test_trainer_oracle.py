@@ -13,17 +13,21 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 from atoll import config
+from atoll.config import RunConfig
 from atoll.events import End, Eval, Fault, Step, read
 from atoll.shapes import ModelConfig
-from atoll.train.batches import Batches
+from atoll.train.batches import Batches, held_out
 from atoll.train.export import load_export
 from atoll.train.model import Decoder
-from atoll.train.run import prepare, train
+from atoll.train.run import prepare, start, train
 from atoll.train.trainer import Trainer
 from oracle import trainer as oracle
 
 SEQUENCE = 16
-SHAPE = {"layers": 2, "width": 16, "heads": 2, "head_width": 8, "feedforward": 24, "context": SEQUENCE}
+SHAPE: dict[str, Any] = {
+    "layers": 2, "width": 16, "heads": 2, "head_width": 8, "feedforward": 24, "context": SEQUENCE, "tied": True,
+    "z_loss": 0.02,
+}  # fmt: skip
 TRAIN: dict[str, Any] = {
     "steps": 17, "batch": 4, "lr": 0.02, "warmup": 4, "final_lr": 0.2, "weight_decay": 0.3, "betas": [0.8, 0.95],
     "clip": 0.6, "optimizer": "adamw", "accumulate": 1, "eval_every": 5, "eval_tokens": 7 * SEQUENCE, "log_every": 1,
@@ -96,9 +100,9 @@ class Compared:
             assert len(told) >= len(losses) - 1
             assert [a for a, _ in told] == pytest.approx([b for _, b in told], rel=tolerance), event.step
         lowest = np.inf
-        for event in (event for event in self.events if isinstance(event, Eval)):
-            assert event.best == (event.loss < lowest)
-            lowest = min(event.loss, lowest)
+        for measured in (event for event in self.events if isinstance(event, Eval)):
+            assert measured.best == (measured.loss < lowest)
+            lowest = min(measured.loss, lowest)
         evals = {event.step: event.loss for event in self.events if isinstance(event, Eval)}
         assert evals == pytest.approx(self.evals, rel=tolerance)
         end, best = self.events[-1], min(evals, key=lambda step: evals[step])
@@ -108,31 +112,45 @@ class Compared:
             torch.testing.assert_close(made, self.outers[step].to(made.dtype), rtol=0, atol=tolerance)
 
 
+def config_of(
+    tmp_path: Path, corpus: Path, changes: dict[str, Any], left_out: tuple[str, ...] = (), precision: str = "fp32"
+) -> RunConfig:
+    """The run that these changes make, some of its settings left out."""
+    asked = {name: value for name, value in {**TRAIN, **changes.get("train", {})}.items() if name not in left_out}
+    data = {"source": str(corpus), "cache": str(tmp_path / "tokens"), "held_out": 0.1, **changes.get("data", {})}
+    shape = {**SHAPE, **changes.get("model", {})}
+    table = {"model": shape, "train": asked, "sync": changes["sync"], "data": data, "log": {"view": "none"}}
+    fixed = {"device": "cpu", "threads": 1, "seed": 3, "name": "run", "out": str(tmp_path), "precision": precision}
+    return config.parse({**table, **fixed})
+
+
 def run_both(
-    tmp_path: Path, corpus: Path, changes: dict[str, Any], *, spoilt: Any = (), left_out: tuple[str, ...] = ()
+    tmp_path: Path,
+    corpus: Path,
+    changes: dict[str, Any],
+    *,
+    spoilt: Any = (),
+    left_out: tuple[str, ...] = (),
+    precision: str = "fp32",
 ) -> Compared:
     """Train a run, and the same by hand: from the settings as they are given, not as they are resolved."""
-    sync, settings = changes["sync"], {**TRAIN, **changes.get("train", {})}
-    shape = {"tied": True, "z_loss": 0.02, **SHAPE, **changes.get("model", {})}
-    data = {"source": str(corpus), "cache": str(tmp_path / "tokens"), "held_out": 0.1, **changes.get("data", {})}
-    asked = {name: value for name, value in settings.items() if name not in left_out}
-    table = {"model": shape, "train": asked, "sync": sync, "data": data, "log": {"view": "none"}}
-    given = config.parse({**table, "device": "cpu", "threads": 1, "seed": 3, "name": "run", "out": str(tmp_path)})
+    given = config_of(tmp_path, corpus, changes, left_out, precision)
     folder = train(given)
-
+    sync, settings = changes["sync"], {**TRAIN, **changes.get("train", {})}
+    shape = {**SHAPE, **changes.get("model", {})}
     made = prepare(given)
     batches = Batches(made.train, workers=sync["workers"], batch=settings["batch"], sequence=SEQUENCE, seed=3)
     rows = settings["eval_tokens"] // SEQUENCE
     tokens = made.held_out.tokens[: rows * SEQUENCE + 1].astype(np.int64)
-    held_out = np.stack([tokens[r * SEQUENCE : (r + 1) * SEQUENCE + 1] for r in range(rows)])
+    rows_held_out = np.stack([tokens[r * SEQUENCE : (r + 1) * SEQUENCE + 1] for r in range(rows)])
     weights = [1.0] * sync["workers"]
-    if len(made.train) > 1 and data.get("weighting") != "equal":
+    if len(made.train) > 1 and given.data.weighting == "examples":
         assert len({len(file.tokens) for file in made.train}) > 1
         weights = [float((len(file.tokens) - 1) // SEQUENCE) for file in made.train]
     model = Decoder(ModelConfig(vocabulary=256, **shape), generator=torch.Generator().manual_seed(3))
     passed_over = ("batch", "accumulate", "eval_tokens", "log_every", "save_every")
     log, evals, outers = oracle.train(
-        model, batches.batch, torch.from_numpy(held_out), weights=weights, z_loss=shape["z_loss"], spoilt=spoilt,
+        model, batches.batch, torch.from_numpy(rows_held_out), weights=weights, z_loss=shape["z_loss"], spoilt=spoilt,
         **{name: value for name, value in settings.items() if name not in passed_over},
         **{name: value for name, value in sync.items() if name not in ("workers", "codec", "fragments")},
     )  # fmt: skip
@@ -197,6 +215,35 @@ def test_a_line_of_metrics_has_the_mean_loss_since_the_last_one(tmp_path: Path, 
     for event in steps:
         rates, losses, norms = zip(*compared.log[first : event.step], strict=True)
         assert event.loss == pytest.approx(np.mean(losses, axis=0).tolist(), rel=1e-9)
-        assert (event.lr, event.grad_norm) == (pytest.approx(rates[-1]), pytest.approx(norms[-1], rel=1e-9))
+        assert event.lr == pytest.approx(rates[-1], rel=1e-12)
+        assert event.grad_norm == pytest.approx(norms[-1], rel=1e-9)
         assert (event.tokens, event.participants) == (event.step * 2 * 4 * SEQUENCE, 2)
         first = event.step
+
+
+def test_a_run_in_bf16_is_computed_and_measured_in_bf16(tmp_path: Path, corpus: Path) -> None:
+    torch.set_default_dtype(torch.float32)
+    still = {**ALONE, "train": {"steps": 1, "lr": 1e-12, "warmup": 0, "weight_decay": 0.0}}
+    rough = run_both(tmp_path / "rough", corpus, still, precision="bf16")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = run_both(tmp_path / "fine", corpus, still)
+    (step,), (measured,) = ([e for e in rough.events if isinstance(e, kind)] for kind in (Step, Eval))
+    assert step.loss == pytest.approx(expected.log[0][1], rel=1e-6)
+    assert measured.loss == pytest.approx(expected.evals[1], rel=1e-6)
+    assert step.loss != pytest.approx(rough.log[0][1], rel=1e-6)
+    assert measured.loss != pytest.approx(rough.evals[1], rel=1e-6)
+
+
+def test_a_model_is_measured_without_dropout_and_trains_on_with_it(tmp_path: Path, corpus: Path) -> None:
+    given = config_of(tmp_path, corpus, ALONE)
+    data = prepare(given)
+    model, settings = start(given, data)
+    batches = Batches(data.train, workers=1, batch=4, sequence=SEQUENCE, seed=3)
+    trainer = Trainer(settings, model, batches, held_out(data.held_out, sequence=SEQUENCE, tokens=99, batch=4))
+    modes = []
+    hook = model.norm.register_forward_hook(lambda module, inputs, output: modes.append(module.training))
+    trainer.step()
+    trainer.evaluate()
+    trainer.step()
+    hook.remove()
+    assert modes == [True, False, False, True]
