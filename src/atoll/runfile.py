@@ -36,9 +36,8 @@ Keys = tuple[int | str, ...]
 def read(path: Path, missing: str | None = None) -> str:
     """The text of a run file; ConfigError says why there is none. `missing` is what to say of a path without a file."""
     try:
-        return read_limited(path, MOST_BYTES, pipe=True).decode(
-            "utf-8-sig"
-        )  # some editors begin a file with a byte order mark
+        # Some editors begin a file with a byte order mark.
+        return read_limited(path, MOST_BYTES, pipe=True).decode("utf-8-sig")
     except FileNotFoundError:
         advice = f"no such file; `atoll init {path}` writes one to start from"
         advice = advice if path.suffix == ".toml" else "no such run or run file"

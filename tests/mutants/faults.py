@@ -11,11 +11,11 @@ TESTS = [
 
 MUTANTS = [
     Mutant("a lost round merges anyway", "rounds.py",
-           "lost = missed and not flight.forgotten", "lost = False"),
+           "lost = missed and not outlier and not flight.forgotten", "lost = False"),
     Mutant("who was away when a round was sent does not merge it", "rounds.py",
            "missed = flight.offer is not None and all(", "missed = all("),
     Mutant("what was lost while a worker was away is waited for", "rounds.py",
-           "lost = missed and not flight.forgotten", "lost = missed"),
+           "lost = missed and not outlier and not flight.forgotten", "lost = missed and not outlier"),
     Mutant("what was blended away is sent again at the end", "rounds.py", "flight.held *= keep", "pass"),
     Mutant("a lost eager delta is forgotten", "replica.py",
            "if lost and lost.offer else None", "if False else None"),
@@ -31,7 +31,7 @@ MUTANTS = [
             "            state.residual.add_(lost.restore)\n")),
     Mutant("finish sends twice what is in flight", "replica.py", "alpha=lost - held)", "alpha=lost - 0.0)"),
     Mutant("finish forgets what was lost last", "loop.py", "return recent_gap or not", "return not"),
-    Mutant("rolled back, a worker puts in zeros", "loop.py", ".left_out = round_id.fragment in sending",
+    Mutant("rolled back, a worker puts in zeros", "loop.py", ".left_out = fragment in sending",
            ".left_out = False"),
     Mutant("who is left out is never asked", "replica.py", "now = wait or state.left_out or state",
            "now = wait or state"),

@@ -99,8 +99,8 @@ MUTANTS = [
            tests=(f"{RUN}::test_what_is_refused_leaves_the_folder_as_it_was",)),
     Mutant("an interrupted run counts as finished", "train/folder.py", 'bool(ends) and ends[-1].outcome == "finished"',
            "bool(ends)", tests=RESUMED),
-    Mutant("one checkpoint is kept", "train/folder.py", "return config.train.keep", "return 1", tests=SAID),
-    Mutant("workers apart keep too few checkpoints", "train/folder.py", "2 * config.sync.period", "0", tests=KEPT),
+    Mutant("one checkpoint is kept", "train/folder.py", "keep=config.train.keep, ahead", "keep=1, ahead", tests=SAID),
+    Mutant("workers apart keep too few checkpoints", "train/folder.py", "sync.ahead if sync and self.of_many else 0", "0", tests=KEPT),
     # exports
     Mutant("damaged weights are loaded", "train/export.py", '!= digest:\n', "!= digest and False:\n", tests=EXPORT),
     Mutant("a tokenizer of another model is loaded", "train/export.py", "if tokenizer.vocabulary > vocabulary:",
@@ -135,7 +135,7 @@ MUTANTS = [
     Mutant("the whole text is fed into a full cache", "train/hub.py",
            "new = tokens if cache is None else tokens[:, -1:]", "new = tokens", tests=HUB),
     # events
-    Mutant("a torn last line is damage", "events.py", 'data.split(b"\\n")[:-1]', 'data.split(b"\\n")', tests=METRICS),
+    Mutant("a torn last line is damage", "events.py", 'if not line.endswith(b"\\n"):', "if False:", tests=METRICS),
     Mutant("a file that was cut goes on unnoticed", "events.py", "if file.read(len(self._last)) != self._last:",
            "if False:", tests=METRICS),
     Mutant("resumed, a file is not cut", "events.py", "            self._file.truncate(whole)\n", "", tests=METRICS),

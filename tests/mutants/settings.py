@@ -85,7 +85,7 @@ MUTANTS = [
     Mutant("nothing can be taken out of a run file", "runfile.py", "            inner.pop(last, None)\n        else:",
            "            pass\n        else:"),
     Mutant("numbers of an override are text", "runfile.py", 'table["value"] if len(table) == 1 else raw', "raw"),
-    Mutant("a byte order mark ends a run file", "runfile.py", '.decode("utf-8-sig")', '.decode("utf-8")'),
+    Mutant("a byte order mark ends a run file", "runfile.py", '"utf-8-sig"', '"utf-8"'),
     Mutant("unknown keys are not explained", "runfile.py", 'return f"did you mean {full[close[0]]}?"',
            'return "unknown"'),
     # studies
