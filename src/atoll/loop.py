@@ -295,11 +295,13 @@ class OuterLoop:
             if self.link.on_any_rank(bool(runaways)):
                 self._roll_back_less(runaways, sending)
 
-    def _leave_outliers(self) -> None:
+    def _leave_outliers(self) -> bool:
         """Start anew after rounds that have left out this worker's delta, unless it has done so since."""
         outliers, self._rounds.outliers = self._rounds.outliers, {}
-        if self._exchange.outlier_ratio is not None and self.link.on_any_rank(any(outliers.values())):
-            self._roll_back_less([fragment for fragment, holds in outliers.items() if holds])
+        if self._exchange.outlier_ratio is None or not self.link.on_any_rank(any(outliers.values())):
+            return False
+        self._roll_back_less([fragment for fragment, holds in outliers.items() if holds])
+        return True
 
     def _roll_back_less(self, fragments: Collection[int], sending: Collection[int] = ()) -> None:
         """Roll back; the rounds of these fragments that do without this worker are under way, so not the next as well.
@@ -345,6 +347,8 @@ class OuterLoop:
             lost = self._rounds.apply(round_id, self.steps)
             replica.settle(delta, flight, lost=lost is not None)
             deltas[round_id.fragment] = self._shelves.kept(delta)
+        if self._leave_outliers():
+            deltas = [torch.zeros_like(delta) for delta in deltas]
         last = [round_id for round_id in everything if self._has_unsent(round_id.fragment)]
         for round_id in last:
             self._send([self._at(round_id).outgoing_of(round_id, self._measured(round_id, deltas))])

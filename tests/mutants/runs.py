@@ -100,7 +100,8 @@ MUTANTS = [
     Mutant("an interrupted run counts as finished", "train/folder.py", 'bool(ends) and ends[-1].outcome == "finished"',
            "bool(ends)", tests=RESUMED),
     Mutant("one checkpoint is kept", "train/folder.py", "keep=config.train.keep, ahead", "keep=1, ahead", tests=SAID),
-    Mutant("workers apart keep too few checkpoints", "train/folder.py", "sync.ahead if sync and self.of_many else 0", "0", tests=KEPT),
+    Mutant("workers apart keep too few checkpoints", "train/folder.py",
+           "sync.ahead if sync and self.of_many else 0", "0", tests=KEPT),
     # exports
     Mutant("damaged weights are loaded", "train/export.py", '!= digest:\n', "!= digest and False:\n", tests=EXPORT),
     Mutant("a tokenizer of another model is loaded", "train/export.py", "if tokenizer.vocabulary > vocabulary:",

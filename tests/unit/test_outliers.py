@@ -166,6 +166,30 @@ def test_one_exploding_delta_is_left_out_and_the_run_goes_on(sync: Sync, workers
             assert torch.equal(mine, first)
 
 
+def test_an_outlier_is_not_usual_afterwards() -> None:
+    run = Run(next(syncs("fp32")), 2)
+    run.train(40, spoil=37)
+    run.train(10, spoil=47)
+    assert run.loops[1].counters.rounds_outlier == 2
+    assert run.held_out() < 10
+
+
+@pytest.mark.parametrize("sync", list(syncs("fp32"))[1:], ids=str)
+def test_a_runaway_starts_anew_in_the_next_step_and_does_not_wait_for_the_round(sync: Sync) -> None:
+    run = Run(sync, 2)
+    run.train(40, spoil=40)
+    run.train(1)
+    assert max(float(parameter.detach().abs().max()) for parameter in run.models[1].parameters()) < 100
+
+
+@pytest.mark.parametrize("sync", [*syncs("fp32"), *syncs("e3m0")], ids=str)
+def test_what_explodes_just_before_the_end_is_left_out_of_the_last_exchange_too(sync: Sync) -> None:
+    run = Run(sync, 2)
+    run.train(40, spoil=39)
+    run.crew.finish()
+    assert run.held_out() < 100
+
+
 @pytest.mark.parametrize("workers", [2, 4])
 def test_without_an_outlier_the_guard_changes_no_bit(workers: int) -> None:
     runs = [Run(next(syncs("e3m0")), workers, outlier_ratio=ratio) for ratio in (10.0, None)]

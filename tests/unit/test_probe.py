@@ -39,7 +39,12 @@ def test_a_step_is_measured_without_data_or_other_workers() -> None:
 def test_the_batch_of_the_run_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Size] = []
     loss = Decoder.loss
-    monkeypatch.setattr(Decoder, "loss", lambda self, tokens: seen.append(tokens.shape) or loss(self, tokens))
+
+    def seeing(self: Decoder, tokens: torch.Tensor) -> object:
+        seen.append(tokens.shape)
+        return loss(self, tokens)
+
+    monkeypatch.setattr(Decoder, "loss", seeing)
     found = probe_step(parse(TINY | {"train": {"batch": 6, "sequence": 16}}), 256, tell=lambda line: None)
     assert found.tokens == 6 * 16 and set(seen) == {(6, 17)}
 

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from atoll import config
+from atoll import checkpoint, config
 from atoll.config import RunConfig
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError
 from atoll.events import End, Round, Start, Step, read
-from atoll.layout import RUN
+from atoll.layout import CHECKPOINTS, RUN
 from atoll.link.seat import Seat
+from atoll.train.batches import Batches, held_out
 from atoll.train.folder import RunFolder
-from atoll.train.run import train
+from atoll.train.run import prepare, start, train
 from atoll.train.trainer import Trainer
 
 SMALL: dict[str, Any] = {
@@ -95,11 +96,15 @@ def test_other_text_cannot_be_resumed_with(tmp_path: Path, monkeypatch: pytest.M
         train(run, resume=True)
 
 
-@pytest.mark.parametrize(("period", "save_every", "keep", "kept"), [(10, 5, 1, 5), (10, 7, 1, 4), (2, 100, 3, 3)])
-def test_workers_apart_keep_as_many_checkpoints_as_they_may_be_ahead(
-    period: int, save_every: int, keep: int, kept: int
-) -> None:
-    """One that is two periods ahead still has the newest of the one that is behind."""
-    run = RunConfig().changed(**{"sync.period": period, "train.save_every": save_every, "train.keep": keep})
-    assert RunFolder(run, Seat(0, 2))._kept(run) == kept
-    assert RunFolder(run)._kept(run) == keep
+def test_a_worker_apart_keeps_the_checkpoints_that_others_may_still_need(tmp_path: Path) -> None:
+    """One that is a period and a delay ahead still has the newest of the one that is behind."""
+    run = run_of(tmp_path, **{"train.keep": 1})
+    data = prepare(run)
+    model, run = start(run, data)
+    batches = Batches(data.train, workers=3, batch=2, sequence=16, seed=0)
+    trainer = Trainer(run, model, batches, held_out(data.held_out, sequence=16, tokens=64, batch=2))
+    for seat, kept in ((None, (10,)), (Seat(0, 3), (5, 6, 7, 8, 9, 10))):
+        folder = RunFolder(run, seat)
+        for trainer.steps in range(1, 11):
+            folder.save(trainer, 0, data)
+        assert checkpoint.steps(folder.path / CHECKPOINTS) == kept

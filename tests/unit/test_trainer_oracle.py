@@ -241,7 +241,8 @@ def test_a_model_is_measured_without_dropout_and_trains_on_with_it(tmp_path: Pat
     batches = Batches(data.train, workers=1, batch=4, sequence=SEQUENCE, seed=3)
     trainer = Trainer(settings, model, batches, held_out(data.held_out, sequence=SEQUENCE, tokens=99, batch=4))
     modes = []
-    hook = model.norm.register_forward_hook(lambda module, inputs, output: modes.append(module.training))
+    norm = model.get_submodule("norm")
+    hook = norm.register_forward_hook(lambda module, inputs, output: modes.append(module.training))
     trainer.step()
     trainer.evaluate()
     trainer.step()
