@@ -13,6 +13,7 @@ from atoll.core.codec import Codec
 from atoll.errors import ConfigError
 from atoll.events import End, Round, Start, Step, read
 from atoll.layout import CHECKPOINTS, RUN
+from atoll.link.local import local
 from atoll.link.seat import Seat
 from atoll.train.batches import Batches, held_out
 from atoll.train.folder import RunFolder
@@ -102,7 +103,7 @@ def test_a_worker_apart_keeps_the_checkpoints_that_others_may_still_need(tmp_pat
     data = prepare(run)
     model, run = start(run, data)
     batches = Batches(data.train, workers=3, batch=2, sequence=16, seed=0)
-    trainer = Trainer(run, model, batches, held_out(data.held_out, sequence=16, tokens=64, batch=2))
+    trainer = Trainer(run, model, batches, held_out(data.held_out, sequence=16, tokens=64, batch=2), local(3))
     for seat, kept in ((None, (10,)), (Seat(0, 3), (5, 6, 7, 8, 9, 10))):
         folder = RunFolder(run, seat)
         for trainer.steps in range(1, 11):
