@@ -897,7 +897,7 @@ def test_closed_links_leave_no_threads_and_no_files_behind_and_free_the_port(tmp
 
 
 def test_threads_that_gloo_lets_go_of_never_are_waited_for_together_and_not_one_by_one() -> None:
-    mail = Mail(None, [])
+    mail = Mail(None, [], {})
     for _ in range(4):
         mail.start(time.sleep, 20.0)
     began = time.monotonic()
