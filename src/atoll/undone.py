@@ -5,6 +5,7 @@ merge the parameters are W, before it they were V. An inner step moves them from
 they are back at V but for a step. A few thousand values per fragment show it, and only in the first merges.
 """
 
+import math
 from collections.abc import Collection, Sequence
 
 import torch
@@ -24,6 +25,10 @@ FAR = 3.0
 """A merge tells something if it moved the parameters so many times as far as the largest inner step that was seen."""
 NEAR = 0.4
 """It was undone if an inner step later they are so near to where they were before, as a share of what it moved."""
+
+
+STRAIGHT = 0.9
+"""Cosine of a step with the way down the gradient from which on the one explains the other."""
 
 
 class MergeWatch:
@@ -56,7 +61,9 @@ class MergeWatch:
         found = []
         for fragment, now in self._samples(merged).items():
             before, after = merged[fragment]
-            numbers = [_square(after - before), _square(now - before), self._largest[fragment]]
+            gradient = self._windows[fragment].sample(gradients=True)
+            rows = torch.stack([now - before, now - after, gradient])
+            numbers = [_square(after - before), self._largest[fragment], *(rows @ rows.T).flatten()]
             found.append(Late(torch.stack(numbers)))
         if found:
             self._found.append(found)
@@ -84,9 +91,8 @@ class MergeWatch:
     def check(self, link: Link) -> None:
         """Raise an AtollError if the last merges were undone, as far as is known when the next one is due."""
         for found in self._found:
-            moved, back, inner = map(sum, zip(*(late.values for late in found), strict=True))
-            is_undone = moved > FAR**2 * inner and back < NEAR**2 * moved
-            self._in_a_row = self._in_a_row + 1 if is_undone else 0
+            sums = [sum(numbers) for numbers in zip(*(late.values for late in found), strict=True)]
+            self._in_a_row = self._in_a_row + 1 if _is_undone(*sums) else 0
         if self._found and link.on_any_rank(self._in_a_row >= IN_A_ROW):
             raise AtollError(
                 f"worker {link.worker}: an inner step after each of the last {IN_A_ROW} merges, the parameters were "
@@ -98,6 +104,20 @@ class MergeWatch:
 
     def _samples(self, fragments: Collection[int]) -> dict[int, Tensor]:
         return {fragment: self._windows[fragment].sample() for fragment in fragments}
+
+
+def _is_undone(moved: float, inner: float, *products: float) -> bool:
+    """Whether a merge that moved so much was undone, unless the inner step was just a large one down the gradient.
+
+    `inner` is the largest inner step; both squared. The products are those of the way from before the merge, the way
+    from after it, and the gradient, in rows.
+    """
+    from_before, _, before_gradient, _, from_after, after_gradient, _, _, gradient = products
+    if not (moved > FAR**2 * inner and from_before < NEAR**2 * moved):
+        return False
+    down_from_before = max(0.0, -before_gradient) / math.sqrt(from_before * gradient or 1.0)  # cosines
+    down_from_after = max(0.0, -after_gradient) / math.sqrt(from_after * gradient or 1.0)
+    return down_from_after < max(STRAIGHT, down_from_before - 0.01)
 
 
 def _square(difference: Tensor) -> Tensor:

@@ -105,10 +105,13 @@ class Window:
                 )
         return [live[name] for name in self.names]
 
-    def sample(self) -> Tensor:
-        """A few thousand of the parameters' values as a new vector, always the same ones."""
-        live = self.parameters()
-        parts = [local_part(parameter).reshape(-1) for parameter in live[:: -(-len(live) // SAMPLED_PARAMETERS)]]
+    def sample(self, *, gradients: bool = False) -> Tensor:
+        """A few thousand of the parameters' values as a new vector, always the same ones; or of their gradients."""
+        chosen: list[Tensor] = [*self.parameters()]
+        chosen = chosen[:: -(-len(chosen) // SAMPLED_PARAMETERS)]
+        if gradients:  # one without counts as zeros
+            chosen = [torch.zeros_like(p) if p.grad is None else p.grad for p in chosen]
+        parts = [local_part(tensor).reshape(-1) for tensor in chosen]
         strides = [max(1, part.numel() // SAMPLED_VALUES) for part in parts]
         return torch.cat(
             [part[::stride].to(self.device, self.dtype) for part, stride in zip(parts, strides, strict=True)]
@@ -198,7 +201,7 @@ def checksum(tensor: Tensor) -> int:
         sums = [checksum(getattr(part, name)) for name in inside]
         return zlib.crc32(" ".join(map(str, sums)).encode())
     try:
-        raw = part.reshape(-1).view(torch.uint8)
+        raw = part.reshape(-1).contiguous().view(torch.uint8)
         if raw.numel() % 8 or raw.storage_offset() % 8:
             raw = torch.cat([raw, raw.new_zeros(-raw.numel() % 8)])
         mixed = fingerprint(raw.view(torch.int64))
