@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from atoll.core.flat import checksum
 from atoll.core.fragments import Balanced
 from atoll.errors import AtollError, ConfigError, LinkError, NonFiniteError
 from atoll.sync import Gradients
-from fleet import Fleet, Me
+from fleet import Fleet, Me, free_port
 from harness import PRESETS, Problem, bits, preset, spoil, tolerant, train
 
 
@@ -539,3 +540,75 @@ class TestAgeOfAnAnchor:
         assert fresh[0].anchor_step == loops[0].anchor_step == 3
         gradients = loop_of(lora(0), DataParallel())
         assert gradients.anchor_step == 0
+
+
+# ---------------------------------------------------------------------- whole scripts
+
+
+WORKER = """
+import sys, torch, atoll
+from torch import nn
+worker, address = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Linear(4, 4)
+
+def main():
+    outer = atoll.OuterLoop(model, atoll.DiLoCo(period=2), atoll.connect(address, worker=worker, workers=2, join_s=60))
+    for step in range(100):
+        if worker == 1 and step == 5:
+            model.weight.data[0, 0] = torch.nan
+        outer.step()
+
+if __name__ == "__main__":
+    if len(sys.argv) > 3:
+        process = torch.multiprocessing.get_context(sys.argv[3]).Process(target=main)
+        process.start()
+        process.join()
+        raise SystemExit(process.exitcode)
+    main()
+"""
+DDP = """
+import sys, torch, atoll
+from torch import distributed, nn
+torch.set_num_threads(1)
+torch.manual_seed(0)
+link = atoll.connect(join_s=60)
+distributed.init_process_group("gloo")
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+outer = atoll.OuterLoop(model.module, atoll.DiLoCo(period=2), link)
+model(torch.ones(1, 4)).sum().backward()
+try:
+    outer.step()
+except atoll.errors.ConfigError as fault:
+    print("refused:", fault)
+finally:
+    distributed.destroy_process_group()
+"""
+
+
+def script(folder: Path, text: str) -> str:
+    (folder / "script.py").write_text(text)
+    return str(folder / "script.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [[], ["fork"]], ids=["script", "child process"])
+def test_a_script_that_a_nan_ends_tells_the_others(how: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, script(tmp_path, WORKER)]
+    arguments = (f"127.0.0.1:{free_port()}", *how)
+    workers = [subprocess.Popen([*command, str(k), *arguments], stderr=subprocess.PIPE, text=True) for k in range(2)]
+    errors = [worker.communicate(timeout=120)[1] for worker in workers]
+    assert [worker.returncode for worker in workers] == [1, 1]
+    assert "NonFiniteError: worker 1, step 6, fragment 0, parameter 'weight'" in errors[1]
+    assert (
+        "worker 1 left: its process has ended without closing the link: NonFiniteError: worker 1, step 6" in errors[0]
+    )
+
+
+@pytest.mark.slow
+def test_ddp_over_all_processes_of_a_torchrun_is_refused(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ran = subprocess.run([*torchrun, script(tmp_path, DDP)], capture_output=True, text=True, timeout=200, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("a default process group spans 2 processes of this torchrun") == 2
