@@ -147,6 +147,13 @@ class Eval:
     """Nats per token."""
     best: bool
     """Whether it is the lowest so far."""
+    anchor_step: int | None = None
+    """The step that the outer parameters stood for: between two rounds, an earlier one. None: unknown (older files)."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the outer parameters stood for an earlier step than that of the evaluation."""
+        return self.anchor_step is not None and self.anchor_step < self.step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,10 +15,7 @@ twice: when all that can be refused is prepared and nothing of this step has bee
 waits. What a GPU still encodes when it is sent is refused later, where the next thing is due (`_settle`).
 """
 
-import math
-import warnings
-import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -26,22 +23,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atoll.agreement import (
+    check_arguments,
+    check_saved,
+    frozen_terms,
+    live_checksums,
+    starting_terms,
+    terms_of,
+    warn_of_buffers,
+)
 from atoll.applied import Observer
-from atoll.core.flat import CPU, Window, check_coverage, fingerprint, scatter, state_dtype, trainable
-from atoll.core.fragments import Whole, describe, split, unsynchronised_buffers
+from atoll.core.flat import CPU, Window, check_coverage, scatter, state_dtype, trainable
+from atoll.core.fragments import Whole, describe, split
 from atoll.core.guard import OUTLIER_RATIO
 from atoll.core.outer import Blend
 from atoll.core.schedule import Schedule
-from atoll.errors import AtollError, ConfigError
+from atoll.errors import AtollError, NonFiniteError
 from atoll.exchange import Exchange
 from atoll.gradients import GradientAverage
-from atoll.link.base import Link, RoundId, difference
+from atoll.link.base import Contribution, Link, RoundId
+from atoll.loaded import Loads
 from atoll.optimizers import InnerOptimizers
 from atoll.replica import Replica
 from atoll.rounds import Rounds
 from atoll.shelf import shelves
 from atoll.state import Counters, FragmentState, Outgoing
 from atoll.sync import Gradients, Sync
+from atoll.undone import MergeWatch
 
 
 class OuterLoop:
@@ -52,7 +60,8 @@ class OuterLoop:
     in every mean, for instance the number of examples in its shard. With `leave_out_nonfinite`, a worker whose delta
     (or gradient) holds a NaN or an infinity is left out of the round and rolled back instead of stopping with an error.
     A delta whose norm is more than `outlier_ratio` times what the worker's own last rounds and the other workers'
-    deltas lead to expect is left out as well, and the worker rolled back; None lets every finite delta count.
+    deltas lead to expect is left out as well, and the worker rolled back; None lets every finite delta count. Torch
+    optimizers of a worker that is rolled back forget their state; `on_roll_back` is called then, to reset any other.
     With `offload`, for a model on a GPU, anchors, velocities and the like are kept in the host's memory and fetched for
     the fragment that is due. An `observer` is told of every round that this worker applies.
     """
@@ -66,21 +75,12 @@ class OuterLoop:
         weight: float = 1.0,
         leave_out_nonfinite: bool = False,
         outlier_ratio: float | None = OUTLIER_RATIO,
+        on_roll_back: Callable[[], object] | None = None,
         offload: bool = False,
         observer: Observer | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if not isinstance(sync, Sync | Gradients):
-            raise ConfigError(f"sync must be made by DiLoCo(...), Streaming(...) or another preset, got {sync!r}")
-        if not hasattr(link, "worker"):
-            raise ConfigError(
-                f"link must be one worker's end of a link, got {type(link).__name__}: give each its own, links[i]"
-            )
-        if not hasattr(weight, "__float__") or not 0 < weight <= 1e18:
-            raise ConfigError(f"weight of worker {link.worker} must be a number above 0, at most 1e18, got {weight!r}")
-        if outlier_ratio is not None and not (hasattr(outlier_ratio, "__float__") and 1 < outlier_ratio < math.inf):
-            raise ConfigError(f"outlier_ratio must be a number above 1, or None for no limit, got {outlier_ratio!r}")
+        check_arguments(model, sync, link, weight, outlier_ratio)
+        warn_of_buffers(model)
         self.model = model
         self.sync = sync
         self.link = link
@@ -105,6 +105,7 @@ class OuterLoop:
         self._replicas: list[Replica] = []
         if isinstance(sync, Sync):
             self._schedule = Schedule(sync.period, len(self._windows), sync.delay_of(link.worker, link.workers))
+            self._watch = MergeWatch(self._windows, self._schedule, eager=sync.eager)
             feedback = sync.codec.feedback
             for window in self._windows:
                 state = FragmentState.fresh(window, sync.outer.slot_names, eager=sync.eager, feedback=feedback)
@@ -112,14 +113,12 @@ class OuterLoop:
                 self._states.append(state)
             self._replicas = [Replica(s, self._exchange, n, sync.outer) for n, s in enumerate(self._states)]
         self._rounds = Rounds(self._exchange, self._replicas, observer)
+        self._loads = Loads(model)
+        self._on_roll_back = on_roll_back
+        self._in_a_row = 0  # roll-backs since the last delta that could be sent
+        self._merged = False
         self._due: set[int] = set()
         self._joined = self._lent = self._finished = False
-        if buffers := unsynchronised_buffers(model):
-            warnings.warn(
-                f"{len(buffers)} buffers such as {buffers[0]!r} change in training but are not parameters: "
-                "each worker keeps its own",
-                stacklevel=2,
-            )
 
     # ------------------------------------------------------------------ what a training script calls
 
@@ -140,16 +139,27 @@ class OuterLoop:
         """Rounds, bytes and seconds of waiting so far."""
         return self._exchange.counters
 
+    @property
+    def merged(self) -> bool:
+        """Whether the last step(), roll_back() or finish() wrote into the model's parameters.
+
+        An optimizer that steps on copies of them must copy them anew then, or it undoes the merge.
+        """
+        return self._merged
+
+    @property
+    def anchor_step(self) -> int:
+        """The inner step that the outer parameters stand for: their oldest fragment holds what was sent after it."""
+        return min((state.step for state in self._states), default=self.steps)
+
     def join(self) -> None:
         """Meet the others, as the first step would (between machines it waits for all); LinkError says what differs."""
         if self._joined:
             return
-        here = {"inner steps made (load the same checkpoint on all)": str(self.steps)}
+        self._loads.check()
+        here = {"inner steps made (load the same checkpoint on all)": str(self.steps), **frozen_terms(self.model)}
         if not self.steps:  # from there on, rounds compare
-            starts = [state.anchor for state in self._states] or [window.read() for window in self._windows]
-            sums = " ".join(f"{fingerprint(start):016x}" for start in starts)
-            key = "starting parameters (seed alike before the model is made, or load the same)"
-            here[key] = f"checksum {zlib.crc32(sums.encode()):08x}"
+            here |= starting_terms([s.anchor for s in self._states] or [w.read() for w in self._windows])
         self.link.join({**self._terms(), **here}, self._exchange.weight)
         self._joined = True
         self._rounds.take_up()
@@ -178,7 +188,8 @@ class OuterLoop:
         """Give up what this worker has trained and not yet sent, for instance after a loss that is not finite.
 
         Its parameters become the anchor, and the next round of every fragment is completed without it. Torch optimizers
-        that step them forget their state; reset any other yourself. Under DataParallel there is nothing to roll back.
+        that step them forget their state; `on_roll_back` is for others. Under DataParallel there is nothing to roll
+        back.
         """
         if self._lent:
             raise AtollError("the model holds the anchor: leave the `with outer.anchor()` block first")
@@ -187,22 +198,27 @@ class OuterLoop:
         self._start_anew()
         for state in self._states:
             state.left_out = True
+        if self._on_roll_back is not None:
+            self._on_roll_back()
 
     @contextmanager
     def anchor(self) -> Iterator[nn.Module]:
-        """Lend the outer parameters: inside, the model holds the anchor; afterwards its own parameters again."""
+        """Lend the outer parameters: inside, the model holds the anchor; afterwards its own parameters again.
+
+        They are those of the last round that was applied, and so up to a period and a delay old: of `anchor_step`.
+        """
         if self._lent:
             raise AtollError("anchor() is already in use: leave the first `with` block before entering another")
         # The tensors themselves are kept: freezing the model inside must not keep its own values from coming back.
         self._shelves.settle()
         own = [(state.window.parameters(), self._shelves.kept(state.window.read())) for state in self._states]
-        self._lent = True
+        self._lent, self._loads.watching = True, False
         try:
             for state in self._states:
                 state.window.write(state.anchor)
             yield self.model
         finally:
-            self._lent = False
+            self._lent, self._loads.watching = False, True
             for parameters, values in own:
                 scatter(values, parameters)
 
@@ -220,7 +236,10 @@ class OuterLoop:
             self.steps = step
             return
         due = self._schedule.due(step)
+        self._merged = False
+        self._watch.stepped()
         if due.send or due.apply:
+            self._watch.check(self.link)
             self._settle(due.send)
         self._leave_runaway(due.send)
         for fragment in due.apply:
@@ -233,6 +252,7 @@ class OuterLoop:
         del outgoing  # the deltas' memory
         yield
         keep = self.sync.merge.alpha if isinstance(self.sync.merge, Blend) else None
+        self._merged |= self._watch.merging(step)
         lost = {f: self._rounds.apply(RoundId(step - self._schedule.delay, f), step, keep) for f in due.apply}
         if due.apply:
             self._leave_outliers()
@@ -243,6 +263,7 @@ class OuterLoop:
         if self.link.present(step + 1) and not self.link.present(step):
             self._start_anew()
         coming = self._schedule.due(step + 1)
+        self._watch.merged(step)
         self._shelves.turn_to({*coming.send, *coming.apply})
 
     def _use(self, fragments: set[int]) -> None:
@@ -256,6 +277,7 @@ class OuterLoop:
             raise AtollError("the model holds the anchor: leave the `with outer.anchor()` block first")
         if self._finished:
             raise AtollError("finish() has been called: make a new OuterLoop to train on")
+        self._loads.check()
         self.join()
         self.link.check()
 
@@ -270,7 +292,11 @@ class OuterLoop:
 
     def _send(self, outgoing: Sequence[Outgoing]) -> None:
         if outgoing and self.link.on_any_rank(self._spoilt(outgoing)):
-            self.roll_back()
+            self._give_up()
+        elif any(
+            isinstance(o.offer, Contribution) and not self._states[o.round_id.fragment].left_out for o in outgoing
+        ):
+            self._in_a_row = 0
         self._rounds.send(outgoing)
 
     def _spoilt(self, outgoing: Sequence[Outgoing]) -> bool:
@@ -284,7 +310,9 @@ class OuterLoop:
         if spoilt:
             if not self._exchange.tolerant:
                 raise self._exchange.refusal(*spoilt[0])
-            self._roll_back_less([round_id.fragment for round_id, _ in spoilt], sending)
+            self._give_up([round_id.fragment for round_id, _ in spoilt], sending)
+        elif any(flight.offer is not None and not flight.forgotten for _, flight in self._rounds.waiting()):
+            self._in_a_row = 0
         self._rounds.leave_out(unsent)
 
     def _leave_runaway(self, sending: Collection[int]) -> None:
@@ -312,8 +340,21 @@ class OuterLoop:
         for fragment in fragments:
             self._states[fragment].left_out = fragment in sending
 
+    def _give_up(self, fragments: Collection[int] = (), sending: Collection[int] = ()) -> None:
+        """Roll back, for a delta was not finite; if it is so every time, NonFiniteError says what the cause may be."""
+        self._roll_back_less(fragments, sending)
+        self._in_a_row += 1
+        if self._in_a_row > 1 and self._on_roll_back is None and not self._optimizers.found:
+            raise NonFiniteError(
+                f"worker {self.link.worker}, step {self.steps}: rolled back {self._in_a_row} times in a row, for no "
+                "delta was finite. Its inner optimizer probably keeps NaN in its state: reset it after a roll-back, "
+                "OuterLoop(..., leave_out_nonfinite=True, on_roll_back=inner.state.clear)"
+            )
+
     def _start_anew(self) -> None:
         """Join, come back or be rolled back: take the anchor, and nothing of one's own."""
+        self._merged = True
+        self._loads.forget()
         self._shelves.settle()
         for state in self._states:
             state.forget()
@@ -327,6 +368,8 @@ class OuterLoop:
         if isinstance(self.sync, Gradients):
             self._finished = True
             return
+        self._watch.stepped()
+        self._watch.check(self.link)
         self._settle(range(len(self._states)))
         check_coverage(self.model, self._windows)
         everything = [RoundId(self.steps, fragment, last=True) for fragment in range(len(self._states))]
@@ -340,7 +383,7 @@ class OuterLoop:
         yield
         self._finished = True
         if spoilt:
-            self.roll_back()
+            self._give_up()
             deltas = [torch.zeros_like(delta) for delta in deltas]
         for round_id, flight in self._rounds.waiting():
             replica, delta = self._at(round_id), self._measured(round_id, deltas)
@@ -360,6 +403,7 @@ class OuterLoop:
         self._shelves.settle()
         for state in self._states:
             state.window.write(state.anchor)
+        self._merged = True
         self._rounds.drop(self.steps)
 
     def _at(self, round_id: RoundId) -> Replica:
@@ -398,9 +442,8 @@ class OuterLoop:
         return {
             "steps": self.steps,
             "finished": self._finished,
-            "worker": self.link.worker,
             "ahead": self.sync.ahead if self.link.workers > 1 else 0,  # for `checkpoint.save`
-            "terms": self._terms(),
+            **self._identity(),
             "fragments": [state.state_dict() for state in self._states],
             "flights": self._rounds.state_dict(),
             "mean_residuals": self._rounds.residuals_state_dict(),
@@ -408,16 +451,11 @@ class OuterLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what state_dict gave, to the bit; call it before the first step."""
+        """Continue from what state_dict gave, to the bit; call it before the first step, with the model restored."""
         if self._joined:
             raise AtollError("load_state_dict() must come before the first step of a new OuterLoop")
-        if state["finished"]:
-            raise ConfigError("the state is that of a run after finish(): start a new run from its model instead")
-        if state["worker"] != self.link.worker:
-            raise ConfigError(f"this is the state of worker {state['worker']}; this is worker {self.link.worker}")
-        terms = self._terms()
-        if differs := difference({"outlier_ratio": terms["outlier_ratio"], **state["terms"]}, terms):
-            raise ConfigError(f"the state was saved with other settings than these: {differs}")
+        check_saved(state, self._identity(), self._windows)
+        self._loads.forget()
         self.steps = state["steps"]
         self._shelves.settle()
         for fragment, saved in zip(self._states, state["fragments"], strict=True):
@@ -428,10 +466,14 @@ class OuterLoop:
         self._exchange.counters = Counters(**state["counters"])
 
     def _terms(self) -> dict[str, str]:
-        """What all workers, and a run and its continuation, must agree on."""
-        layouts = {f"layout of fragment {number}": window.layout() for number, window in enumerate(self._windows)}
-        ratio = {"outlier_ratio": str(self._exchange.outlier_ratio)}
-        return {"workers": str(self.link.workers), **self.sync.terms(), **layouts, **ratio}
+        return terms_of(self.link, self.sync, self._windows, self._exchange.outlier_ratio)
+
+    def _identity(self) -> dict[str, Any]:
+        """What a saved state is compared with before it is loaded."""
+        terms = self._terms()
+        live, weight = live_checksums(self._windows), self._exchange.weight
+        own = {"worker": self.link.worker, "weight": weight, "terms": terms}
+        return {**own, "frozen": frozen_terms(self.model), "live": live}
 
 
 def in_turn(parts: list[Iterator[None]]) -> None:

@@ -59,7 +59,7 @@ def scalars(event: Event) -> tuple[int, dict[str, float]]:
                 }
             where, curves = event.applied, {f"{name}/fragment{event.fragment}": v for name, v in measured.items()}
         case Eval():
-            where, curves = event.step, {"loss/held_out": event.loss}
+            where, curves = event.step, {"loss/held_out": event.loss, "anchor_step": event.anchor_step}
         case _:
             return 0, {}
     return where, {name: value for name, value in curves.items() if value is not None and math.isfinite(value)}

@@ -23,6 +23,11 @@ class InnerOptimizers:
 
         weakref.finalize(self, register_optimizer_step_post_hook(notice).remove)
 
+    @property
+    def found(self) -> bool:
+        """Whether a torch optimizer has stepped the model."""
+        return bool(self._found)
+
     def _notice(self, optimizer: Optimizer) -> None:
         if optimizer in self._found or optimizer in self._others:
             return

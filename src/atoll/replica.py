@@ -81,7 +81,7 @@ class Replica:
         """
         state = self.state
         outer = SGD(1.0) if plainly else self._outer
-        state.version += 1
+        state.version, state.step = state.version + 1, completed.round_id.step
         if self._kernels is not None and not isinstance(outer, Adam):
             local = None if keep is None else self._kernels.live()
             slots = tuple(state.slots.values()) if outer.slot_names else ()

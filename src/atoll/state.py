@@ -56,6 +56,8 @@ class FragmentState:
     """The outer optimizer's vectors, such as the velocity: the same bits on every worker."""
     version: int = 0
     """Rounds applied to the anchor."""
+    step: int = 0
+    """The inner step after which the last round that moved the anchor was sent."""
     gap: int = 0
     """The step of the last round that somebody's payload did not reach; 0 if there was none."""
     residual: Tensor | None = None
@@ -136,6 +138,7 @@ class FragmentState:
             "anchor": self.anchor.clone(),
             "slots": {name: slot.clone() for name, slot in self.slots.items()},
             "version": self.version,
+            "step": self.step,
             "gap": self.gap,
             "residual": _copy(self.residual),
             "own": _copy(self.own),
@@ -150,7 +153,7 @@ class FragmentState:
         self.anchor.copy_(state["anchor"])
         for name, slot in self.slots.items():
             slot.copy_(state["slots"][name])
-        self.version, self.gap = state["version"], state["gap"]
+        self.version, self.step, self.gap = state["version"], state.get("step", 0), state["gap"]
         for vector, saved in ((self.residual, state["residual"]), (self.own, state["own"])):
             if vector is not None:
                 vector.copy_(saved)

@@ -358,8 +358,8 @@ def corrupting(how: str) -> Callable[..., torch.Tensor]:
             return wire.seal(replace(envelope, round_id=RoundId(7, 0)), contribution, message)
         if how == "worker":
             return wire.seal(replace(envelope, sender=envelope.sender + 1), contribution, message)
-        if how == "weight":
-            member = Member(envelope.sender, float("nan"), 0, 0)
+        if how in ("weight", "another weight"):
+            member = Member(envelope.sender, float("nan") if how == "weight" else 1e18, 0, 0)
             return wire.seal(envelope, Contribution(member, part(0).payload[: envelope.length]))
         message = wire.seal(envelope, contribution, message)
         if how == "noise":
@@ -379,6 +379,7 @@ GARBAGE = {
     "round": "sent round step 7, fragment 0 where step 2, fragment 0 was due",
     "worker": "sent worker",
     "weight": "sent a weight of nan",
+    "another weight": "sent a weight of 1e+18 where 1.0 was agreed at the start",
 }
 
 
@@ -897,7 +898,7 @@ def test_closed_links_leave_no_threads_and_no_files_behind_and_free_the_port(tmp
 
 
 def test_threads_that_gloo_lets_go_of_never_are_waited_for_together_and_not_one_by_one() -> None:
-    mail = Mail(None, [])
+    mail = Mail(None, [], {})
     for _ in range(4):
         mail.start(time.sleep, 20.0)
     began = time.monotonic()

@@ -142,13 +142,11 @@ def test_workers_that_start_differently_are_told_so(sync: Sync | Gradients) -> N
 
 def test_workers_that_stopped_at_different_steps_cannot_resume_together() -> None:
     problem = Problem(workers=2)
-    stopped, states = problem.loops(DiLoCo(period=5)), []
-    for steps in (3, 1):
+    stopped, resumed = problem.loops(DiLoCo(period=5)), problem.loops(DiLoCo(period=5))
+    for worker, steps in enumerate((3, 1)):
         train(stopped, steps, 0.1)
-        states.append([loop.state_dict() for loop in stopped])
-    resumed = problem.loops(DiLoCo(period=5))
-    resumed[0].load_state_dict(states[0][0])
-    resumed[1].load_state_dict(states[1][1])
+        resumed[worker].model.load_state_dict(stopped[worker].model.state_dict())
+        resumed[worker].load_state_dict(stopped[worker].state_dict())
     with pytest.raises(LinkError, match=r"worker 1 and worker 0 differ in inner steps made .*: 4 against 3"):
         Crew(resumed).step()
 
@@ -167,7 +165,8 @@ def test_an_anchor_that_diverges_is_found_in_the_next_round() -> None:
     states = [loop.state_dict() for loop in loops]
     states[2]["fragments"][1]["anchor"][0] += 1e-12
     resumed = Problem(workers=3).loops(Streaming(period=4, fragments=by_part(4)))
-    for loop, state in zip(resumed, states, strict=True):
+    for loop, old, state in zip(resumed, loops, states, strict=True):
+        loop.model.load_state_dict(old.model.state_dict())
         loop.load_state_dict(state)
     with pytest.raises(
         LinkError, match="fragment 1: workers 0 and 2 have different anchors: they have diverged by round"
@@ -237,7 +236,8 @@ def test_a_worker_that_missed_a_round_cannot_go_on_unnoticed() -> None:
     states = [loop.state_dict() for loop in loops]
     states[1]["fragments"][0]["version"] -= 1
     resumed = Problem(workers=2).loops(DiLoCo(period=2))
-    for loop, state in zip(resumed, states, strict=True):
+    for loop, old, state in zip(resumed, loops, states, strict=True):
+        loop.model.load_state_dict(old.model.state_dict())
         loop.load_state_dict(state)
     with pytest.raises(LinkError, match="workers 0 and 1 have different anchors: they have diverged by round 1"):
         train(resumed, 2, 0.1)

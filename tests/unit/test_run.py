@@ -152,6 +152,8 @@ def test_a_run_says_what_it_was_and_what_happened(make: Any) -> None:
     assert all(loss is not None and 0 < loss < 7 for event in steps for loss in event.loss)
     evals = [event for event in events if isinstance(event, Eval)]
     assert [event.step for event in evals] == [5, 10, 15, 20] and evals[-1].loss < evals[0].loss
+    behind = [event.is_behind for event in evals]  # a round is applied a step after it was sent
+    assert behind == [True, True, True, False] and evals[-1].anchor_step == 20
     rounds = [event for event in events if isinstance(event, Round)]
     assert rounds and all(event.cosine is not None and event.members == [0, 1, 2] for event in rounds)
     about = json.loads((folder / "about.json").read_text())

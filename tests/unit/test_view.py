@@ -311,6 +311,16 @@ def test_a_live_view_in_80_columns() -> None:
     ]
 
 
+def test_an_evaluation_between_two_rounds_tells_of_which_step_it_is() -> None:
+    late = [replace(e, anchor_step=600) if isinstance(e, Eval) else e for e in UNTIL_610]
+    late[-1:] = [replace(an_eval(610, 61.5, 3.75, best=False), anchor_step=600)]
+    assert frame(shown("live", late))[3].startswith("held out  3.750 (step 600, best 3.500)  ")
+    assert "step 610/1000: held-out loss 3.750 (outer parameters of step 600), best 3.500" in shown("lines", late)
+    late[-1:] = [replace(an_eval(610, 61.5, 3.75, best=False), anchor_step=610)]
+    assert frame(shown("live", late))[3].startswith("held out  3.750 (best 3.500)   ")
+    assert "step 610/1000: held-out loss 3.750, best 3.500" in shown("lines", late)
+
+
 def test_a_live_view_of_a_worker_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = frame(shown("live", A_WORKER))
     assert lines[0] == "demo  streaming, worker 2 of 4, 3.21 M parameters, cpu"

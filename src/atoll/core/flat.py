@@ -12,6 +12,8 @@ PIECE = 1 << 17
 """Values of a vector worked on at a time: their temporaries stay in a core's cache."""
 LARGE_PIECE = 1 << 24
 """On a GPU, where the number of operations counts, and what they keep in memory."""
+SAMPLED_PARAMETERS, SAMPLED_VALUES = 8, 4096
+"""How many parameters, and of each about how many values (less than twice as many), a sample of a window has."""
 CPU = torch.device("cpu")
 
 
@@ -25,6 +27,16 @@ def pieces(numel: int, device: torch.device = CPU) -> Iterator[slice]:
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are trained, by name; tied ones once."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def frozen(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are not trained, by name; tied ones once."""
+    return {name: p for name, p in model.named_parameters() if not p.requires_grad}
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what torch.compile and DDP put into it."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
 def state_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
@@ -93,6 +105,18 @@ class Window:
                 )
         return [live[name] for name in self.names]
 
+    def sample(self, *, gradients: bool = False) -> Tensor:
+        """A few thousand of the parameters' values as a new vector, always the same ones; or of their gradients."""
+        chosen: list[Tensor] = [*self.parameters()]
+        chosen = chosen[:: -(-len(chosen) // SAMPLED_PARAMETERS)]
+        if gradients:  # one without counts as zeros
+            chosen = [torch.zeros_like(p) if p.grad is None else p.grad for p in chosen]
+        parts = [local_part(tensor).reshape(-1) for tensor in chosen]
+        strides = [max(1, part.numel() // SAMPLED_VALUES) for part in parts]
+        return torch.cat(
+            [part[::stride].to(self.device, self.dtype) for part, stride in zip(parts, strides, strict=True)]
+        )
+
     def read(self) -> Tensor:
         """The parameters' values as a new vector."""
         return gather(self.parameters(), self.dtype)
@@ -127,7 +151,7 @@ class Window:
 
     def layout(self) -> str:
         """What a worker's copy must match, in words."""
-        plain = [name.replace("_orig_mod.", "").removeprefix("module.") for name in self.names]  # compiled, or DDP
+        plain = [plain_name(name) for name in self.names]
         dtypes = [parameter.dtype for parameter in self.parameters()]  # or the same anchor would end in other models
         exact = "; ".join(f"{n} {tuple(s)} {d}" for n, s, d in zip(plain, self._shapes, dtypes, strict=True))
         checksum = f"checksum of names, shapes and dtypes {zlib.crc32(exact.encode()):08x}"
@@ -168,6 +192,23 @@ def fingerprint(vector: Tensor) -> int:
         mixed = (words[piece] >> 32).bitwise_xor_(words[piece])  # or two flipped signs would cancel: 2**63 times odd
         sums.append(mixed.mul_(factors[: piece.stop - piece.start]).sum())
     return joined_sums(torch.stack(sums).tolist() if sums else ())
+
+
+def checksum(tensor: Tensor) -> int:
+    """32 bits of what this process holds of a tensor, of any dtype; 0 where bits cannot be read (sparse, meta)."""
+    part = local_part(tensor)
+    if hasattr(part, "__tensor_flatten__"):  # one made of others, as quantised weights are
+        inside, _ = part.__tensor_flatten__()
+        sums = [checksum(getattr(part, name)) for name in inside]
+        return zlib.crc32(" ".join(map(str, sums)).encode())
+    try:
+        raw = part.reshape(-1).contiguous().view(torch.uint8)
+        if raw.numel() % 8 or raw.storage_offset() % 8:
+            raw = torch.cat([raw, raw.new_zeros(-raw.numel() % 8)])
+        mixed = fingerprint(raw.view(torch.int64))
+    except (RuntimeError, NotImplementedError):
+        return 0
+    return (mixed ^ mixed >> 32) % 2**32
 
 
 def words_of(vector: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ So all name the same worker, and not the messenger.
 
 import atexit
 import os
-import socket
+import sys
 import threading
 import time
 import weakref
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
 from contextlib import suppress
 from datetime import timedelta
-from itertools import count
+from multiprocessing.util import Finalize
 from textwrap import shorten
 from typing import Any, Self
 
@@ -30,12 +30,12 @@ from atoll.link.base import Offer, Pending, RoundId, difference
 from atoll.link.blame import Report, verdict
 from atoll.link.crossing import Crossing, Ticket
 from atoll.link.mail import TAGS, LostError, Mail
-from atoll.link.meeting import Meeting, begun, open_store, parse_address
+from atoll.link.meeting import Meeting, begun, parse_address
 from atoll.link.seat import Seat
-from atoll.link.wire import VERSION
+from atoll.link.torchrun import refuse_a_group_of_workers, torchrun_address
+from atoll.link.wire import MAX_WEIGHT, VERSION
 from atoll.version import __version__
 
-_calls = count()  # of torchrun_address: all processes count alike, and each link has an address of its own
 _BEFORE = "before the first round"
 _WORD_S = 0.5  # to find somebody to whom to say that this worker will not come
 _MESH_S = 60.0  # for connections between workers that are all there
@@ -60,10 +60,15 @@ def connect(
     and every process is a worker. A worker of several processes exchanges rank by rank (`rank` of `ranks`), each what
     it holds. A round that is not complete `deadline_s` seconds after it was opened here ends the run with a LinkError,
     so that is also how far workers may drift apart; `join_s` is how long to wait for all of them at the start.
+
+    Raises:
+        ConfigError: for an argument that cannot be; without an address, also when workers meet (`join`) while a default
+            process group spans them: DDP or a Trainer would average their gradients at every step.
     """
     for name, seconds in (("deadline_s", deadline_s), ("join_s", join_s)):
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < 1e6:
             raise ConfigError(f"{name} must be a number of seconds above 0, below 10^6, got {seconds!r:.50}")
+    by_torchrun = address is None
     if address is None:
         if worker is not None or workers is not None:
             raise ConfigError("address is missing: give the HOST:PORT of worker 0")
@@ -72,34 +77,7 @@ def connect(
     if worker is None or workers is None:
         raise ConfigError("worker and workers are missing: give this worker's number and how many there are")
     parse_address(address)
-    return DistLink(address, Seat(worker, workers, rank, ranks), deadline_s, join_s)
-
-
-def torchrun_address(join_s: float) -> str:
-    """Where worker 0 listens, HOST:PORT, if one torchrun has started all processes."""
-    try:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        first = int(os.environ["RANK"]) == 0 and int(os.environ["WORLD_SIZE"]) > 0
-    except (KeyError, ValueError) as fault:
-        raise ConfigError(
-            f"address is missing, and this process was not started by torchrun ({fault}): "
-            "give address, worker and workers"
-        ) from fault
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return f"{host}:{port}"
-    # The port belongs to torchrun's own store: through it, worker 0 tells which other one it has found free.
-    key = f"atoll/address/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_calls)}"
-    store = open_store(host, port, join_s, is_master=False)
-    if first:
-        store.set(key, f"{host}:{_free_port(host)}")
-    return str(store.get(key).decode())
-
-
-def _free_port(host: str) -> int:
-    family, kind, *_, target = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.bind(target)
-        return int(probe.getsockname()[1])
+    return DistLink(address, Seat(worker, workers, rank, ranks), deadline_s, join_s, by_torchrun=by_torchrun)
 
 
 # ---------------------------------------------------------------------- the link
@@ -108,7 +86,9 @@ def _free_port(host: str) -> int:
 class DistLink:
     """One worker's end of a link between machines; `connect` makes it. It meets nobody until `join`."""
 
-    def __init__(self, address: str, seat: Seat, deadline_s: float, join_s: float) -> None:
+    def __init__(
+        self, address: str, seat: Seat, deadline_s: float, join_s: float, *, by_torchrun: bool = False
+    ) -> None:
         self.worker = seat.worker
         self.workers = seat.workers
         self.deadline_s = deadline_s
@@ -119,6 +99,7 @@ class DistLink:
         """Called again and again while it waits for others to come; may raise."""
         self._address = address
         self._join_s = join_s
+        self._by_torchrun = by_torchrun  # every process of one torchrun is a worker
         self._meeting: Meeting | None = None
         self._mail: Mail | None = None
         self._weights: dict[int, float] = {}
@@ -142,7 +123,9 @@ class DistLink:
         if self._meeting is None:
             self._has_come = True  # or tried to, and found nobody
             self._meeting = Meeting(self._address, self.seat, self._join_s, self.tell, within_s, self.heed)
-            _met.add(self)
+            if os.getpid() not in _met.values():
+                Finalize(None, _close_all, exitpriority=0)  # multiprocessing's children end without atexit
+            _met[self] = os.getpid()
         return self._meeting
 
     def hear(self, key: str, value: Any, within_s: float | None = None) -> Iterator[tuple[Seat, Any]]:
@@ -165,12 +148,14 @@ class DistLink:
         """Say what all must agree on; LinkError names the differences to another worker."""
         if self._mail is not None:
             raise LinkError(f"{self.seat} has joined already: an OuterLoop needs a link of its own")
+        if self._by_torchrun:
+            refuse_a_group_of_workers()
         meeting = self.meeting()
         mine = {"atoll": __version__, "wire format": str(VERSION), "ranks": str(self.seat.ranks), **terms}
         meeting.tell("terms", [mine, weight])
         for peer, said in meeting.hear("terms", self.seat.peers()):
             match said:
-                case [dict() as theirs, int() | float() as their_weight]:
+                case [dict() as theirs, int() | float() as their_weight] if 0 < their_weight <= MAX_WEIGHT:
                     self._weights[peer.worker] = float(their_weight)
                 case _:
                     raise LinkError(f"{self._address}: {peer} left terms there that cannot be read")
@@ -179,7 +164,7 @@ class DistLink:
         self._weights = dict(sorted(self._weights.items()))
         others = [worker for worker in range(self.workers) if worker != self.worker]
         lost = weakref.WeakMethod(self._lost)  # a link that is dropped must not live on in its own threads
-        self._mail = Mail(self._group(meeting), others)
+        self._mail = Mail(self._group(meeting), others, self._weights)
         weakref.finalize(self, self._mail.end).atexit = False  # there, _close_all does it
         try:
             self._mail.watch(lambda fault: (tell := lost()) and tell(fault))
@@ -380,11 +365,16 @@ class DistLink:
         self.close(None if error is None else str(error) or type(error).__name__)
 
 
-_met: "weakref.WeakSet[DistLink]" = weakref.WeakSet()
+_met: "weakref.WeakKeyDictionary[DistLink, int]" = weakref.WeakKeyDictionary()  # with the process that met
 
 
 @atexit.register
 def _close_all() -> None:
     """Say goodbye for a script that has forgotten to: a thread left when Python ends could take the process down."""
-    for link in list(_met):
-        link.close("its process has ended without closing the link")
+    fault = sys.exc_info()[1] or getattr(sys, "last_value", None)  # what ends a child process, or has ended a script
+    if isinstance(fault, SystemExit):
+        fault = fault.__context__
+    why = "" if fault is None else f": {type(fault).__name__}: {shorten(str(fault), 500, placeholder=' ...')}"
+    for link, process in list(_met.items()):
+        if process == os.getpid():
+            link.close(f"its process has ended without closing the link{why}")

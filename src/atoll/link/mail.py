@@ -7,7 +7,7 @@ one that is posted late waits behind it, and the two directions take turns.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from atoll.link.base import Contribution
-from atoll.link.wire import HEADER_BYTES, BadMessage, Envelope, checksum, unseal
+from atoll.link.wire import HEADER_BYTES, BadMessage, Envelope, Kind, checksum, unseal
 
 CHUNK_BYTES = 1 << 19
 """Of one send; also of every receive, for gloo ends the process if more comes than was asked for."""
@@ -44,10 +44,11 @@ class LostError(Exception):
 
 
 class Incoming:
-    """A message that is due, chunk by chunk."""
+    """A message that is due, chunk by chunk; its sender counts with `weight`, as all have agreed."""
 
-    def __init__(self, envelope: Envelope, buffer: Tensor, works: Iterable[Any]) -> None:
+    def __init__(self, envelope: Envelope, weight: float, buffer: Tensor, works: Iterable[Any]) -> None:
         self.envelope = envelope
+        self._weight = weight
         self._buffer = buffer
         self._works = deque(works)  # gloo waits for ever when it is asked twice about the same one
         self._here_bytes = 0
@@ -70,9 +71,13 @@ class Incoming:
         while self._works:
             self.advance()
         try:
-            return unseal(self._buffer[: self.envelope.message_bytes], self.envelope, self._checksum)
+            brought = unseal(self._buffer[: self.envelope.message_bytes], self.envelope, self._checksum)
         except BadMessage as bad:
             raise LostError(self.envelope.sender, str(bad)) from bad
+        if brought is not None and self.envelope.kind is not Kind.MEAN and brought.member.weight != self._weight:
+            why = f"sent a weight of {brought.member.weight!r} where {self._weight!r} was agreed at the start"
+            raise LostError(self.envelope.sender, why)
+        return brought
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +101,15 @@ def _settle(worker: int, works: Iterable[Any]) -> None:
 
 
 class Mail:
-    """Messages to and from the others through one process group; `tag` tells those of different rounds apart."""
+    """Messages to and from the others through one process group; `tag` tells those of different rounds apart.
 
-    def __init__(self, group: Any, peers: Sequence[int]) -> None:
+    `weights` are those of all workers in every mean, as they were agreed on.
+    """
+
+    def __init__(self, group: Any, peers: Sequence[int], weights: Mapping[int, float]) -> None:
         self._group = group
         self._peers = peers
+        self._weights = weights
         self._threads: list[threading.Thread] = []
 
     def watch(self, lost: Callable[[LostError], None]) -> None:
@@ -115,7 +124,7 @@ class Mail:
         chunks = -(-envelope.message_bytes // CHUNK_BYTES)
         buffer = torch.empty(chunks * CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         works = [self._expect(chunk, envelope.sender, tag) for chunk in buffer.split(CHUNK_BYTES)]
-        return Incoming(envelope, buffer, works)
+        return Incoming(envelope, self._weights[envelope.sender], buffer, works)
 
     def send(self, message: Tensor, receiver: int, tag: int) -> Outgoing:
         """Start sending a message."""

@@ -21,13 +21,14 @@ from atoll.link.base import Contribution, Member, RoundId
 MAGIC: Final = b"ATOL"
 VERSION: Final = 3
 HEADER_BYTES: Final = 80
+MAX_WEIGHT: Final = 1e18
+"""Of a worker in a mean."""
 CODECS: Final = {"fp64": 1, "fp32": 2, "bf16": 3, "fp16": 4, "int8": 5, "int4": 6, "e3m0": 7, "e2m1": 8, "lloyd4": 9}
 """Format -> its number on the wire; numbers are never reused."""
 
 _NAMES: Final = {number: name for name, number in CODECS.items()}
 _LAYOUT: Final = struct.Struct("<4sHBBQIHHdddQQQII")
 _LAST, _EMPTY = 0x40, 0x80  # flags beside the kind
-_MAX_WEIGHT = 1e18
 assert _LAYOUT.size == HEADER_BYTES
 
 
@@ -136,7 +137,7 @@ def unseal(message: Tensor, due: Envelope, found: int | None = None) -> Contribu
     if flags & _EMPTY:
         return None
     weight, norm, usual, anchor_version, anchor_fingerprint = standing
-    if due.kind is not Kind.MEAN and not (math.isfinite(weight) and 0 < weight <= _MAX_WEIGHT):
+    if due.kind is not Kind.MEAN and not (math.isfinite(weight) and 0 < weight <= MAX_WEIGHT):
         raise BadMessage(f"sent a weight of {weight}")
     if not all(math.isfinite(size) and size >= 0 for size in (norm, usual)):
         raise BadMessage(f"sent a norm of {norm} where {usual} is usual")

@@ -54,7 +54,7 @@ def _of_losses(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) ->
         "Loss",
         "Loss against tokens",
         "Held-out loss of the outer parameters (line; a dot is an evaluation) and training loss, mean over the "
-        "workers (faint).",
+        "workers (faint). Between two rounds, the outer parameters are those of an earlier step.",
         f"Held-out loss against tokens. At the end, in nats per token: {_each(rows, lambda r: loss_text(r.loss))}.",
         partial(_loss_against_tokens, records),
     )

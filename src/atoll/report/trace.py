@@ -13,7 +13,7 @@ from typing import Any
 
 from atoll.disk import write_whole
 from atoll.errors import ConfigError
-from atoll.events import Round, Step, utilisation
+from atoll.events import Eval, Round, Step, utilisation
 from atoll.report.load import RunRecord, load_all
 from atoll.report.measured import Lane, Span, lanes
 from atoll.report.parts import Part
@@ -134,12 +134,17 @@ def _counters(step: Step, lane: Lane) -> Iterator[Entry]:
             }
 
 
+def _evaluated(event: Eval) -> dict[str, Any]:
+    of = {"outer parameters of step": event.anchor_step} if event.is_behind else {}
+    return {"step": event.step, "held-out loss": event.loss, **of}
+
+
 def _moments(part: Part, lane: Lane) -> Iterator[Entry]:
     """Evaluations, faults and checkpoints; a fault is told at the end of its step's report."""
     reports = [(0, 0.0), *((step.step, step.seconds) for step in part.steps)]
     found: list[tuple[str, float, Mapping[str, Any]]] = []
     if lane.worker == part.workers[0]:
-        found += [("evaluation", e.seconds, {"step": e.step, "held-out loss": e.loss}) for e in part.evals]
+        found += [("evaluation", e.seconds, _evaluated(e)) for e in part.evals]
         found += [("saved", e.seconds, {"step": e.step}) for e in part.saves]
         found += [("resumed", e.seconds, {"step": e.step}) for e in part.resumes]
     for fault in part.faults:

@@ -156,7 +156,9 @@ class Account:
     def evaluated(self, step: int, loss: float, *, best: bool) -> None:
         """Write down the held-out loss of the outer parameters, measured since `clock_s`."""
         self.tally.seconds += time.perf_counter() - self.clock_s
-        self._write(Eval(step=step, tokens=self._tokens, seconds=self.tally.seconds, loss=loss, best=best))
+        of = self.loops[0].anchor_step if self.loops else step
+        seconds = self.tally.seconds
+        self._write(Eval(step=step, tokens=self._tokens, seconds=seconds, loss=loss, best=best, anchor_step=of))
 
     def fault(self, step: int, worker: int, what: str) -> None:
         """Write down what a worker has suffered."""

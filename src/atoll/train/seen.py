@@ -21,6 +21,8 @@ class Seen:
     end: End | None = None
     evals: tuple[float, ...] = ()
     """The last held-out losses, nats per token."""
+    evaluated: Eval | None = None
+    """The last evaluation."""
     best: float = math.nan
     faults: int = 0
     step: int = 0
@@ -49,7 +51,7 @@ class Seen:
                 return replace(now, last=event, end=None, marks=marks, heard=time.monotonic())
             case Eval():
                 best = event.loss if not self.best <= event.loss else self.best
-                return replace(now, evals=(*self.evals, event.loss)[-KEPT:], best=best)
+                return replace(now, evals=(*self.evals, event.loss)[-KEPT:], evaluated=event, best=best)
             case End():
                 return replace(now, end=event)
         return now

@@ -12,10 +12,11 @@ from atoll.conflicts import given_faults
 from atoll.disk import sha256_of
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import LEFT_OUT, Link, difference
-from atoll.link.dist import DistLink, connect, torchrun_address
+from atoll.link.dist import DistLink, connect
 from atoll.link.local import local
 from atoll.link.seat import Seat
 from atoll.link.shaped import Outage, Shape, shaped
+from atoll.link.torchrun import torchrun_address
 from atoll.plan.link import parse_link
 from atoll.train.team import Team
 from atoll.train.tokenizer import FILE

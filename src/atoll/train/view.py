@@ -133,7 +133,10 @@ class _Panel:
             yield _cut(Text.assemble((name, "bold"), "  ", (kind, "dim")), width)
         yield _bar(seen, width)
         spark = "" if options.ascii_only else sparkline(seen.evals)
-        held_out = f"{loss_text(seen.evals[-1])} (best {loss_text(seen.best)})" if seen.evals else "-"
+        held_out = "-"
+        if seen.evaluated:
+            of = f"step {seen.evaluated.anchor_step}, " if seen.evaluated.is_behind else ""
+            held_out = f"{loss_text(seen.evaluated.loss)} ({of}best {loss_text(seen.best)})"
         loss = _field("loss", mean_and_spread(seen.losses))
         held = _field("held out", held_out)
         speed = _field("tokens/s", count_text(seen.last.tokens_per_s) if seen.last else "-")

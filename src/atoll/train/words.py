@@ -24,7 +24,7 @@ def sentence(event: Event, seen: Seen) -> str:
             return f"{where}: {', '.join(parts)}{left(seen.left_s, ', ')}"
         case Eval():
             best = "best so far" if event.best else f"best {loss_text(seen.best)}"
-            return f"{where}: held-out loss {loss_text(event.loss)}, {best}"
+            return f"{where}: held-out loss {loss_text(event.loss)}{age(event)}, {best}"
         case Fault():
             return f"{where}: worker {event.worker}: {event.what}"
         case Saved():
@@ -32,6 +32,11 @@ def sentence(event: Event, seen: Seen) -> str:
         case Resumed():
             return f"{where}: resumed"
     return ""
+
+
+def age(event: Eval) -> str:
+    """Which outer parameters an evaluation was of, if they were not those of its own step."""
+    return f" (outer parameters of step {event.anchor_step})" if event.is_behind else ""
 
 
 def what(start: Start) -> str:
