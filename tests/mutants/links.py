@@ -75,7 +75,7 @@ MUTANTS = [
     Mutant("another part is taken", "link/wire.py", '    _compare("part", part, due.part)\n', "", tests=WIRE),
     Mutant("another codec is taken", "link/wire.py", '    _compare("codec", _NAMES.get(codec, codec), due.codec)\n', "",
            tests=WIRE),
-    Mutant("a weight of NaN is taken", "link/wire.py", "not (math.isfinite(weight) and 0 < weight <= _MAX_WEIGHT)",
+    Mutant("a weight of NaN is taken", "link/wire.py", "not (math.isfinite(weight) and 0 < weight <= MAX_WEIGHT)",
            "weight < 0", tests=WIRE),
     Mutant("who had nothing to give gave zeros", "link/wire.py", "    if flags & _EMPTY:\n", "    if False:\n",
            tests=WIRE),

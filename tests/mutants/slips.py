@@ -83,8 +83,8 @@ MUTANTS = [
     Mutant(
         "one good round does not count",
         "loop.py",
-        "in outgoing):\n            self._in_a_row = 0",
-        "in outgoing):\n            pass",
+        "in outgoing\n        ):\n            self._in_a_row = 0",
+        "in outgoing\n        ):\n            pass",
     ),
     Mutant("the optimizer is not reset", "loop.py", "            self._on_roll_back()\n", "            pass\n"),
     Mutant("the last error is not told", "link/dist.py", 'getattr(sys, "last_value", None)', "None"),

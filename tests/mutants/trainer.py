@@ -88,10 +88,8 @@ MUTANTS = [
            'batches.weights() if config.data.weighting == "examples" else [1.0] * config.sync.workers',
            "batches.weights()", tests=EQUAL_SHARDS),
     # roll-backs
-    Mutant("optimizer not reset after a roll-back", "train/trainer.py",
-           "                self._inner[n].reset()  # it may have seen what was not finite\n", "", tests=ROLLED_BACK),
-    Mutant("another worker's optimizer is reset", "train/trainer.py", "self._inner[n].reset()",
-           "self._inner[0].reset()", tests=ROLLED_BACK),
+    Mutant("optimizer not reset after a roll-back", "loop.py", "        self._optimizers.reset()\n", "",
+           tests=ROLLED_BACK),
     Mutant("a reset that resets nothing", "train/inner.py",
            "        self._optimizers = self._make()\n\n    def state_dict", "        pass\n\n    def state_dict",
            tests=ROLLED_BACK),

@@ -79,10 +79,6 @@ class InnerOptimizer:
                 group["lr"] = rate
             optimizer.step()
 
-    def reset(self) -> None:
-        """Start anew, with no memory of any gradient."""
-        self._optimizers = self._make()
-
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` takes."""
         return {"optimizers": [shards.own(optimizer.state_dict()) for optimizer in self._optimizers]}

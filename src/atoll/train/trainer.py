@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -93,11 +92,10 @@ class Trainer:
                     weight=self._weights[link.worker],
                     leave_out_nonfinite=True,
                     outlier_ratio=self.config.sync.outlier_ratio,
-                    on_roll_back=partial(self._reset, number),
                     offload=self.config.sync.offload,
                     observer=self.account.observe if observing and link is links[0] else None,
                 )
-                for number, (model, link) in enumerate(zip(self.models, links, strict=True))
+                for model, link in zip(self.models, links, strict=True)
             ]
         except ConfigError as misfit:  # all else was checked with the run file
             raise ConfigError(
@@ -211,10 +209,6 @@ class Trainer:
             f"step {self.steps}: the {what} is not finite; checkpoints of earlier steps are intact. "
             "Start another run with a lower train.lr, a longer train.warmup or a lower train.clip"
         )
-
-    def _reset(self, n: int) -> None:
-        """Reset the inner optimizer of the n-th worker here, which was rolled back."""
-        self._inner[n].reset()  # it may have seen what was not finite
 
     def _tell_faults(self, before: list[Counters]) -> None:
         """Report who was rolled back or left out of a round in this step."""
