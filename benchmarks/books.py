@@ -12,13 +12,14 @@ shuffles them, so that the first few million tokens have some of each. manifest.
 """
 
 import argparse
+import bz2
 import hashlib
 import json
-import lzma
 import os
 import re
 import shutil
 import subprocess
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -43,9 +44,7 @@ BPE_BYTES = 2**26
 """Text that the BPE is trained on."""
 CHUNK_BYTES = 2**25
 """Of a file, compressed by itself, so that many are at once."""
-PART_BYTES = 57_000_000
-XZ = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": CHUNK_BYTES, "lc": 3, "lp": 1, "pb": 1}]
-"""For items of two bytes."""
+PART_BYTES = 60_000_000
 STARTS = re.compile(r"^\W*(START OF (THE|THIS) PROJECT|END.{0,3}THE SMALL PRINT).*$", re.M | re.I)
 ENDS = re.compile(r"^\W*END OF (THE |THIS )?PROJECT GUTENBERG", re.M | re.I)
 NOT_THE_BOOK = re.compile(r"\W*(produced|prepared|transcribed|e-?text prepared) by\b|.*\bgutenberg\b", re.I | re.S)
@@ -75,6 +74,8 @@ class Book(NamedTuple):
 
     name: str
     text: str
+    sentences: dict[int, int]
+    """Checksum and length of each."""
 
     @property
     def place(self) -> float:
@@ -122,15 +123,15 @@ def body(raw: bytes) -> str | None:
     return "\n\n".join(joined(part) for part in paragraphs if part and not NOT_THE_BOOK.match(part))
 
 
-def judged(file: tuple[str, bytes]) -> tuple[str, str, str]:
-    """Return a file's name, its book, and why that is left out, if it is."""
+def judged(file: tuple[str, bytes]) -> Book | str:
+    """Return the book in a file, or why it is left out."""
     name, raw = file
     text = body(raw)
     if text is None:
-        return name, "", "start not found"
+        return "start not found"
     if len(text) < 10_000:
-        return name, "", "under 10,000 characters"
-    return name, text, "" if english(text) else "not English"
+        return "under 10,000 characters"
+    return Book(name, text, sentences(text)) if english(text) else "not English"
 
 
 def joined(paragraph: str) -> str:
@@ -148,20 +149,19 @@ def english(text: str) -> bool:
 
 
 def sentences(text: str) -> dict[int, int]:
-    """Hash every sentence of forty letters or more, by its letters -> how many letters it has."""
+    """Take a checksum of every sentence of forty letters or more -> how many letters it has."""
     parts = re.sub(r"[^a-z.!?;:]+", "", text.lower()).translate({ord(mark): "." for mark in "!?;:"}).split(".")
-    return {hash(letters): len(letters) for letters in parts if len(letters) >= 40}
+    return {zlib.crc32(letters.encode()): len(letters) for letters in parts if len(letters) >= 40}
 
 
 def distinct(books: Iterable[Book]) -> Iterator[tuple[Book, bool]]:
     """Yield every book, longest first, and whether it is new: little of it is in those before."""
     known: set[int] = set()
     for book in sorted(books, key=lambda book: (-len(book.text), book.name)):
-        found = sentences(book.text)
-        seen = sum(length for key, length in found.items() if key in known)
-        new = seen <= SEEN * sum(found.values())
+        seen = sum(length for key, length in book.sentences.items() if key in known)
+        new = seen <= SEEN * sum(book.sentences.values())
         if new:
-            known |= found.keys()
+            known.update(book.sentences)
         yield book, new
 
 
@@ -171,11 +171,11 @@ def read(sources: list[Path], folder: Path) -> dict[str, Any]:
     good, kept = [], []
     found = [file for source in sources for file in files(source)]  # before there are processes that share git's pipes
     with ProcessPoolExecutor() as pool:
-        for name, text, problem in pool.map(judged, found, chunksize=16):
-            if problem:
-                left_out[problem] += 1
+        for judgement in pool.map(judged, found, chunksize=16):
+            if isinstance(judgement, str):
+                left_out[judgement] += 1
             else:
-                good.append(Book(name, text))
+                good.append(judgement)
     for book, new in distinct(good):
         if new:
             kept.append(book)
@@ -285,7 +285,7 @@ class Words:
 
 
 def pack(folder: Path) -> dict[str, Any]:
-    """Compress the tokens in chunks, FOLDER/parts/N/FILE.CHUNK.xz; returns the bytes and the digest of each."""
+    """Compress the tokens in chunks, FOLDER/parts/N/FILE.CHUNK.bz2; returns the bytes and the digest of each."""
     sources = sorted(path for path in (folder / "tokens").iterdir())
     chunks = [(path, number) for path in sources for number in range(-(-path.stat().st_size // CHUNK_BYTES))]
     shutil.rmtree(folder / "parts", ignore_errors=True)
@@ -295,7 +295,7 @@ def pack(folder: Path) -> dict[str, Any]:
             if size and size + len(packed) > PART_BYTES:
                 part, size = part + 1, 0
             size += len(packed)
-            file = folder / "parts" / str(part) / f"{path.name}.{number:03}.xz"
+            file = folder / "parts" / str(part) / f"{path.name}.{number:03}.bz2"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(packed)
             found[f"{part}/{file.name}"] = {"bytes": len(packed), "sha256": hashlib.sha256(packed).hexdigest()}
@@ -307,14 +307,20 @@ def compressed(chunk: tuple[Path, int]) -> bytes:
     path, number = chunk
     with path.open("rb") as file:
         file.seek(number * CHUNK_BYTES)
-        return lzma.compress(file.read(CHUNK_BYTES), format=lzma.FORMAT_XZ, filters=XZ)
+        return bz2.compress(swapped(file.read(CHUNK_BYTES)))
+
+
+def swapped(raw: bytes) -> bytes:
+    """Exchange the bytes of each pair: tokens are 4 % smaller with their high byte first. Twice is as before."""
+    pairs = np.frombuffer(raw[: len(raw) // 2 * 2], np.uint16).byteswap().tobytes()
+    return pairs + raw[len(pairs) :]
 
 
 def unpack(parts: Path, target: Path) -> None:
     """Put the chunks that are here to their places; if all are, check every byte."""
     target.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor() as pool:
-        list(pool.map(partial(place, target), sorted(parts.rglob("*.xz"))))
+        list(pool.map(partial(place, target), sorted(parts.rglob("*.bz2"))))
     try:
         check(target, silent)
         print(f"{target} is complete")
@@ -324,10 +330,10 @@ def unpack(parts: Path, target: Path) -> None:
 
 def place(target: Path, packed: Path) -> None:
     """Write a chunk to where it belongs."""
-    name, number = packed.name.removesuffix(".xz").rsplit(".", 1)
+    name, number = packed.name.removesuffix(".bz2").rsplit(".", 1)
     with os.fdopen(os.open(target / name, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
         file.seek(int(number) * CHUNK_BYTES)
-        file.write(lzma.decompress(packed.read_bytes()))
+        file.write(swapped(bz2.decompress(packed.read_bytes())))
 
 
 def note(folder: Path, facts: dict[str, Any]) -> None:

@@ -177,6 +177,7 @@ class Training:
         self._arguments, self._runs = arguments, runs_of(arguments)
         self._until = time.monotonic() + arguments.seconds
         self._active: dict[subprocess.Popen[bytes], tuple[run_file.RunConfig, float]] = {}
+        self._failed: list[str] = []
         self._text = digest(settings(Row(REFERENCE, ()), arguments))
         self.results: Path = arguments.results or default_results(arguments, self._text)
 
@@ -204,6 +205,8 @@ class Training:
             for process in self._active:
                 process.send_signal(signal.SIGINT)
                 process.wait()
+        if self._failed:
+            sys.exit(f"failed: {', '.join(self._failed)}")
 
     def _finished(self, run: run_file.RunConfig) -> bool:
         return (self.results / f"{run.name}.jsonl").exists()
@@ -240,6 +243,7 @@ class Training:
             else:
                 log = (self._runs / f"{run.name}.log").read_text()
                 print(f"{run.name}: ended with {process.returncode}\n{log[-2000:]}", flush=True)
+                self._failed.append(run.name)
 
     def _keep(self, run: run_file.RunConfig, seconds: float) -> None:
         """Put a finished run into the results; its .jsonl, which counts as finished, last."""
