@@ -36,15 +36,17 @@ from atoll.train.tokenizer import Ids, Tokenizer, dtype_of, open_tokenizer, trai
 
 VOCABULARY = 32_000
 HELD_OUT = 0.03
+HELD_OUT_TOKENS = 2**22
+"""Of held-out text, about; more would travel for nothing."""
 PASSAGE = 2**15
 """Characters of a held-out passage, at least."""
 SEEN = 0.2
 """A book is left out if more of its sentences, by length, are in longer books."""
 BPE_BYTES = 2**26
 """Text that the BPE is trained on."""
-CHUNK_BYTES = 2**25
+CHUNK_BYTES = 2**23
 """Of a file, compressed by itself, so that many are at once."""
-PART_BYTES = 60_000_000
+PART_BYTES = 60_500_000
 STARTS = re.compile(r"^\W*(START OF (THE|THIS) PROJECT|END.{0,3}THE SMALL PRINT).*$", re.M | re.I)
 ENDS = re.compile(r"^\W*END OF (THE |THIS )?PROJECT GUTENBERG", re.M | re.I)
 NOT_THE_BOOK = re.compile(r"\W*(produced|prepared|transcribed|e-?text prepared) by\b|.*\bgutenberg\b", re.I | re.S)
@@ -245,7 +247,7 @@ def tokens(folder: Path, vocabulary: int, most: int) -> dict[str, Any]:
     lengths = encode(target / "train.bin", texts(folder / "books.jsonl"), target, most)
     (target / "lengths.bin").write_bytes(np.asarray(lengths, "<i8").tobytes())
     cut = sorted((part for text in texts(folder / "held_out.jsonl") for part in passages(text)), key=digest)
-    held_out = encode(target / "held_out.bin", cut, target, most)
+    held_out = encode(target / "held_out.bin", cut, target, HELD_OUT_TOKENS)
     seal(target, {"documents": len(lengths) + len(held_out), "vocabulary": tokenizer.vocabulary})
     return {"vocabulary": tokenizer.vocabulary, "train tokens": sum(lengths), "held-out tokens": sum(held_out)}
 
