@@ -181,7 +181,7 @@ class DataSection(Section):
     """The text to train on, its tokens, and who gets which part."""
 
     source: Source | Sources = "stdlib"
-    """Text, JSONL or Parquet files, folders, globs, hf:NAME[:CONFIG], stdlib (Python's own source); or a list."""
+    """Text, JSONL or Parquet files, folders (of tokens too), globs, hf:NAME[:CONFIG], stdlib (Python's); or a list."""
     field: Text = "text"
     """Where the text is in rows of JSONL, Parquet or datasets."""
     tokenizer: Tokenizer = "bytes"

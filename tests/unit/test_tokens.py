@@ -24,7 +24,7 @@ from atoll.train import tokens as tokens_module
 from atoll.train.cache import MANIFEST
 from atoll.train.corpus import documents
 from atoll.train.tokenizer import FILE, Bytes, train_bpe
-from atoll.train.tokens import TokenData, TokenFile, prepare
+from atoll.train.tokens import TokenData, TokenFile, check_there, prepare
 
 
 @pytest.fixture
@@ -56,6 +56,34 @@ def texts_in(file: TokenFile) -> list[str]:
 def names(cache: Path) -> list[str]:
     """What is in a cache, but for its locks."""
     return sorted(entry.name for entry in cache.iterdir() if entry.suffix != ".lock")
+
+
+# ---- tokens that are there already
+
+
+def test_a_folder_of_tokens_is_a_source(corpus: str, tmp_path: Path) -> None:
+    one = made(corpus, tmp_path, tokenizer="bpe", vocabulary=300, held_out=0.2)
+    again = prepare([str(one.folder)], cache=tmp_path / "other", vocabulary=300)
+    assert again.folder == one.folder
+    assert not (tmp_path / "other").exists()
+    assert np.array_equal(again.train[0].tokens, one.train[0].tokens)
+    assert np.array_equal(again.held_out.tokens, one.held_out.tokens)
+    assert again.tokenizer.vocabulary == 300
+    check_there(str(one.folder), field="text", limit=None, tokenizer="bpe", vocabulary=300)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("vocabulary", 301), ("limit", 10)])
+def test_tokens_that_are_there_follow_no_other_settings(corpus: str, tmp_path: Path, setting: str, value: int) -> None:
+    one = made(corpus, tmp_path, tokenizer="bpe", vocabulary=300)
+    with pytest.raises(ConfigError, match=rf"data\.{setting}"):
+        made(str(one.folder), tmp_path, tokenizer="bpe", **{setting: value})
+
+
+def test_tokens_that_are_there_but_damaged_are_refused(corpus: str, tmp_path: Path) -> None:
+    one = made(corpus, tmp_path)
+    (one.folder / "train.bin").write_bytes(b"\0" * len(one.train[0]))
+    with pytest.raises(DataError, match="damaged"):
+        prepare(str(one.folder), cache=tmp_path / "other")
 
 
 # ---- what is in the files

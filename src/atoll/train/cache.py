@@ -75,7 +75,7 @@ def build_once(target: Path, root: Path, meter: Meter, fill: Callable[[Path], di
             try:
                 if not target.exists():  # else somebody else has built it meanwhile
                     folder.mkdir()
-                    _seal(folder, fill(folder))
+                    seal(folder, fill(folder))
                     folder.rename(target)
                     flush(target.parent)
             finally:
@@ -100,7 +100,7 @@ def _sweep(cache: Path, own: str) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _seal(folder: Path, facts: dict[str, Any]) -> None:
+def seal(folder: Path, facts: dict[str, Any]) -> None:
     """Get every file onto the disk, and last a manifest that knows them."""
     files = {}
     for path in sorted(folder.iterdir()):

@@ -30,7 +30,7 @@ from atoll.checks import check_whole
 from atoll.disk import sha256_of
 from atoll.errors import ConfigError, DataError
 from atoll.sections import BPE_VOCABULARY
-from atoll.train.cache import Meter, Tell, build_once, check, silent
+from atoll.train.cache import MANIFEST, Meter, Tell, build_once, check, silent
 from atoll.train.clusters import assign
 from atoll.train.corpus import documents, identity, missing, text_bytes
 from atoll.train.tokenizer import FILE, Bytes, Ids, Tokenizer, check_vocabulary, dtype_of, open_tokenizer, train_bpe
@@ -86,7 +86,8 @@ def prepare(
     `held_out` is the share of documents kept for evaluation. A hash of its text decides for each, so order and
     neighbours do not matter and copies stay together. If that picks none (or all), one document changes sides: the one
     whose length fits the share best; and a corpus of one document is cut. If another process builds the same,
-    this one waits and then uses it. Settings are those of the run file's [data].
+    this one waits and then uses it. Settings are those of the run file's [data]. A source that is such a folder of
+    tokens already is taken as it is, with the tokenizer and the held-out text that it has.
     """
     if split not in get_args(Split):
         raise ConfigError(f"data.split must be one of {', '.join(get_args(Split))}, got {split!r}")
@@ -94,16 +95,17 @@ def prepare(
         problem = f"data.held_out must be a share between 0 and 1, got {held_out!r}"
         raise ConfigError(f"{problem}: both training and evaluation need text")
     check_whole("sync.workers", workers)
-    cache = Path(cache).expanduser()
-    tokenizer_identity = _tokenizer_identity(tokenizer, vocabulary)
-    settings = json.dumps([VERSION, identity(source, field, limit), tokenizer_identity, held_out])
-    folder = cache / hashlib.sha256(settings.encode()).hexdigest()[:16]
-    meter = Meter(tell, "tokens", text_bytes(source, limit))
-    read = partial(documents, source, field=field, limit=limit)
-    make = partial(_make_tokenizer, tokenizer, vocabulary)
-    build_once(folder, folder, meter, partial(_fill, read=read, make=make, share=held_out, meter=meter))
+    ready = _ready(source)
+    folder = ready or Path(cache).expanduser() / _key(source, field, limit, tokenizer, vocabulary, held_out)
+    if ready is None:
+        meter = Meter(tell, "tokens", text_bytes(source, limit))
+        read = partial(documents, source, field=field, limit=limit)
+        make = partial(_make_tokenizer, tokenizer, vocabulary)
+        build_once(folder, folder, meter, partial(_fill, read=read, make=make, share=held_out, meter=meter))
     manifest = check(folder, tell)
     made = open_tokenizer(folder)
+    if ready is not None:
+        _refuse_other_tokens(folder, made.vocabulary, vocabulary, limit)
     open_file = partial(_map, dtype=dtype_of(made.vocabulary))
     train = open_file(folder / "train.bin")
     files: tuple[TokenFile, ...] = (train,)
@@ -120,8 +122,37 @@ def check_there(
     source: str | Sequence[str], *, field: str, limit: int | None, tokenizer: str, vocabulary: int | None
 ) -> None:
     """Refuse what `prepare` would refuse for not being there, without reading any text."""
+    if _ready(source) is not None:
+        return
     _tokenizer_identity(tokenizer, vocabulary)
     identity(source, field, limit)
+
+
+def _key(
+    source: str | Sequence[str], field: str, limit: int | None, tokenizer: str, vocabulary: int | None, share: float
+) -> str:
+    """Name the folder of a corpus after everything that its tokens depend on."""
+    settings = json.dumps([VERSION, identity(source, field, limit), _tokenizer_identity(tokenizer, vocabulary), share])
+    return hashlib.sha256(settings.encode()).hexdigest()[:16]
+
+
+def _ready(source: str | Sequence[str]) -> Path | None:
+    """Return the folder that a source is if it holds tokens already."""
+    if not isinstance(source, str):
+        if len(source) != 1:
+            return None
+        (source,) = source
+    folder = Path(source).expanduser()
+    return folder if source and all(os.path.isfile(folder / name) for name in (MANIFEST, "train.bin")) else None
+
+
+def _refuse_other_tokens(folder: Path, has: int, vocabulary: int | None, limit: int | None) -> None:
+    """Refuse settings that a folder of tokens cannot follow any more."""
+    if vocabulary not in (None, has):
+        problem = f"data.vocabulary is {vocabulary}, but the tokens in {folder} are of a vocabulary of {has}"
+        raise ConfigError(f"{problem}: leave it out, or give the text instead")
+    if limit is not None:
+        raise ConfigError(f"data.limit is for text, but {folder} holds tokens already: leave it out")
 
 
 def _map(path: Path, dtype: np.dtype[Any]) -> TokenFile:

@@ -1,0 +1,457 @@
+"""The papers' comparison at 35 million parameters, trained for real: what each method's loss is beside data-parallel's.
+
+    python benchmarks/papers.py train --text TOKENS                          # every method, on a GPU
+    python benchmarks/papers.py train --text TOKENS eager-30,lr=0.7,m=0.6 streaming-30,seed=1 --parallel 2 --seconds 500
+    python benchmarks/papers.py train --text TOKENS --tokens 51_200_000 ...  # a tenth as long, for a sweep
+    python benchmarks/papers.py table --results FOLDER                       # from the results, anywhere
+
+The papers' 35M decoder (6 layers of width 512, sequences of 1024), two workers in one process, the same tokens in the
+same order for all rows of one seed: 64 sequences a step. AdamW as in the scaling-laws paper, outer Nesterov at the
+Streaming paper's 0.4 and 0.9, or what a row says: METHOD[,lr=OUTER][,m=MOMENTUM][,alpha=][,inner=LR][,seed=]...
+
+TOKENS is what `books.py` makes: English books as BPE tokens of a vocabulary of 32,000. Without --text it is the text
+that the first table was made with: all Python source that is installed on the machine.
+
+`train` goes through the rows in order, takes up what was interrupted (each is a run folder with checkpoints), begins
+none that the time left is too short for, stops between two steps when its seconds are over, and puts the metrics of
+every finished run into the results: results/TEXT-DIGEST, and results/TEXT-DIGEST-51M for another length. So the table
+can be made in several short sessions, also on machines that forget everything: a row fits into one.
+
+Held-out loss is in nats per token, of the outer parameters (data-parallel: of the model) after all steps, over two
+million tokens of text that no worker has seen, the same for all. "training loss" is that of the workers' own
+parameters, over the last 500 steps. "gap" is to data-parallel of the same seed, in percent, beside that of the papers'
+tables. The loss of every held-out sequence is kept too (.npy): what stands after a gap is its standard error by the
+choice of held-out text, over neighbourhoods of 16 sequences; other seeds differ besides.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from matplotlib.figure import Figure
+
+from atoll import config as run_file
+from atoll.errors import ConfigError
+from atoll.events import End, Eval, Start, Step, read
+from atoll.layout import BEST, CHECKPOINTS, MODEL
+from atoll.train.batches import held_out
+from atoll.train.export import load_export
+from atoll.train.run import prepare
+from atoll.units import bytes_text
+
+RESULTS = Path(__file__).parent / "results"
+FIRST_TEXT = "papers_35m"
+"""Results on Python source, each token read five times."""
+WORKERS = 2
+LOG_EVERY = 50
+TOKENS = 512_000_000
+"""Of both workers together, at least."""
+STREAMING = {"method": "streaming", "delay": 1, "alpha": 0.5}
+FARTHEST = 6.0
+"""Percent from data-parallel that the picture of gaps has room for; Delayed is beyond."""
+INTERRUPTED = 130
+"""The exit code of a run that was stopped and saved."""
+KEYS = {
+    "lr": "sync.outer_lr",
+    "m": "sync.outer_momentum",
+    "alpha": "sync.alpha",
+    "codec": "sync.codec",
+    "workers": "sync.workers",
+    "batch": "train.batch",
+    "inner": "train.lr",
+    "optimizer": "train.optimizer",
+    "seed": "seed",
+}
+"""What a row may set, beside its method."""
+REFERENCE = "data-parallel"
+METHODS: dict[str, dict[str, Any]] = {
+    "data-parallel": {"method": "data-parallel"},
+    "streaming-30": {**STREAMING, "period": 30},
+    "diloco-30": {"method": "diloco", "period": 30},
+    "eager-30": {"method": "eager", "period": 30},
+    "streaming-eager-30": {"method": "eager", "period": 30, "fragments": "blocks:3"},
+    "streaming-100": {**STREAMING, "period": 100},
+    "streaming-30-fp32": {**STREAMING, "period": 30, "codec": "fp32"},
+    "delayed-30": {"method": "delayed", "period": 30},
+}
+PAPER = {"diloco-30": 0.9, "streaming-30": 0.6, "streaming-100": 1.4, "streaming-eager-30": 3.1}
+"""Gaps to data-parallel in percent at 35 million parameters: 3.54, 3.53, 3.56 and 3.62 against 3.51."""
+
+
+class Row(NamedTuple):
+    """A method and what it is changed by."""
+
+    method: str
+    changes: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Row":
+        """Read METHOD[,key=value ...]."""
+        method, *rest = text.split(",")
+        changes = tuple((key, value) for key, _, value in (change.partition("=") for change in rest))
+        if method not in METHODS or not all(key in KEYS and value for key, value in changes):
+            known = f"METHOD[,key=value ...] of {', '.join(METHODS)} and {', '.join(KEYS)}"
+            raise argparse.ArgumentTypeError(f"{text!r} is no row: give {known}")
+        return cls(method, changes)
+
+    @property
+    def name(self) -> str:
+        """Name the run and its results."""
+        return "-".join([self.method, *(f"{key}{value}" for key, value in self.changes)])
+
+
+def settings(row: Row, arguments: argparse.Namespace) -> run_file.RunConfig:
+    """Build the run of a row."""
+    sync = {"workers": WORKERS, **METHODS[row.method]}
+    if row.method != REFERENCE:
+        sync |= {"outer_lr": 0.4, "outer_momentum": 0.9}
+    made_here = {"tokenizer": "bpe", "vocabulary": 32_000, "held_out": 0.03, "cache": str(arguments.runs / "tokens")}
+    table = {
+        "name": row.name,
+        "out": str(runs_of(arguments)),
+        "model": {"preset": arguments.preset},
+        "data": {"source": sources(), **made_here}
+        if arguments.text is None
+        else {"source": str(arguments.text), "tokenizer": "bpe"},
+        "train": {
+            "batch": 32,
+            "sequence": arguments.sequence,
+            "lr": 3e-3,
+            "eval_tokens": arguments.eval_tokens,
+            "log_every": LOG_EVERY,
+            "keep": 1,
+        },
+        "sync": sync,
+        "log": {"view": "lines"},
+    }
+    run = run_file.parse(table, [f"{KEYS[key]}={value}" for key, value in row.changes])
+    steps = -(-arguments.tokens // (run.train.batch * sequence_of(run) * run.sync.workers))
+    evaluations = 20 if arguments.tokens >= TOKENS else 5
+    lengths = {
+        "steps": steps,
+        "warmup": min(1000, steps // 10),
+        "eval_every": max(1, steps // evaluations),
+        "save_every": max(1, steps // 2 if arguments.tokens >= TOKENS else steps),
+    }
+    return run.changed(**{f"train.{key}": value for key, value in lengths.items()})
+
+
+def runs_of(arguments: argparse.Namespace) -> Path:
+    """Return the folder of the run folders of one length."""
+    folder: Path = arguments.runs / str(arguments.tokens)
+    return folder
+
+
+def sequence_of(run: run_file.RunConfig) -> int:
+    """Tokens of a sequence."""
+    assert run.train.sequence is not None  # as settings() gives it
+    return run.train.sequence
+
+
+def sources() -> list[str]:
+    """Folders with Python source, each once."""
+    paths = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")]
+    outermost = [path for path in paths if not any(other in path.parents for other in paths)]
+    return sorted({f"{path}/**/*.py" for path in outermost})
+
+
+class Training:
+    """Trains rows, some at a time, until the time is over."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments, self._runs = arguments, runs_of(arguments)
+        self._until = time.monotonic() + arguments.seconds
+        self._active: dict[subprocess.Popen[bytes], tuple[run_file.RunConfig, float]] = {}
+        self._failed: list[str] = []
+        self._text = digest(settings(Row(REFERENCE, ()), arguments))
+        self.results: Path = arguments.results or default_results(arguments, self._text)
+
+    def train(self, rows: Sequence[Row]) -> None:
+        """Train what is not finished; what the time left is too short for is left to the next call."""
+        self._runs.mkdir(parents=True, exist_ok=True)
+        self.results.mkdir(parents=True, exist_ok=True)
+        self._check_text()
+        try:
+            for row in rows:
+                run = settings(row, self._arguments)
+                if self._finished(run):
+                    print(f"{run.name}: in the results already", flush=True)
+                    continue
+                while len(self._active) >= self._arguments.parallel:
+                    self._wait()
+                left, takes = self._until - time.monotonic(), self._longest()
+                if left < takes * (0.95 if takes else 1):
+                    print(f"{run.name}: left out, {left:.0f} s are left and the last took {takes:.0f} s", flush=True)
+                    continue
+                self._start(run)
+            while self._active:
+                self._wait()
+        finally:
+            for process in self._active:
+                process.send_signal(signal.SIGINT)
+                process.wait()
+        if self._failed:
+            sys.exit(f"failed: {', '.join(self._failed)}")
+
+    def _finished(self, run: run_file.RunConfig) -> bool:
+        return (self.results / f"{run.name}.jsonl").exists()
+
+    def _longest(self) -> float:
+        """Seconds that the slowest finished run took on this machine, if one is known."""
+        known = (json.loads(path.read_text()) for path in self._runs.glob("*/took.json"))
+        return max((one["seconds"] for one in known if one["tokens"] == self._arguments.tokens), default=0.0)
+
+    def _start(self, run: run_file.RunConfig) -> None:
+        file = self._runs / f"{run.name}.toml"
+        file.write_text(run.to_toml())
+        begun = (self._runs / run.name / "run.toml").exists()  # if with other settings, it is refused
+        command = [sys.executable, "-m", "atoll", "train", str(file), *(["--resume"] if begun else [])]
+        with (self._runs / f"{run.name}.log").open("ab") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        print(f"{run.name}: {'goes on' if begun else 'begins'}", flush=True)
+        self._active[process] = run, time.monotonic()
+
+    def _wait(self) -> None:
+        """Wait until a run has ended, or the time has."""
+        while all(process.poll() is None for process in self._active):
+            time.sleep(0.1)
+            if time.monotonic() >= self._until:
+                for process in self._active:
+                    process.send_signal(signal.SIGINT)
+                    process.wait()
+        for process in [process for process in self._active if process.poll() is not None]:
+            run, began = self._active.pop(process)
+            if process.returncode == 0:
+                self._keep(run, time.monotonic() - began)
+            elif process.returncode == INTERRUPTED:
+                print(f"{run.name}: the time is over; call again to go on", flush=True)
+            else:
+                log = (self._runs / f"{run.name}.log").read_text()
+                print(f"{run.name}: ended with {process.returncode}\n{log[-2000:]}", flush=True)
+                self._failed.append(run.name)
+
+    def _keep(self, run: run_file.RunConfig, seconds: float) -> None:
+        """Put a finished run into the results; its .jsonl, which counts as finished, last."""
+        folder, kept = self._runs / run.name, self.results / f"{run.name}.jsonl"
+        np.save(kept.with_suffix(".npy"), sequence_losses(folder / MODEL, run))
+        (folder / "took.json").write_text(json.dumps({"seconds": seconds, "tokens": self._arguments.tokens}))
+        kept.with_suffix(".json").write_text(json.dumps(about(folder, self._text), indent=1) + "\n")
+        shutil.copy(folder / "metrics.jsonl", kept.with_suffix(".part"))
+        kept.with_suffix(".part").rename(kept)
+        for large in (CHECKPOINTS, BEST):
+            shutil.rmtree(folder / large, ignore_errors=True)
+        end = Result.read(kept).end
+        print(f"{run.name}: {end.loss:.4f}, {seconds:.0f} s, {end.tokens / end.seconds:,.0f} tokens/s", flush=True)
+
+    def _check_text(self) -> None:
+        """Refuse to train what could not stand beside results on another text."""
+        for path in self.results.glob("*.json"):
+            if json.loads(path.read_text())["text"] != self._text:
+                sys.exit(f"{path} is of another text than this machine has: give a folder of its own (--results)")
+
+
+def default_results(arguments: argparse.Namespace, text: str) -> Path:
+    """Return the folder for results of a text and a length."""
+    length = "" if arguments.tokens == TOKENS else f"-{arguments.tokens / 1e6:.3g}M"
+    name = FIRST_TEXT if arguments.text is None else f"{arguments.text.name}-{text[:8]}"
+    return RESULTS / f"{name}{length}"
+
+
+def digest(run: run_file.RunConfig) -> str:
+    """Of the tokens that a run trains on and is measured by."""
+    data, found = prepare(run), hashlib.blake2b(digest_size=16)
+    for file in (*data.train, data.held_out):
+        found.update(file.tokens.data)
+    return found.hexdigest()
+
+
+def about(folder: Path, text: str) -> dict[str, Any]:
+    """The settings of a run, but for places on its machine, and a digest of its text."""
+    places = ("out", "data.source", "data.cache")
+    used = run_file.settings_of(run_file.load(folder / "run.toml"))
+    return {key: value for key, value in used.items() if key not in places} | {"text": text}
+
+
+def sequence_losses(export: Path, run: run_file.RunConfig) -> npt.NDArray[np.float32]:
+    """The loss of each held-out sequence that a run evaluates."""
+    model, _ = load_export(export)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = model.to(device).eval()
+    losses = []
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        for rows in held_out(prepare(run).held_out, sequence=sequence_of(run), tokens=run.train.eval_tokens, batch=16):
+            logits, targets = model(rows[:, :-1].to(device)).float(), rows[:, 1:].to(device)
+            found = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+            losses.append(found.mean(1).cpu())
+    return torch.cat(losses).numpy()
+
+
+class Result(NamedTuple):
+    """One finished run."""
+
+    start: Start
+    steps: list[Step]
+    evals: list[Eval]
+    end: End
+    losses: npt.NDArray[np.float32] | None
+    """Of every held-out sequence, if they were kept."""
+    text: str | None
+    """The digest of its text, if that was kept."""
+
+    @classmethod
+    def read(cls, path: Path) -> "Result":
+        """From its metrics."""
+        events = list(read(path))
+        losses, known = path.with_suffix(".npy"), path.with_suffix(".json")
+        return cls(
+            start=next(event for event in events if isinstance(event, Start)),
+            steps=[event for event in events if isinstance(event, Step)],
+            evals=[event for event in events if isinstance(event, Eval)],
+            end=next(event for event in events if isinstance(event, End)),
+            losses=np.load(losses) if losses.exists() else None,
+            text=json.loads(known.read_text())["text"] if known.exists() else None,
+        )
+
+    @property
+    def training_loss(self) -> float:
+        """Of the workers' own parameters, over the last 500 steps."""
+        return mean(loss for step in self.steps[-500 // LOG_EVERY :] for loss in step.loss if loss is not None)
+
+    def comparable(self, reference: "Result") -> bool:
+        """Tell whether it had the same text as another run, and as much of it."""
+        if self.text is None or reference.text is None:
+            same = self.start.weights == reference.start.weights
+        else:
+            same = self.text == reference.text
+        return same and self.end.tokens == reference.end.tokens
+
+    def gap(self, reference: "Result") -> str:
+        """To another run, in percent of its loss."""
+        gap = f"{100 * (self.end.loss / reference.end.loss - 1):+.2f} %"
+        if self.losses is None or reference.losses is None or self.losses.shape != reference.losses.shape:
+            return gap
+        apart = (self.losses - reference.losses) / reference.losses.mean()
+        near = np.array([part.mean() for part in np.array_split(apart, max(2, len(apart) // 16))])
+        return f"{gap} ± {100 * np.std(near, ddof=1) / math.sqrt(len(near)):.2f}"
+
+
+def table(results: Mapping[str, Result]) -> list[str]:
+    """The lines of the table, in Markdown."""
+    lines = [
+        "| method | held-out loss | gap | papers | training loss | payload bytes a worker | tokens |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        reference = reference_of(name, results)
+        end, gap = result.end, "" if reference is result else result.gap(reference)
+        paper = f"{PAPER[name]:+.1f} %" if name in PAPER else ""
+        sent, tokens = bytes_text(mean(end.bytes_sent)), f"{end.tokens / 1e6:.0f} M"
+        cells = [name, f"{end.loss:.4f}", gap, paper, f"{result.training_loss:.3f}", sent, tokens]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def reference_of(name: str, results: Mapping[str, Result]) -> Result:
+    """Return data-parallel of the same seed; of seed 0 if that was not trained."""
+    seed = re.search(r"-seed\d+", name)
+    return results.get(f"{REFERENCE}{seed[0] if seed else ''}", results[REFERENCE])
+
+
+def costs_of_4_bits(results: Mapping[str, Result]) -> list[str]:
+    """What Streaming at period 30 loses by e3m0 beside fp32: at the end, and over the last three quarters."""
+    found = []
+    for name, coarse in results.items():
+        exact = results.get(name.replace("streaming-30", "streaming-30-fp32"))
+        if exact is None or exact is coarse:
+            continue
+        pairs = zip(coarse.evals, exact.evals, strict=True)
+        late = [100 * (one.loss / other.loss - 1) for one, other in pairs if one.tokens >= coarse.end.tokens / 4]
+        found.append(
+            f"{name}: 4 bits cost {coarse.gap(exact)}; in the {len(late)} evaluations of the last three quarters "
+            f"{min(late):+.2f} to {max(late):+.2f} %, {mean(late):+.2f} % on average"
+        )
+    return found
+
+
+def picture(results: Mapping[str, Result]) -> Figure:
+    """Held-out loss over tokens, but for the first fifth, and how far each is from data-parallel's."""
+    figure = Figure(figsize=(12.5, 4.2), layout="constrained")
+    losses, gaps = figure.subplots(1, 2)
+    for name, result in results.items():
+        known = {event.tokens: event.loss for event in reference_of(name, results).evals}
+        late = [event for event in result.evals if event.tokens >= result.end.tokens / 5]
+        tokens = [event.tokens / 1e6 for event in late]
+        losses.plot(tokens, [event.loss for event in late], label=name)
+        gaps.plot(tokens, [100 * (event.loss / known[event.tokens] - 1) for event in late], label=name)
+    losses.set_ylabel("held-out loss, nats per token")
+    gaps.set_ylabel("gap to data-parallel, %")
+    gaps.set_ylim(-3, FARTHEST)
+    for axes in (losses, gaps):
+        axes.set_xlabel("tokens of both workers, millions")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*losses.get_legend_handles_labels(), loc="outside right upper", frameon=False)
+    return figure
+
+
+def load(folder: Path) -> dict[str, Result]:
+    """All finished runs on the same text and as many tokens, in the order of METHODS, variants last."""
+    found = {path.stem: Result.read(path) for path in sorted(folder.glob("*.jsonl"))}
+    if REFERENCE not in found:
+        sys.exit(f"{folder} has no {REFERENCE}.jsonl, which all are compared with: train it first")
+    names = [*(name for name in METHODS if name in found), *(name for name in found if name not in METHODS)]
+    reference, kept = found[REFERENCE], {}
+    for name in names:
+        one = found[name]
+        if one.comparable(reference):
+            kept[name] = one
+        else:
+            print(f"{name} is left out: it had another text than {REFERENCE}, or another length", file=sys.stderr)
+    return kept
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("act", choices=["train", "table"])
+    parser.add_argument("rows", nargs="*", type=Row.parse, help="METHOD[,key=value ...]; left out: every method")
+    parser.add_argument("--text", type=Path, help="folder of tokens, as books.py makes it")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of all workers together")
+    parser.add_argument("--parallel", type=int, default=1, help="rows at a time, each in a process of its own")
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop, and go on with the next call")
+    parser.add_argument("--preset", default="35M", help="of the model; another is for trying this out")
+    parser.add_argument("--sequence", type=int, default=1024, help="tokens of a sequence")
+    parser.add_argument("--eval-tokens", type=int, default=2**21, help="held-out tokens of an evaluation")
+    parser.add_argument("--runs", type=Path, default=Path("runs") / "papers")
+    parser.add_argument("--results", type=Path, help="folder; left out: one of the text and the length")
+    arguments = parser.parse_args()
+    if arguments.act == "train":
+        try:
+            Training(arguments).train(arguments.rows or [Row(method, ()) for method in METHODS])
+        except ConfigError as problem:
+            parser.error(str(problem))
+        return
+    folder = arguments.results or RESULTS / FIRST_TEXT
+    results = load(folder)
+    print("\n".join(table(results)))
+    print("", *costs_of_4_bits(results), sep="\n")
+    if missing := [name for name in METHODS if name not in results]:
+        print(f"\nnot trained yet: {', '.join(missing)}")
+    picture(results).savefig(folder.with_suffix(".png"), dpi=130)
+
+
+if __name__ == "__main__":
+    main()

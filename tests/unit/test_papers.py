@@ -1,0 +1,67 @@
+"""benchmarks/papers.py: rows by name, gaps to the same seed, and a table trained from nothing."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from atoll.train.tokens import prepare
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def papers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return __import__("papers")
+
+
+def test_a_row_is_named_by_its_method_and_what_changes_it(papers: ModuleType) -> None:
+    assert papers.Row.parse("eager-30").name == "eager-30"
+    assert papers.Row.parse("eager-30,lr=0.7,m=0.6,seed=1").name == "eager-30-lr0.7-m0.6-seed1"
+
+
+@pytest.mark.parametrize("text", ["eager", "eager-30,lr", "eager-30,lr=", "eager-30,rate=0.7", ""])
+def test_what_is_no_row_is_refused(papers: ModuleType, text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=r"METHOD\[,key=value"):
+        papers.Row.parse(text)
+
+
+def test_a_gap_is_to_data_parallel_of_the_same_seed(papers: ModuleType) -> None:
+    known = papers.load(papers.RESULTS / papers.FIRST_TEXT)
+    results = {name: known[name] for name in ("data-parallel", "streaming-30", "streaming-30-seed1")}
+    results["data-parallel-seed1"] = known["diloco-30"]
+    lines = {line.split(" | ")[0].strip("| "): line for line in papers.table(results)}
+    assert known["streaming-30-seed1"].gap(known["diloco-30"]) in lines["streaming-30-seed1"]
+    assert known["streaming-30"].gap(known["data-parallel"]) in lines["streaming-30"]
+    assert " | 1.6171 |  |  | " in lines["data-parallel-seed1"]
+
+
+@pytest.mark.slow
+def test_a_table_is_trained_on_a_folder_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than training here
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    source = tmp_path / "text.jsonl"
+    source.write_text(
+        "".join(json.dumps({"text": f"{i} " + " ".join(map(str, range(i, i + 200)))}) + "\n" for i in range(60))
+    )
+    made = prepare(str(source), tokenizer="bpe", vocabulary=300, held_out=0.2, cache=tmp_path / "cache")
+    tokens = made.folder.rename(tmp_path / "books")
+    script, rows = [sys.executable, str(ROOT / "benchmarks" / "papers.py")], ["data-parallel", "eager-30,lr=0.7,m=0.6"]
+    shape = ["--tokens", "16384", "--preset", "tiny", "--sequence", "32", "--eval-tokens", "1024", "--parallel", "2"]
+    folders = ["--text", str(tokens), "--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+    first = subprocess.run([*script, "train", *rows, *folders, *shape], capture_output=True, text=True, check=True)
+    assert "eager-30-lr0.7-m0.6: begins" in first.stdout
+    again = subprocess.run([*script, "train", *rows, *folders, *shape], capture_output=True, text=True, check=True)
+    assert again.stdout.count("in the results already") == 2
+    for name in ("data-parallel", "eager-30-lr0.7-m0.6"):
+        kept = tmp_path / "results" / name
+        assert json.loads(kept.with_name(f"{name}.json").read_text())["sync.workers"] == 2
+        assert np.load(kept.with_name(f"{name}.npy")).shape == (32,)
+    drawn = subprocess.run([*script, "table", *folders[4:]], capture_output=True, text=True, check=True).stdout
+    assert "| eager-30-lr0.7-m0.6 | " in drawn and "±" in drawn
