@@ -256,7 +256,7 @@ def test_a_text_that_many_rows_of_parquet_share_is_not_made_many_times(
 
 def test_a_device_among_the_files_of_a_cache_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "train.bin").touch()
-    cache._seal(tmp_path, {})
+    cache.seal(tmp_path, {})
     (tmp_path / "train.bin").unlink()
     device(tmp_path / "train.bin")
     with pytest.raises(DataError, match="is no plain file; delete the folder"):
