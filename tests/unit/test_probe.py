@@ -14,7 +14,7 @@ import sites
 from atoll.config import parse
 from atoll.errors import ConfigError, LinkError
 from atoll.link import probe
-from atoll.train.model import Decoder
+from atoll.train.model import Decoder, Loss
 from atoll.train.probe import probe_step
 
 TINY = {"model": {"preset": "tiny", "layers": 2}, "train": {"batch": 2, "sequence": 16}, "device": "cpu"}
@@ -39,7 +39,12 @@ def test_a_step_is_measured_without_data_or_other_workers() -> None:
 def test_the_batch_of_the_run_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Size] = []
     loss = Decoder.loss
-    monkeypatch.setattr(Decoder, "loss", lambda self, tokens: seen.append(tokens.shape) or loss(self, tokens))
+
+    def noted(self: Decoder, tokens: torch.Tensor) -> Loss:
+        seen.append(tokens.shape)
+        return loss(self, tokens)
+
+    monkeypatch.setattr(Decoder, "loss", noted)
     found = probe_step(parse(TINY | {"train": {"batch": 6, "sequence": 16}}), 256, tell=lambda line: None)
     assert found.tokens == 6 * 16 and set(seen) == {(6, 17)}
 
