@@ -525,7 +525,7 @@ def test_a_state_that_no_manifest_holds_is_refused_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "MOST_MANIFEST", 2000)
-    with pytest.raises(CheckpointError, match=r"takes 2\.\d+ kB, at most 2 kB are allowed: put long lists into"):
+    with pytest.raises(CheckpointError, match=r"takes 2\.\d+ kB, at most 2\.00 kB are allowed: put long lists into"):
         save(tmp_path, 1, {"text": "x" * 2000})
     assert names(tmp_path) == set()
 

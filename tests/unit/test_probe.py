@@ -14,7 +14,7 @@ import sites
 from atoll.config import parse
 from atoll.errors import ConfigError, LinkError
 from atoll.link import probe
-from atoll.train.model import Decoder
+from atoll.train.model import Decoder, Loss
 from atoll.train.probe import probe_step
 
 TINY = {"model": {"preset": "tiny", "layers": 2}, "train": {"batch": 2, "sequence": 16}, "device": "cpu"}
@@ -40,11 +40,11 @@ def test_the_batch_of_the_run_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
     seen: list[torch.Size] = []
     loss = Decoder.loss
 
-    def seeing(self: Decoder, tokens: torch.Tensor) -> object:
+    def noted(self: Decoder, tokens: torch.Tensor) -> Loss:
         seen.append(tokens.shape)
         return loss(self, tokens)
 
-    monkeypatch.setattr(Decoder, "loss", seeing)
+    monkeypatch.setattr(Decoder, "loss", noted)
     found = probe_step(parse(TINY | {"train": {"batch": 6, "sequence": 16}}), 256, tell=lambda line: None)
     assert found.tokens == 6 * 16 and set(seen) == {(6, 17)}
 

@@ -325,6 +325,7 @@ def test_a_checkpoint_of_another_model_is_refused(make: Any, monkeypatch: pytest
         train(make("one"), resume=True)
 
 
+@pytest.mark.processes
 def test_two_processes_do_not_train_one_folder(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from atoll.train.trainer import Trainer
 
