@@ -236,10 +236,11 @@ class OuterLoop:
             self.steps = step
             return
         due = self._schedule.due(step)
-        self._merged = False
+        self._merged, is_due = False, bool(due.send or due.apply)
+        if is_due:
+            self._watch.check(self.link)  # of steps before: a GPU may still be at this one
         self._watch.stepped()
-        if due.send or due.apply:
-            self._watch.check(self.link)
+        if is_due:
             self._settle(due.send)
         self._leave_runaway(due.send)
         for fragment in due.apply:
