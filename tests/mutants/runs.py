@@ -24,10 +24,37 @@ EXPORT = tuple(
         "a_tokenizer_of_another_model",
     )
 )
-HUB = ("tests/unit/test_hub.py",)
+HUB = tuple(
+    f"tests/unit/test_hub.py::test_{name}"
+    for name in (
+        "logits_and_loss_are_those_of_transformers",
+        "a_router_loss_is_descended_if_the_config_asks_for_it_and_never_reported",
+        "generated_tokens_follow_the_generator_and_may_pass_the_context",
+        "what_is_remembered_of_earlier_tokens_changes_nothing",
+        "weights_of_another_model",
+        "configs_of_no_causal_model",
+    )
+)
 METRICS = ("tests/unit/test_metrics.py", "tests/property/test_metrics_property.py")
-REPORT = ("tests/unit/test_report.py",)
-PARTS = ("tests/unit/test_parts.py",)
+REPORT = tuple(
+    f"tests/unit/test_report.py::test_{name}"
+    for name in (
+        "numbers_by_hand",
+        "runs_of_one_name_are_told_apart_and_a_folder_counts_once",
+        "the_load_of_the_machine_is_not_a_difference_between_runs",
+        "runs_that_compute_something_else_keep_their_own_time",
+        "a_page_says_what_matters",
+    )
+)
+PARTS = tuple(
+    f"tests/unit/test_parts.py::test_{name}"
+    for name in (
+        "the_folders_of_workers_are_one_run",
+        "workers_that_stopped_at_different_steps",
+        "folders_that_do_not_belong_together",
+        "the_parts_of_a_run_merge_to_the_whole",
+    )
+)
 TESTS = ["tests/unit/test_tally.py"]
 
 MUTANTS = [
@@ -60,8 +87,7 @@ MUTANTS = [
            "fragments = [fragment.numel for fragment in self.loops[0].fragments]",
            "fragments = [self.loops[0].fragments[0].numel]", tests=KEPT),
     Mutant("rounds of a step are told in the next run", "train/account.py",
-           "        self.settle()\n        self.sink.write(event)", "        self.sink.write(event)",
-           tests=(f"{RUN}::test_what_fails_has_written_down_its_last_round", *SAID)),
+           "        self.settle()\n        self.sink.write(event)", "        self.sink.write(event)", tests=SAID),
     Mutant("tokens of a batch without its sequence", "train/account.py",
            "self._config.train.batch * (self._config.train.sequence or 0)", "self._config.train.batch", tests=KEPT),
     # a run from its settings to its model
@@ -75,7 +101,7 @@ MUTANTS = [
            "    trainer.finish()\n    if trainer.evaluates and trainer.evaluate():\n",
            "    better = trainer.evaluate()\n    trainer.finish()\n    if better:\n", tests=SAID),
     Mutant("no checkpoints on the way", "train/run.py", "if trainer.steps % settings.save_every == 0 or trainer.done:",
-           "if trainer.done:", tests=(*RESUMED, *SAID)),
+           "if trainer.done:", tests=SAID),
     Mutant("what was interrupted is not saved", "train/run.py",
            "        if trainer.steps % settings.save_every:\n            save()\n", "", tests=RESUMED),
     Mutant("a begun run is started over", "train/run.py", "        if not resume:\n", "        if False:\n",
