@@ -1,6 +1,7 @@
 """Seed known bugs, one at a time, into copies of the library: each must turn a test red.
 
     python tests/mutants [name of a mutant or of a catalogue ...]
+    python tests/mutants controls      # only that all those tests are green without a bug
 
 Errors are: a mutant that survives, one whose text is no longer in the source, tests that are red without any bug.
 Every run of tests is a fork of this process, which has imported what takes long: there are hundreds.
@@ -146,9 +147,13 @@ def covers(larger: Tests, smaller: Tests) -> bool:
 def main(asked: list[str]) -> bool:
     """Whether all came out as it should."""
     known = [(name, mutant) for name, mutants in catalogues() for mutant in mutants]
+    if controls_alone := asked == ["controls"]:
+        asked = []
     if strangers := set(asked) - {name for name, _ in known} - {mutant.name for _, mutant in known}:
         sys.exit(f"no mutant or catalogue has the name {', '.join(sorted(strangers))}")
     runs = with_controls(mutant for name, mutant in known if not asked or name in asked or mutant.name in asked)
+    if controls_alone:
+        runs = [run for run in runs if run.mutant is None]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     left, running = list(runs), list[Run]()
     while left or running:

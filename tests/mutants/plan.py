@@ -7,6 +7,7 @@ JOB = ("tests/unit/test_job.py", "tests/property/test_job_property.py")
 SIMULATE = ("tests/unit/test_simulate.py", "tests/property/test_simulate_property.py")
 ADVISE = ("tests/unit/test_advise.py", "tests/property/test_advise_property.py")
 LAWS = ("tests/unit/test_laws_of_scale.py",)
+STEADY = ("tests/unit/test_steady.py",)
 OUTLOOK = ("tests/unit/test_outlook.py",)
 PAPER = ("tests/unit/test_paper.py",)
 TESTS = list(COST)
@@ -20,7 +21,7 @@ MUTANTS = [
     Mutant("two shots travel once", "plan/cost.py", "    latency_s *= shots(workers)\n", ""),
     Mutant("a delay hides nothing", "plan/cost.py", "hidden_s = method.delay * model.step_s\n    latency_s",
            "hidden_s = 0.0\n    latency_s"),
-    Mutant("rounds that touch are apart", "plan/cost.py", "method.delay < gap", "method.delay <= gap", tests=SIMULATE),
+    Mutant("rounds that touch are apart", "plan/cost.py", "method.delay < gap", "method.delay <= gap", tests=STEADY),
     Mutant("Eager's own momentum takes no memory", "plan/cost.py", "method.velocities * (1 + method.eager)",
            "method.velocities"),
     Mutant("feedback takes no memory", "plan/cost.py", " + method.codec.feedback\n", "\n"),
@@ -85,29 +86,29 @@ MUTANTS = [
            tests=SIMULATE),
     # once a run is under way
     Mutant("a steady line without latency", "plan/steady.py", "end + send.fresh) + self.latency_s", "end + send.fresh)",
-           tests=SIMULATE),
+           tests=STEADY),
     Mutant("a steady line is always free", "plan/steady.py", "np.maximum(self.free + send.behind, end + send.fresh)",
-           "(end + send.fresh)", tests=SIMULATE),
+           "(end + send.fresh)", tests=STEADY),
     Mutant("a round is due when it was sent", "plan/steady.py", "(send.offset + self.delay, there)",
-           "(send.offset, there)", tests=SIMULATE),
+           "(send.offset, there)", tests=STEADY),
     Mutant("a short run sends nothing at its end", "plan/steady.py", "if ago < method.period or ago % method.period]",
-           "if ago >= method.period and ago % method.period]", tests=SIMULATE),
+           "if ago >= method.period and ago % method.period]", tests=STEADY),
     Mutant("one period is taken for the last", "plan/steady.py", "run.moved(0, left * longer_s)",
            "run.moved(0, longer_s)", tests=SIMULATE),
     # methods and advice
     Mutant("Eager keeps its old delay with another period", "plan/method.py",
            "delay=period if method.eager else min(method.delay, period)", "delay=min(method.delay, period)",
-           tests=ADVISE),
+           tests=COST),
     Mutant("what is outside layers counts twice", "plan/method.py", "inside = model.parameters - model.rest",
            "inside = model.parameters", tests=COST),
     Mutant("a delayed DiLoCo is written as diloco", "plan/method.py", '"streaming" if self.delay else "diloco"',
-           '"diloco"', tests=("tests/unit/test_plan_command.py", "tests/unit/test_advise.py")),
+           '"diloco"', tests=("tests/unit/test_advise.py",)),
     Mutant("advice that misses its target", "plan/advise.py", "self.busy(method) >= target", "True", tests=ADVISE),
     Mutant("advice of periods that a run has one of", "plan/advise.py", "if FEWEST_ROUNDS * p <= steps) or",
            "if p <= steps) or", tests=ADVISE),
     Mutant("advice that does not fit the memory", "plan/advise.py", "if size <= limit]", "if True]", tests=ADVISE),
     Mutant("advice of delays that nobody measured", "plan/advise.py", "if delay <= max(1, period // 3)",
-           "if delay <= period", tests=ADVISE),
+           "if delay <= period", tests=("tests/unit/test_advise.py",)),
     Mutant("advice of what gains nothing", "plan/advise.py", "            if not any(\n",
            "            if True or not any(\n", tests=ADVISE),
     Mutant("the riskiest first", "plan/advise.py", "        return list(found.values())\n",

@@ -151,6 +151,13 @@ def test_small_models_have_few_fragments() -> None:
     assert advise(Model(parameters=10, layers=1, step_s=0.1), 2, Link(1e9)).reached
 
 
+@pytest.mark.parametrize(("period", "delays"), [(5, {0, 1}), (10, {0, 1, 2, 3}), (30, {0, 1, 2, 3, 5, 10})])
+def test_a_round_is_blended_before_a_third_of_the_next_is_over(period: int, delays: set[int]) -> None:
+    found = list(candidates(MODEL, [period]))
+    assert {method.delay for method in found if not method.eager} == delays
+    assert {method.delay for method in found if method.eager} == {period}
+
+
 @pytest.mark.parametrize("method", list(candidates(MODEL))[::19], ids=in_words)
 def test_settings_are_accepted_by_run_files_and_mean_the_choice(method: Method) -> None:
     sync = parse({}, [f"{key}={value}" for key, value in method.settings().items()]).synchronisation()

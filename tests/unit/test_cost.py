@@ -151,5 +151,7 @@ def test_methods_by_name() -> None:
         ("streaming", 30, 1),
     ]
     assert with_period(METHODS["data-parallel"], 30) == METHODS["data-parallel"]
+    assert [with_period(METHODS["eager"], period).delay for period in (30, 100, 300)] == [30, 100, 300]
+    assert [with_period(METHODS["streaming"], period).delay for period in (1, 30, 300)] == [1, 1, 1]
     with pytest.raises(ConfigError, match=r"method must be one of data-parallel, diloco, .*; got 'dilocoo'"):
         methods(["dilocoo"])

@@ -173,6 +173,15 @@ def test_a_new_export_takes_the_place_of_the_old(tmp_path: Path) -> None:
         assert names(tmp_path) == {"model"}
 
 
+def test_an_export_whose_replacement_was_cut_short_is_found_where_it_was_set_aside(tmp_path: Path) -> None:
+    folder, model = tmp_path / "model", nano(1)
+    export(model, Bytes(), folder)
+    folder.rename(tmp_path / ".model.old")
+    assert exists(folder) and same_bits(load_export(folder)[0], model)
+    export(nano(2), Bytes(), folder)
+    assert same_bits(load_export(folder)[0], nano(2)) and names(tmp_path) == {"model"}
+
+
 def test_all_is_on_disk_before_it_gets_its_name(tmp_path: Path, flushed: list[str]) -> None:
     for model in (nano(), llama()):
         flushed.clear()

@@ -55,6 +55,15 @@ def test_lost_payloads_follow_the_seed() -> None:
     assert lost != other
 
 
+def test_what_is_lost_depends_on_the_seed_the_worker_and_the_round() -> None:
+    def lost(seed: int, worker: int, fragment: int = 0) -> list[bool]:
+        return [Faults(drop=0.3, seed=seed).lost(worker, RoundId(step, fragment)) for step in range(1, 401)]
+
+    all_of_them = [lost(0, 0), lost(1, 0), lost(0, 1), lost(0, 0, 1)]
+    assert all(a != b for n, a in enumerate(all_of_them) for b in all_of_them[:n]) and lost(0, 0) == all_of_them[0]
+    assert all(80 < sum(one) < 160 for one in all_of_them)
+
+
 def test_a_slow_worker_makes_its_share_of_steps() -> None:
     faults = Faults(speeds={1: 0.3})
     assert sum(faults.trains(1, t) for t in range(1, 1001)) == 300

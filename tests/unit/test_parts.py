@@ -95,12 +95,19 @@ def test_workers_that_stopped_at_different_steps(tmp_path: Path) -> None:
     assert found.end is not None and found.end.bytes_sent == [last.bytes_sent[0], 340_000, 340_000]
     assert [step.participants for step in found.steps] == [3] * 4 + [2] * 4
     assert [step.loss[0] is None for step in found.steps] == [False] * 4 + [True] * 4
+    assert {step.bytes_sent[0] for step in found.steps[3:]} == {last.bytes_sent[0]}, "what it sent stays sent"
     assert [(r.step, r.fragment) for r in found.rounds] == [(r.step, r.fragment) for r in one if isinstance(r, Round)]
     nobody = [[e for e in events if not isinstance(e, End)] for events in (zero, one)]
     assert report.load(save_workers(tmp_path / "killed", [*nobody, two[:-1]])).end is None
     stops = [[replace(e, outcome="interrupted") if isinstance(e, End) else e for e in es] for es in (zero, one, two)]
     stopped = report.load(save_workers(tmp_path / "stopped", stops))
     assert stopped.end is not None and stopped.end.outcome == "interrupted" and not stopped.finished
+    measured = [
+        [replace(e, best_loss=best) if isinstance(e, End) else e for e in es]
+        for best, es in zip((3.0, 2.0, math.nan), stops, strict=True)
+    ]
+    twice = report.load(save_workers(tmp_path / "twice", measured)).end
+    assert twice is not None and twice.best_loss == 2.0
     assert report.load(save_workers(tmp_path / "mixed", [nobody[0], *stops[1:]])).end is None
 
 

@@ -1,18 +1,20 @@
 """What a run counts, and what it insists on when it is resumed."""
 
+import copy
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from atoll import checkpoint, config
 from atoll.config import RunConfig
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError
-from atoll.events import End, Round, Start, Step, read
-from atoll.layout import CHECKPOINTS, RUN
+from atoll.events import End, Jsonl, Outcome, Round, Start, Step, read
+from atoll.layout import CHECKPOINTS, METRICS, MODEL, RUN
 from atoll.link.local import local
 from atoll.link.seat import Seat
 from atoll.train.batches import Batches, held_out
@@ -95,6 +97,45 @@ def test_other_text_cannot_be_resumed_with(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "text" / "0.txt").write_text("something else " * 40)
     with pytest.raises(ConfigError, match=r"the text or the tokenizer of data\.source has changed"):
         train(run, resume=True)
+
+
+def test_a_run_that_was_interrupted_and_then_killed_is_not_finished(tmp_path: Path) -> None:
+    """Between the export of its model and its end, after it was resumed."""
+    folder = RunFolder(run_of(tmp_path))
+    assert not folder.finished
+    (folder.path / MODEL).mkdir(parents=True)
+    (folder.path / MODEL / "config.json").write_text("{}")
+    (folder.path / RUN).write_text("")
+    totals: dict[str, Any] = {"bytes_sent": [0], "bytes_received": [0], "wait_s": [0.0]}
+    outcomes: list[tuple[Outcome, bool]] = [("interrupted", False), ("finished", True), ("interrupted", False)]
+    for outcome, is_finished in outcomes:
+        log = Jsonl(folder.path / METRICS, 10**6)
+        end = End(step=1, tokens=1, seconds=1.0, step_s=1.0, loss=1.0, best_loss=1.0, outcome=outcome, **totals)
+        log.write(end)
+        log.close()
+        assert folder.finished == is_finished
+
+
+def test_a_trainer_goes_on_from_its_state_to_the_bit(tmp_path: Path) -> None:
+    given = run_of(tmp_path, **{"sync.method": "none", "sync.workers": 1, "sync.fragments": None})
+    data = prepare(given)
+
+    def trainer() -> Trainer:
+        model, settings = start(given, data)
+        batches = Batches(data.train, workers=1, batch=2, sequence=16, seed=0)
+        return Trainer(settings, model, batches, held_out(data.held_out, sequence=16, tokens=64, batch=2))
+
+    one, other = trainer(), trainer()
+    for _ in range(3):
+        one.step()
+    one.evaluate()
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    assert (other.steps, other.best, other.seconds) == (3, one.best, one.seconds) and one.best < 10
+    one.step()
+    other.step()
+    for mine, theirs in zip(one.models[0].parameters(), other.models[0].parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert one.evaluate() == other.evaluate() and one.best == other.best
 
 
 def test_a_worker_apart_keeps_the_checkpoints_that_others_may_still_need(tmp_path: Path) -> None:

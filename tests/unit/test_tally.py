@@ -22,6 +22,14 @@ def test_an_interval_is_the_mean_of_each_workers_own_steps() -> None:
     assert tally.take().losses == [None, None, None]
 
 
+def test_waiting_is_no_computing() -> None:
+    tally = Tally(2)
+    tally.add(losses(1.0, 2.0), losses(1.0, 1.0), tokens_each=10, seconds=5.0, waited_s=3.0)
+    assert (tally.step_s, tally.seconds) == (1.0, 5.0)
+    interval = tally.take()
+    assert (interval.step_s, interval.tokens_per_s) == (1.0, 4.0)
+
+
 def test_an_unfinished_interval_goes_on_after_a_resume_on_the_device_of_the_losses() -> None:
     tally, again = Tally(1), Tally(1)
     tally.add(losses(1.0), losses(1.0), tokens_each=4, seconds=1.0)
