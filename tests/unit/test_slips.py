@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from atoll.agreement import MOST_TERMS, frozen_terms
 from atoll.core.flat import checksum
 from atoll.core.fragments import Balanced
 from atoll.errors import AtollError, ConfigError, LinkError, NonFiniteError
+from atoll.link.base import Contribution, Member, RoundId
+from atoll.link.mail import Incoming, LostError
+from atoll.link.wire import Envelope, Kind, seal
 from atoll.sync import Gradients
 from fleet import Fleet, Me, free_port
 from harness import PRESETS, Problem, bits, preset, spoil, tolerant, train
@@ -267,6 +271,20 @@ class TestResume:
         train(saved, 5, 0.1)
         train(fresh, 5, 0.1)
         assert [bits(loop) for loop in fresh] == [bits(loop) for loop in saved]
+
+
+class Arrived:
+    """A chunk that gloo has received."""
+
+    def wait(self, timeout: object) -> None: ...
+
+
+@pytest.mark.parametrize(("sent", "problem"), [(1.5, None), (1e18, r"a weight of 1e\+18 where 1\.5 was agreed")])
+def test_a_message_may_not_claim_another_weight(sent: float, problem: str | None) -> None:
+    envelope = Envelope(Kind.WHOLE, RoundId(2, 0), 1, "fp32", 8)
+    message = seal(envelope, Contribution(Member(1, sent, 0, 0), torch.zeros(8, dtype=torch.uint8)))
+    with nullcontext() if problem is None else pytest.raises(LostError, match=problem):
+        Incoming(envelope, 1.5, message, [Arrived()]).wait()
 
 
 # ---------------------------------------------------------------------- merges that are undone
