@@ -5,7 +5,8 @@ import io
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from atoll.agreement import MOST_TERMS, frozen_terms
 from atoll.core.flat import checksum
 from atoll.core.fragments import Balanced
 from atoll.errors import AtollError, ConfigError, LinkError, NonFiniteError
+from atoll.link.base import Contribution, Member, RoundId
+from atoll.link.mail import Incoming, LostError
+from atoll.link.wire import Envelope, Kind, seal
 from atoll.sync import Gradients
 from fleet import Fleet, Me, free_port
 from harness import PRESETS, Problem, bits, preset, spoil, tolerant, train
@@ -269,6 +273,20 @@ class TestResume:
         assert [bits(loop) for loop in fresh] == [bits(loop) for loop in saved]
 
 
+class Arrived:
+    """A chunk that gloo has received."""
+
+    def wait(self, timeout: object) -> None: ...
+
+
+@pytest.mark.parametrize(("sent", "problem"), [(1.5, None), (1e18, r"a weight of 1e\+18 where 1\.5 was agreed")])
+def test_a_message_may_not_claim_another_weight(sent: float, problem: str | None) -> None:
+    envelope = Envelope(Kind.WHOLE, RoundId(2, 0), 1, "fp32", 8)
+    message = seal(envelope, Contribution(Member(1, sent, 0, 0), torch.zeros(8, dtype=torch.uint8)))
+    with nullcontext() if problem is None else pytest.raises(LostError, match=problem):
+        Incoming(envelope, 1.5, message, [Arrived()]).wait()
+
+
 # ---------------------------------------------------------------------- merges that are undone
 
 
@@ -435,7 +453,7 @@ class TestDefaultGroup:
 # ---------------------------------------------------------------------- numbers that are not finite
 
 
-def with_adam(loops: Sequence[OuterLoop], inner: Sequence[torch.optim.Optimizer], steps: int, spoilt: int) -> None:
+def with_inner(loops: Sequence[OuterLoop], inner: Sequence[Any], steps: int, spoilt: int) -> None:
     """Steps of all workers; the gradient of worker 1 is NaN once."""
     crew = Crew(loops)
     for step in range(1, steps + 1):
@@ -448,13 +466,27 @@ def with_adam(loops: Sequence[OuterLoop], inner: Sequence[torch.optim.Optimizer]
         crew.step()
 
 
+class Momentum:
+    """An optimizer that torch does not know of."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.buffers = {parameter: torch.zeros_like(parameter) for parameter in parameters}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, buffer in self.buffers.items():
+            assert parameter.grad is not None
+            buffer.mul_(0.9).add_(parameter.grad)
+            parameter.sub_(0.01 * buffer)
+
+
 class TestRolledBackAgainAndAgain:
     @pytest.mark.parametrize("sync", [DiLoCo(period=3), Streaming(period=4, fragments=Balanced(count=2), delay=2)])
-    def test_adam_keeps_nan_and_the_second_roll_back_says_so(self, sync: Sync) -> None:
+    def test_an_optimizer_that_is_not_torchs_keeps_nan_and_the_second_roll_back_says_so(self, sync: Sync) -> None:
         loops = tolerant(Problem(workers=3), sync)
-        inner = [torch.optim.AdamW(loop.model.parameters(), lr=0.01) for loop in loops]
+        inner = [Momentum(loop.model.parameters()) for loop in loops]
         with pytest.raises(NonFiniteError, match=r"worker 1, step \d+: rolled back 2 times in a row.*on_roll_back"):
-            with_adam(loops, inner, 20, spoilt=2)
+            with_inner(loops, inner, 20, spoilt=2)
 
     @pytest.mark.parametrize("sync", [DiLoCo(period=3), Streaming(period=4, fragments=Balanced(count=2), delay=2)])
     def test_one_that_is_reset_comes_back(self, sync: Sync) -> None:
@@ -465,7 +497,7 @@ class TestRolledBackAgainAndAgain:
             OuterLoop(model, sync, link, leave_out_nonfinite=True, on_roll_back=optimizer.state.clear)
             for model, link, optimizer in zip(models, local(2), inner, strict=True)
         ]
-        with_adam(loops, inner, 20, spoilt=2)
+        with_inner(loops, inner, 20, spoilt=2)
         assert [loop.counters.roll_backs for loop in loops] == [0, 1]
         assert all(torch.isfinite(p).all() for p in models[1].parameters())
 

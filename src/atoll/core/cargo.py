@@ -41,9 +41,14 @@ class MeanResidual:
         dealt, parts = self._kept.get(self._newest_before(order), ((), {}))
         return parts.get(part) if dealt == members else None
 
+    def note(self, order: tuple[int, ...], members: tuple[int, ...]) -> None:
+        """Note a round that was cut between these members, whether or not this worker has reduced a part of it."""
+        self._kept.setdefault(order, (members, {}))
+
     def keep(self, order: tuple[int, ...], members: tuple[int, ...], part: int, lost: Tensor) -> None:
         """Note what a round between these members lost of a part."""
-        self._kept.setdefault(order, (members, {}))[1][part] = lost
+        self.note(order, members)
+        self._kept[order][1][part] = lost
 
     def drop(self, oldest: tuple[int, ...] | None) -> None:
         """Forget what no round from the `oldest` in flight on needs; None if none is in flight."""
@@ -61,7 +66,7 @@ class MeanResidual:
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Continue from what state_dict gave."""
         parts = {part: lost.to(device, copy=True) for part, lost in state["parts"].items()}
-        self._kept = {tuple(state["order"]): (tuple(state["members"]), parts)} if parts else {}
+        self._kept = {tuple(state["order"]): (tuple(state["members"]), parts)} if state["order"] else {}
 
     def _newest_before(self, order: tuple[int, ...] | None) -> tuple[int, ...]:
         return max((known for known in list(self._kept) if order is None or known < order), default=())

@@ -97,6 +97,7 @@ class _Board:
         self.gone: dict[int, str] = {}
         self.rounds: dict[RoundId, dict[int, Offer | None]] = {}
         self.cargos: dict[RoundId, dict[int, Cargo]] = {}
+        self.dealt: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # by fragment, the last that was reduced
         self.reduced: dict[RoundId, Tensor] = {}
         self.last_s: dict[RoundId, float] = {}  # when somebody last posted to a round
         self.taken: dict[RoundId, set[int]] = {}
@@ -149,8 +150,7 @@ class _Board:
             payloads, who = tuple(c.payload for c in counted), tuple(c.member for c in counted)
             if counted and shots(len(members)) == 2 and round_id not in self.reduced:
                 here = [payload.to(cargo.device) for payload in payloads]
-                cargos = {member: self.cargos[round_id][member] for member in members}
-                self.reduced[round_id] = mean_between(cargos, here, [m.weight for m in who])
+                self.reduced[round_id] = mean_between(self.reducers(round_id), here, [m.weight for m in who])
             passage = Passage(opened_s, self.last_s[round_id])
             completed = Round(round_id, who, payloads, self.reduced.get(round_id), outliers, passage=passage)
             self.taken.setdefault(round_id, set()).add(worker)
@@ -158,6 +158,16 @@ class _Board:
                 del self.rounds[round_id], self.cargos[round_id], self.taken[round_id], self.last_s[round_id]
                 self.reduced.pop(round_id, None)
             return completed
+
+    def reducers(self, round_id: RoundId) -> dict[int, Cargo]:
+        """The members of a round that is reduced now; one that was away knows of the round before, too."""
+        cargos = {member: self.cargos[round_id][member] for member in self.members(round_id.step)}
+        before = self.dealt.get(round_id.fragment)
+        for cargo in cargos.values():
+            if before is not None and cargo.residual is not None:
+                cargo.residual.note(*before)
+        self.dealt[round_id.fragment] = tuple(round_id), tuple(cargos)
+        return cargos
 
     def wait_for(self, what: str, worker: int, missing: Callable[[], list[int]]) -> None:
         """Wait, holding the lock, until nobody is missing."""
