@@ -326,8 +326,8 @@ def unpack(parts: Path, target: Path) -> None:
     try:
         check(target, silent)
         print(f"{target} is complete")
-    except DataError as problem:
-        print(f"{target} is not complete: {problem}")
+    except DataError:
+        print(f"{target} is not complete")
 
 
 def place(target: Path, packed: Path) -> None:

@@ -194,8 +194,8 @@ class Training:
                     continue
                 while len(self._active) >= self._arguments.parallel:
                     self._wait()
-                left, takes = self._until - time.monotonic(), self._longest()
-                if left < takes * (0.95 if takes else 1):
+                left, takes = self._until - time.monotonic(), self._latest()
+                if left < 0.95 * takes:
                     print(f"{run.name}: left out, {left:.0f} s are left and the last took {takes:.0f} s", flush=True)
                     continue
                 self._start(run)
@@ -211,10 +211,10 @@ class Training:
     def _finished(self, run: run_file.RunConfig) -> bool:
         return (self.results / f"{run.name}.jsonl").exists()
 
-    def _longest(self) -> float:
-        """Seconds that the slowest finished run took on this machine, if one is known."""
-        known = (json.loads(path.read_text()) for path in self._runs.glob("*/took.json"))
-        return max((one["seconds"] for one in known if one["tokens"] == self._arguments.tokens), default=0.0)
+    def _latest(self) -> float:
+        """Seconds that the run took that has finished last on this machine; none has: 0."""
+        finished = max(self._runs.glob("*/took"), key=lambda path: path.stat().st_mtime, default=None)
+        return float(finished.read_text()) if finished else 0.0
 
     def _start(self, run: run_file.RunConfig) -> None:
         file = self._runs / f"{run.name}.toml"
@@ -249,7 +249,7 @@ class Training:
         """Put a finished run into the results; its .jsonl, which counts as finished, last."""
         folder, kept = self._runs / run.name, self.results / f"{run.name}.jsonl"
         np.save(kept.with_suffix(".npy"), sequence_losses(folder / MODEL, run))
-        (folder / "took.json").write_text(json.dumps({"seconds": seconds, "tokens": self._arguments.tokens}))
+        (folder / "took").write_text(str(seconds))
         kept.with_suffix(".json").write_text(json.dumps(about(folder, self._text), indent=1) + "\n")
         shutil.copy(folder / "metrics.jsonl", kept.with_suffix(".part"))
         kept.with_suffix(".part").rename(kept)
@@ -437,7 +437,7 @@ def main() -> None:
     parser.add_argument("--eval-tokens", type=int, default=2**21, help="held-out tokens of an evaluation")
     parser.add_argument("--runs", type=Path, default=Path("runs") / "papers")
     parser.add_argument("--results", type=Path, help="folder; left out: one of the text and the length")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     if arguments.act == "train":
         try:
             Training(arguments).train(arguments.rows or [Row(method, ()) for method in METHODS])

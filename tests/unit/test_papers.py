@@ -57,7 +57,7 @@ def test_a_table_is_trained_on_a_folder_of_tokens(tmp_path: Path, monkeypatch: p
     folders = ["--text", str(tokens), "--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
     first = subprocess.run([*script, "train", *rows, *folders, *shape], capture_output=True, text=True, check=True)
     assert "eager-30-lr0.7-m0.6: begins" in first.stdout
-    again = subprocess.run([*script, "train", *rows, *folders, *shape], capture_output=True, text=True, check=True)
+    again = subprocess.run([*script, "train", *folders, *rows, *shape], capture_output=True, text=True, check=True)
     assert again.stdout.count("in the results already") == 2
     for name in ("data-parallel", "eager-30-lr0.7-m0.6"):
         kept = tmp_path / "results" / name
