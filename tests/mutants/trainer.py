@@ -90,9 +90,6 @@ MUTANTS = [
     # roll-backs
     Mutant("optimizer not reset after a roll-back", "loop.py", "        self._optimizers.reset()\n", "",
            tests=ROLLED_BACK),
-    Mutant("a reset that resets nothing", "train/inner.py",
-           "        self._optimizers = self._make()\n\n    def state_dict", "        pass\n\n    def state_dict",
-           tests=ROLLED_BACK),
     Mutant("a worker steps on what is not finite", "train/trainer.py", "self._loops[n].roll_back()", "pass",
            tests=ROLLED_BACK),
     Mutant("a loss that is not finite goes unnoticed", "train/trainer.py",
