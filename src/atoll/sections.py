@@ -333,7 +333,7 @@ class LinkSection(Section):
 
     address: Address | None = Field(default=None, examples=["10.0.0.1:29500"])
     """Where worker 0 listens (--address); left out: all workers are in one process."""
-    deadline_s: Seconds = 600.0
+    deadline_s: Seconds = 180.0
     """Seconds after which a round that is not complete ends the run; slower workers and the transfer must fit in."""
     join_s: Seconds = 600.0
     """Seconds to wait for all workers at the start."""

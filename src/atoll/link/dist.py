@@ -51,7 +51,7 @@ def connect(
     workers: int | None = None,
     rank: int = 0,
     ranks: int = 1,
-    deadline_s: float = 600.0,
+    deadline_s: float = 180.0,
     join_s: float = 600.0,
 ) -> "DistLink":
     """This process's end of a link between machines.
