@@ -37,7 +37,7 @@ def batch(data: torch.Tensor, rows: int, generator: torch.Generator) -> torch.Te
 
 
 def held_out_loss(sync: Sync, workers: int, steps: int, scale: float) -> tuple[float, int]:
-    """Loss of the final model on text that no worker saw, and how many deltas were left out; at scale 0, undisturbed."""
+    """Loss of the final model on text that no worker saw, and how many deltas were left out; 0: no explosion."""
     data = text()
     train, held = data[: -len(data) // 10], data[-len(data) // 10 :]
     shape = replace(preset("tiny"), vocabulary=256, context=SEQUENCE)
