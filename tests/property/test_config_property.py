@@ -83,6 +83,7 @@ delay = [1, 2, 3, 4]
 codec = "int8"
 stochastic = true
 feedback = true
+outlier_ratio = 5.0
 offload = true
 alpha = 0.5
 outer = "adam"
