@@ -5,7 +5,6 @@ from mutants.seed import Mutant
 TESTS = [
     "tests/unit/test_outer.py",
     "tests/unit/test_laws.py",
-    "tests/property/test_oracle.py",
 ]
 
 MUTANTS = [
