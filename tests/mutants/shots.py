@@ -19,7 +19,8 @@ MUTANTS = [
     Mutant("parts across blocks", "core/cargo.py", "BLOCK * (blocks * edge // count)", "numel * edge // count"),
     Mutant("one noise for all parts of a mean", "core/cargo.py", "self.codec.encode(mean, self.seed + part)",
            "self.codec.encode(mean, self.seed)"),
-    Mutant("a mean rounded with a member's noise", "exchange.py", "seed = 2**31 + ", "seed = 2**32 + ", tests=NOISE),
+    Mutant("a mean rounded with a member's noise", "exchange.py", "seed = 2**31 + ", "seed = 2**32 + ",
+           tests=("tests/unit/test_noise.py",)),
     Mutant("one noise for parts of two rounds", "exchange.py", "MOST_PARTS_EACH * self._seed(round_id)",
            "self._seed(round_id)", tests=NOISE),
 ]  # fmt: skip
