@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.flat import Window, pieces
-from atoll.core.guard import Norms, Size
+from atoll.core.guard import DUST, Norms, Size
 from atoll.core.outer import blend
 from atoll.link.base import Contribution, Member, Offer, Pending, RoundId
 
@@ -83,6 +83,7 @@ class FragmentState:
             {name: torch.zeros_like(anchor) for name in slot_names},
             residual=torch.zeros_like(anchor) if feedback else None,
             own=torch.zeros_like(anchor) if eager else None,
+            norms=Norms(DUST * float(torch.linalg.vector_norm(anchor, dtype=torch.float64))),
         )
 
     def hold_back(self, delta: Tensor, decoded: Tensor) -> Tensor | None:

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -118,6 +119,7 @@ def _run_tests(folder: Path, tests: Tests) -> NoReturn:
         os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(folder / "hypothesis")
         sys.path.insert(0, str(folder))
         sys.argv = ["pytest"]
+        sys.modules["__main__"] = ModuleType("__main__")  # multiprocessing would run this one in its children
         code = int(pytest.main([*OPTIONS, *tests]))
     except BaseException:
         traceback.print_exc()

@@ -1,10 +1,9 @@
-"""Kernels, as Triton's interpreter runs them, and values that are still on their way."""
+"""Kernels, as Triton's interpreter runs them."""
 
 from mutants.seed import Mutant
 
 TESTS = [
     "tests/unit/test_kernels.py",
-    "tests/unit/test_late.py",
 ]
 
 MUTANTS = [
@@ -21,6 +20,4 @@ MUTANTS = [
     Mutant("a table of parameters that have moved", "kernels/live.py",
            "return [t.data_ptr() for t in tensors] == [t.data_ptr() for t in self.tensors]", "return True"),
     Mutant("a kernel multiplies without units", "kernels/products.py", "+ (1023 - 2 * 127)", "* 0 + 1023"),
-    Mutant("an offer is waited for where it is made", "replica.py", "offer = encoding.settled() if now else encoding",
-           "offer = encoding.settled()"),
 ]  # fmt: skip

@@ -5,13 +5,13 @@ from mutants.seed import Mutant
 TESTS = [
     "tests/unit/test_outer.py",
     "tests/unit/test_laws.py",
-    "tests/property/test_oracle.py",
 ]
 
 MUTANTS = [
     Mutant("sign flipped", "core/flat.py", "here.sub_(part.to(vector.dtype))",
            "here.copy_(part.to(vector.dtype) - here)"),
-    Mutant("the rounded start taken for work", "core/flat.py", "here.copy_(here.to(part.dtype))", "pass"),
+    Mutant("the rounded start taken for work", "core/flat.py", "here.copy_(here.to(part.dtype))", "pass",
+           tests=("tests/unit/test_flat.py", "tests/unit/test_loop.py")),
     Mutant("alpha swapped", "core/outer.py", "return (alpha * local).add_((1 - alpha) * anchor)",
            "return ((1 - alpha) * local).add_(alpha * anchor)"),
     Mutant("heavy ball for Nesterov", "core/outer.py",

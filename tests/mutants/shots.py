@@ -2,20 +2,25 @@
 
 from mutants.seed import Mutant
 
+LOOP = ("tests/unit/test_loop.py::TestCounting",)
+ORACLE = ("tests/unit/test_laws.py::test_losses_absences_and_rounding_together_as_in_the_oracle",)
+NOISE = ("tests/unit/test_laws.py::test_no_payload_and_no_part_of_a_mean_share_their_noise",)
 TESTS = [
     "tests/property/test_shots.py",
 ]
 
 MUTANTS = [
     Mutant("the mean of many not rounded again", "link/local.py", "if counted and shots(len(members)) == 2 and",
-           "if False and"),
-    Mutant("shots counted by who arrived", "link/local.py", "shots(len(members)) == 2", "shots(len(arrived)) == 2"),
+           "if False and", tests=LOOP),
+    Mutant("shots counted by who arrived", "link/local.py", "shots(len(members)) == 2", "shots(len(arrived)) == 2",
+           tests=ORACLE),
     Mutant("shots counted by who could be there", "link/local.py", "shots(len(members)) == 2",
-           "shots(self.workers) == 2"),
+           "shots(self.workers) == 2", tests=LOOP),
     Mutant("parts across blocks", "core/cargo.py", "BLOCK * (blocks * edge // count)", "numel * edge // count"),
     Mutant("one noise for all parts of a mean", "core/cargo.py", "return codec.encode(mean, self.seed + part)",
            "return codec.encode(mean, self.seed)"),
-    Mutant("a mean rounded with a member's noise", "exchange.py", "seed = 2**31 + ", "seed = 2**32 + "),
+    Mutant("a mean rounded with a member's noise", "exchange.py", "seed = 2**31 + ", "seed = 2**32 + ",
+           tests=("tests/unit/test_noise.py",)),
     Mutant("one noise for parts of two rounds", "exchange.py", "MOST_PARTS_EACH * self._seed(round_id)",
-           "self._seed(round_id)"),
+           "self._seed(round_id)", tests=NOISE),
 ]  # fmt: skip

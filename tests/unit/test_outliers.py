@@ -72,6 +72,17 @@ def test_a_past_is_the_largest_of_eight_and_is_forgotten_after_two_outliers() ->
     assert again.usual == 0
 
 
+def test_rounding_is_no_past() -> None:
+    past = Norms(floor=0.01)
+    past.counted(0.01)
+    assert past.usual == 0 and not past.is_runaway(1.0, 10.0)
+    past.counted(0.02)
+    again = Norms()
+    again.load_state_dict(past.state_dict())
+    again.counted(0.001)
+    assert again.usual == 0.02 and again.state_dict() == past.state_dict()
+
+
 def test_a_runaway_is_known_by_its_own_past() -> None:
     past = Norms()
     assert not past.is_runaway(1e30, 10.0)

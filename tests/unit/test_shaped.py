@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+import random
 import subprocess
 import sys
 import threading
@@ -23,7 +24,7 @@ from atoll.core.shots import sent_bytes
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Contribution, Link, Member, Offer, Passage, Pending, Round, RoundId
 from atoll.link.local import Absence, Faults, run_local
-from atoll.link.shaped import Outage, Shape, ShapedLink, shaped
+from atoll.link.shaped import Line, Outage, Shape, ShapedLink, shaped
 from atoll.plan.job import transfer_s
 from atoll.plan.link import Link as PlannedLink
 from atoll.sync import Gradients
@@ -206,6 +207,27 @@ def test_absent_and_lonely_workers_wait_for_no_line() -> None:
         assert completed.passage is not None and completed.passage.sent == completed.passage.received == 0
     seen = absent.wait().passage
     assert seen is not None and (seen.sent, seen.received) == (0, CARGO.payload_bytes)
+
+
+def test_an_absent_worker_sends_nothing_and_hears_of_all() -> None:
+    links = joined(3, Shape(), faults=Faults(absences=(Absence(worker=0, first=2, last=2),)))
+    pending = [link.open(SECOND, contribution(link.worker) if link.worker else None, CARGO) for link in links]
+    seen = [one.wait().passage for one in pending]
+    size = CARGO.payload_bytes
+    assert [(one.sent, one.received) for one in seen if one is not None] == [(0, 2 * size), (size, size), (size, size)]
+
+
+def test_what_has_passed_before_an_outage_has_passed() -> None:
+    line = Line(Shape(bits_per_s=8.0, outages=(Outage(start_s=1.0, length_s=2.0),)))
+    assert line.carry(0.0, 2, 1, random.Random(0)) == (0.0, 4.0, 4.0)
+
+
+def test_luck_depends_on_the_seed_the_worker_and_the_round() -> None:
+    def luck(seed: int, worker: int, step: int, fragment: int = 0) -> float:
+        return Shape(seed=seed).dice(worker, RoundId(step, fragment)).random()
+
+    drawn = [luck(0, 0, 1), luck(1, 0, 1), luck(0, 1, 1), luck(0, 0, 2), luck(0, 0, 1, 1)]
+    assert len(set(drawn)) == 5 and luck(0, 0, 1) == drawn[0]
 
 
 # ---------------------------------------------------------------------- the inner link

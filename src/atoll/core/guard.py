@@ -11,6 +11,8 @@ OUTLIER_RATIO = 10.0
 """How many times larger than expected a delta is when it is left out, unless the user says otherwise."""
 SMALLEST = 64
 """Values that a fragment must have to be judged: the norm of a few says too little."""
+DUST = 1e-6
+"""Deltas that are smaller than this part of the parameters are of rounding alone."""
 _REMEMBERED = 8  # rounds
 _ENOUGH = 3  # rounds from which on a worker knows what is usual
 _IN_A_ROW = 2  # outliers after which a worker's past no longer counts: its deltas have become larger for good
@@ -44,9 +46,13 @@ def outliers(sizes: Sequence[Size], ratio: float | None) -> list[bool]:
 
 
 class Norms:
-    """The norms of a worker's last deltas of one fragment, as far as they counted."""
+    """The norms of a worker's last deltas of one fragment, as far as they counted.
 
-    def __init__(self) -> None:
+    Those up to `floor` say nothing: of a worker that has not trained, only rounding is left.
+    """
+
+    def __init__(self, floor: float = 0.0) -> None:
+        self._floor = floor
         self._last: deque[float] = deque(maxlen=_REMEMBERED)
         self._left_out = 0
 
@@ -64,7 +70,8 @@ class Norms:
 
     def counted(self, norm: float) -> None:
         """Note a delta that entered a mean."""
-        self._last.append(norm)
+        if norm > self._floor:
+            self._last.append(norm)
         self._left_out = 0
 
     def left_out(self) -> None:
@@ -74,11 +81,11 @@ class Norms:
             self._last.clear()
 
     def state_dict(self) -> list[float]:
-        """The norms, oldest first, after how many were left out since."""
-        return [float(self._left_out), *self._last]
+        """The norms, oldest first, after the floor and how many were left out since."""
+        return [self._floor, float(self._left_out), *self._last]
 
     def load_state_dict(self, state: Sequence[float]) -> None:
         """Continue from what state_dict gave."""
-        left_out, *last = state or (0.0,)
+        self._floor, left_out, *last = state or (self._floor, 0.0)
         self._last = deque(last, maxlen=_REMEMBERED)
         self._left_out = int(left_out)
