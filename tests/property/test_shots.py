@@ -288,3 +288,14 @@ def test_a_round_has_a_whole_number_of_members(count: int) -> None:
 def test_a_payload_has_no_less_than_no_bytes() -> None:
     with pytest.raises(ConfigError, match="payload_bytes must be a whole number of at least 0, got -1"):
         sent_bytes(-1, 4)
+
+
+def test_a_reducer_sums_up_the_inner_products_of_what_it_reduces() -> None:
+    cargo = Cargo(Codec("int8"), 5 * BLOCK)
+    vectors = [gaussian(cargo.numel, m) for m in range(3)]
+    payloads = [cargo.codec.encode(vector) for vector in vectors]
+    inner = torch.zeros(3, 3, dtype=torch.float64)
+    for part in range(4):
+        cargo.reduced([cargo.cut(payload, part, 4) for payload in payloads], [1.0] * 3, part, 4, (0, 1, 2, 3), inner)
+    rows = torch.stack([cargo.codec.decode(payload, cargo.numel) for payload in payloads]).double()
+    torch.testing.assert_close(inner, rows @ rows.T, rtol=1e-12, atol=0)
