@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: kernels run on the CPU then
@@ -18,6 +18,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for whatever a scrip
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("shared machines", deadline=None)
+settings.register_profile("any example", deadline=None, phases=(Phase.explicit, Phase.generate))  # not the smallest
 settings.load_profile("shared machines")
 
 

@@ -32,6 +32,7 @@ from mutants.seed import PACKAGE, ROOT, Mutant, catalogues  # noqa: E402 - once 
 Tests = tuple[str, ...]
 CONTROL_S = 1200.0
 OPTIONS = ["-x", "-q", "-m", "not slow", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
+OPTIONS += ["--hypothesis-profile", "any example"]
 
 
 @dataclass(slots=True)

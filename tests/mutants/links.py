@@ -6,6 +6,12 @@ TESTS = ["tests/unit/test_local.py"]
 SHAPED = ("tests/unit/test_shaped.py", "tests/property/test_shaped_property.py")
 WIRE = ("tests/unit/test_wire.py",)
 MEETING = ("tests/unit/test_meeting.py",)
+BLAME = (
+    "tests/unit/test_meeting.py::test_all_name_the_same_worker",
+    "tests/unit/test_meeting.py::test_who_says_that_it_has_left_is_the_root_and_not_one_that_has_said_nothing_yet",
+    "tests/unit/test_meeting.py::test_what_a_worker_says_of_itself_counts_for_more_than_that_it_was_late",
+    "tests/unit/test_meeting.py::test_what_is_no_report_is_passed_over",
+)
 MAIL = ("tests/unit/test_mail.py",)
 SAME_BITS = "tests/unit/test_dist.py::test_processes_end_with_the_same_bits_as_workers_of_one_process"
 ONE_SHOT, TWO_SHOTS = (f"{SAME_BITS}[3]",), (f"{SAME_BITS}[4]",)
@@ -112,17 +118,17 @@ MUTANTS = [
            '                    meeting.tell_at_last("failure", report._asdict(), _FAREWELL_S)\n',
            "                    pass\n", tests=LEAVES),
     Mutant("the messenger is blamed", "link/blame.py", "root = mine.worker if mine.worker in silent else min(silent)",
-           "root = mine.worker", tests=MEETING),
-    Mutant("who has left by itself is not the root", "link/blame.py", "    if left:\n", "    if False:\n",
-           tests=MEETING),
+           "root = mine.worker", tests=BLAME),
+    Mutant("who has left by itself is not the root", "link/blame.py", "    if left:\n", "    if False:\n", tests=BLAME),
     Mutant("what is seen counts for more than what is said", "link/blame.py",
-           "(accusers[worker].closed, worker != root,", "(not accusers[worker].closed, worker == root,", tests=MEETING),
+           "(accusers[worker].closed, worker != root,", "(not accusers[worker].closed, worker == root,", tests=BLAME),
     Mutant("reports of workers that are not there", "link/blame.py", "if 0 <= worker < workers else None",
-           "if True else None", tests=MEETING),
+           "if True else None", tests=BLAME),
     Mutant("port 0 is an address", "link/meeting.py", "not 0 < int(port) < 65536", "not 0 <= int(port) < 65536",
            tests=MEETING),
     Mutant("a seat is taken twice", "link/meeting.py", 'f"seat/{seat.key}", 1), join_s) > 1:',
-           'f"seat/{seat.key}", 1), join_s) > 9:', tests=MEETING),
+           'f"seat/{seat.key}", 1), join_s) > 9:',
+           tests=("tests/unit/test_meeting.py::test_of_two_that_find_a_seat_free_at_the_same_moment_one_is_refused",)),
     Mutant("another number of workers is accepted", "link/meeting.py",
            "if differs := difference(mine, theirs if isinstance(theirs, dict) else {}):", "if differs := None:",
            tests=MEETING),

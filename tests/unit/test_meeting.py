@@ -180,6 +180,13 @@ def test_a_seat_is_taken_once() -> None:
         Meeting(there[0].address, Seat(1, 2), 30.0)
 
 
+def test_of_two_that_find_a_seat_free_at_the_same_moment_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with meetings(2) as there:
+        monkeypatch.setattr(Meeting, "_found_seat", lambda self, store: "free")
+        with pytest.raises(LinkError, match=r"worker 1 is at .* already: another run uses"):
+            Meeting(there[0].address, Seat(1, 2), 30.0)
+
+
 def test_who_comes_again_before_it_is_known_to_have_left_is_not_taken_for_another() -> None:
     address = f"127.0.0.1:{free_port()}"
     first = [Meeting(address, Seat(worker, 2), 5.0) for worker in range(2)]
@@ -328,6 +335,11 @@ def test_all_name_the_same_worker(reports: dict[int, Report], root: int) -> None
 def test_what_a_worker_says_of_itself_counts_for_more_than_that_it_was_late() -> None:
     reports = {0: late(1), 1: Report(1, "left: it was interrupted", "step 8, fragment 1")}
     assert verdict(0, reports, 2, reached=True) == "step 8, fragment 1: worker 1 left: it was interrupted"
+
+
+def test_who_says_that_it_has_left_is_the_root_and_not_one_that_has_said_nothing_yet() -> None:
+    reports = {0: closed(2), 1: Report(1, "left: tired", "step 8, fragment 1"), 2: closed(1)}
+    assert verdict(0, reports, 4, reached=True).startswith("step 8, fragment 1: worker 1 left: tired")
 
 
 def test_without_the_store_worker_0_is_to_blame() -> None:
