@@ -1,0 +1,144 @@
+"""Shows the way through the code: files, functions and calls from file to file.
+
+    python tools/walk.py delta      # one Streaming fragment, from outer.step() to the wire and back to the model
+    python tools/walk.py run        # `atoll train` of a small run, from the command line to the last checkpoint
+
+Functions are those of this package that Python calls meanwhile, in all threads; what runs at import is left out.
+"""
+
+import argparse
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import atoll
+
+PACKAGE = str(Path(atoll.__file__).parent) + os.sep
+
+
+class Walk:
+    """Notes calls into the package."""
+
+    def __init__(self) -> None:
+        self.functions: dict[tuple[str, str], None] = {}  # file and qualified name, in the order of their first call
+        self.crossings: Counter[tuple[str, str]] = Counter()
+        """From one file to another, how often."""
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note what is called inside, in this thread and in new ones."""
+        threading.setprofile_all_threads(self._called) if hasattr(threading, "setprofile_all_threads") else None
+        threading.setprofile(self._called)
+        sys.setprofile(self._called)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)  # type: ignore[arg-type]
+
+    def _called(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or not frame.f_code.co_filename.startswith(PACKAGE):
+            return
+        name = frame.f_code.co_qualname
+        if name.endswith(("<module>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>")):
+            return
+        here = frame.f_code.co_filename.removeprefix(PACKAGE)
+        self.functions.setdefault((here, name))
+        caller = frame.f_back
+        while caller and not caller.f_code.co_filename.startswith(PACKAGE):
+            caller = caller.f_back
+        if caller and (there := caller.f_code.co_filename.removeprefix(PACKAGE)) != here:
+            self.crossings[there, here] += 1
+
+    @property
+    def files(self) -> dict[str, list[str]]:
+        """Functions by file, both in the order of their first call."""
+        found: dict[str, list[str]] = {}
+        for file, name in self.functions:
+            found.setdefault(file, []).append(name)
+        return found
+
+    def tell(self) -> None:
+        """Print the chain and what it comes to."""
+        for file, names in self.files.items():
+            print(f"{file}\n    {', '.join(names)}")
+        calls = sum(self.crossings.values())
+        print(f"{len(self.files)} files, {len(self.functions)} functions, {calls} calls from file to file")
+
+
+def _worker(number: int, address: str, walk: Walk | None = None) -> None:
+    """Train a little with one fragment due in the middle; the walk notes its send and its apply."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(300, 300)
+    sync = atoll.Streaming(period=4, delay=1, fragments=_whole())
+    with atoll.connect(address, worker=number, workers=2) as link:
+        outer = atoll.OuterLoop(model, sync, link)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(1, 10):
+            optimizer.zero_grad()
+            model(torch.randn(8, 300)).square().mean().backward()
+            optimizer.step()
+            if walk is not None and step in (8, 9):
+                with walk.noted():
+                    outer.step()
+            else:
+                outer.step()
+        outer.finish()
+
+
+def _whole() -> Any:
+    from atoll.core.fragments import Whole
+
+    return Whole()
+
+
+def delta() -> Walk:
+    """Between two processes: one is noted, the other only there."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    other = multiprocessing.get_context("spawn").Process(target=_worker, args=(1, address), daemon=True)
+    other.start()
+    walk = Walk()
+    _worker(0, address, walk)
+    other.join()
+    return walk
+
+
+def run() -> Walk:
+    """The command itself, in this process."""
+    from atoll.cli import main
+
+    walk = Walk()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        text = "".join(f"line {n} of a text that is long enough to be split\n" for n in range(5000))
+        Path("text.txt").write_text(text)
+        settings = [
+            "--set", "data.source=text.txt", "--set", "data.tokenizer=bytes", "--set", "train.steps=12",
+            "--set", "sync.period=4", "--set", "model.preset=tiny",
+        ]  # fmt: skip
+        sys.argv = ["atoll", "train", "--method", "streaming", "--out", "run", *settings]
+        with walk.noted():
+            try:
+                main()
+            except SystemExit as end:
+                assert not end.code, end.code
+    return walk
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["delta", "run"])
+    ({"delta": delta, "run": run}[parser.parse_args().what])().tell()
