@@ -31,8 +31,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from atoll.errors import DataError
-from atoll.train.cache import check, seal, silent
-from atoll.train.tokenizer import Ids, Tokenizer, dtype_of, open_tokenizer, train_bpe
+from atoll.train.data.cache import check, seal, silent
+from atoll.train.data.tokenizer import Ids, Tokenizer, dtype_of, open_tokenizer, train_bpe
 
 VOCABULARY = 32_000
 HELD_OUT = 0.03

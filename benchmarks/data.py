@@ -12,10 +12,10 @@ import time
 
 import torch
 
-from atoll.shapes import preset
-from atoll.train.batches import Batches
-from atoll.train.model import Decoder
-from atoll.train.tokens import prepare
+from atoll.settings.model_presets import preset
+from atoll.train.data.batches import Batches
+from atoll.train.data.tokens import prepare
+from atoll.train.model.decoder import Decoder
 
 SEQUENCE, BATCH, WORKERS = 256, 8, 4
 DRAWS = 32  # batches for each one that is trained on

@@ -17,9 +17,9 @@ import torch
 
 import atoll
 from atoll.core.fragments import Blocks
-from atoll.shapes import preset
-from atoll.sync import Sync
-from atoll.train.model import Decoder
+from atoll.outer.presets import Sync
+from atoll.settings.model_presets import preset
+from atoll.train.model.decoder import Decoder
 
 SEQUENCE, BATCH, PERIOD = 64, 8, 20
 
@@ -46,7 +46,7 @@ def held_out_loss(sync: Sync, workers: int, steps: int, scale: float) -> tuple[f
     loops = [atoll.OuterLoop(m, sync, link) for m, link in zip(models, atoll.local(workers), strict=True)]
     inner = [torch.optim.AdamW(model.parameters(), lr=3e-3) for model in models]
     draws = [torch.Generator().manual_seed(1 + worker) for worker in range(workers)]
-    crew = atoll.Crew(loops)
+    crew = atoll.Lockstep(loops)
     for step in range(1, steps + 1):
         for model, optimizer, draw in zip(models, inner, draws, strict=True):
             optimizer.zero_grad()

@@ -35,14 +35,14 @@ import torch
 from torch import Tensor
 
 import atoll
-from atoll.applied import Applied
+from atoll.cli.launch import free_ports
 from atoll.core.codec import Codec
 from atoll.core.flat import PIECE, words_of
 from atoll.core.outer import Nesterov
-from atoll.launch import free_ports
-from atoll.link.dist import DistLink
-from atoll.shapes import preset
-from atoll.train.model import Decoder
+from atoll.link.net.link import DistLink
+from atoll.outer.stats import Applied
+from atoll.settings.model_presets import preset
+from atoll.train.model.decoder import Decoder
 
 RESULTS = Path(__file__).parent / "results" / "gpu_sync.json"
 SEQUENCE, PERIOD = 1024, 30

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from atoll import config
 from atoll.link.local import local
-from atoll.shapes import PRESETS, ModelConfig, preset
-from atoll.train.batches import Batches, held_out
-from atoll.train.model import Decoder
-from atoll.train.recipe import resolve
+from atoll.settings import config
+from atoll.settings.model_presets import PRESETS, ModelConfig, preset
+from atoll.train.data.batches import Batches, held_out
+from atoll.train.model.decoder import Decoder
+from atoll.train.step.recipe import resolve
 from atoll.train.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results" / "mfu.json"

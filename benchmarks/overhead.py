@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from atoll import DiLoCo, Eager, OuterLoop, Streaming, Sync, local
-from atoll.shapes import preset
-from atoll.train.model import Decoder
+from atoll.settings.model_presets import preset
+from atoll.train.model.decoder import Decoder
 
 PERIOD = 30
 

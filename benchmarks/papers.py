@@ -45,14 +45,14 @@ import numpy.typing as npt
 import torch
 from matplotlib.figure import Figure
 
-from atoll import config as run_file
+from atoll._util.units import bytes_text
 from atoll.errors import ConfigError
-from atoll.events import End, Eval, Start, Step, read
-from atoll.layout import BEST, CHECKPOINTS, MODEL
-from atoll.train.batches import held_out
-from atoll.train.export import load_export
+from atoll.runs.events import End, Eval, Start, Step, read
+from atoll.runs.layout import BEST, CHECKPOINTS, MODEL
+from atoll.settings import config as run_file
+from atoll.train.data.batches import held_out
+from atoll.train.model.export import load_export
 from atoll.train.run import prepare
-from atoll.units import bytes_text
 
 RESULTS = Path(__file__).parent / "results"
 FIRST_TEXT = "papers_35m"

@@ -47,7 +47,7 @@ def _command(asked: str) -> float:
     """Seconds of user time of a command of its own."""
     arguments = ["plan", "--params", "10e9", "--step-time", "0.8", *asked.split()]
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    command = [sys.executable, "-c", "from atoll.cli import main; main()", *arguments]
+    command = [sys.executable, "-c", "from atoll.cli.main import main; main()", *arguments]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
 

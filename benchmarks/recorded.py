@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from atoll.train import recorded
-from atoll.train.model import Decoder
+from atoll.train.model.decoder import Decoder
+from atoll.train.step import cuda_graph as recorded
 from atoll.train.trainer import Trainer
 from mfu import trainer_of
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from atoll import config
-from atoll.events import Jsonl
-from atoll.shapes import preset
+from atoll.runs.events import Jsonl
+from atoll.settings import config
+from atoll.settings.model_presets import preset
 from atoll.train import run
-from atoll.train.batches import Batches, held_out
-from atoll.train.model import Decoder
+from atoll.train.data.batches import Batches, held_out
+from atoll.train.model.decoder import Decoder
 from atoll.train.trainer import Trainer
 
 

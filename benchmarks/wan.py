@@ -60,7 +60,7 @@ from matplotlib.figure import Figure
 from atoll.core.fragments import Fragment, split
 from atoll.core.shots import sent_bytes
 from atoll.report.canvas import Palette, dress, to_png
-from atoll.train.model import Decoder
+from atoll.train.model.decoder import Decoder
 from sites import Sites, available
 from wan_worker import (
     BATCH,

@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import atoll
 from atoll.core.schedule import Schedule
-from atoll.shapes import preset
-from atoll.train.model import Decoder
+from atoll.settings.model_presets import preset
+from atoll.train.model.decoder import Decoder
 
 SEQUENCE = 64
 SHAPE = preset("7M", context=SEQUENCE)

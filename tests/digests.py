@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 import atoll
-from atoll import Crew, DataParallel, Delayed, DiLoCo, Eager, Nesterov, OuterLoop, Streaming
+from atoll import DataParallel, Delayed, DiLoCo, Eager, Lockstep, Nesterov, OuterLoop, Streaming
 from atoll.core.codec import Codec
 from atoll.core.fragments import Balanced, Blocks, Patterns, Whole
 from atoll.core.outer import SGD, Adam, Blend, Momentum
 from atoll.link.base import Link
 from atoll.link.local import Absence, Faults
 from atoll.link.shaped import Shape, shaped
-from atoll.sync import Gradients, Sync
+from atoll.outer.presets import Gradients, Sync
 
 GOLDEN = Path(__file__).parent / "golden" / "digests.json"
 STEPS = 31
@@ -78,7 +78,7 @@ def data_parallel_step(loops: Sequence[OuterLoop], step: int) -> None:
         assert isinstance(loop.model, Tower)
         for parameter, gradient in loop.model.pull(step):
             parameter.grad = gradient
-    Crew(loops).average_gradients()
+    Lockstep(loops).average_gradients()
     for loop in loops:
         for parameter in loop.model.parameters():
             if parameter.grad is not None:
@@ -87,7 +87,7 @@ def data_parallel_step(loops: Sequence[OuterLoop], step: int) -> None:
 
 def train(loops: Sequence[OuterLoop], first: int, last: int) -> None:
     """Inner steps `first` to `last`, of workers of one process."""
-    crew = Crew(loops)
+    crew = Lockstep(loops)
     for step in range(first, last + 1):
         if isinstance(loops[0].sync, Gradients):
             data_parallel_step(loops, step)
@@ -121,7 +121,7 @@ def run(sync: Sync | Gradients, workers: int = 2, faults: Faults | None = None, 
     loops = loops_on(atoll.local(workers, faults=faults), sync, leave_out_nonfinite=faults is not None)
     train(loops, 1, STEPS)
     if finish:
-        Crew(loops).finish()
+        Lockstep(loops).finish()
     return digest(loops)
 
 
@@ -135,7 +135,7 @@ def resumed(sync: Sync | Gradients, workers: int, at: int) -> str:
         loop.model.load_state_dict(model)
         loop.load_state_dict(outer)
     train(loops, at + 1, STEPS)
-    Crew(loops).finish()
+    Lockstep(loops).finish()
     return digest(loops)
 
 
@@ -144,7 +144,7 @@ def behind_a_line(sync: Sync) -> str:
     links = shaped(atoll.local(3), Shape(bits_per_s=1e9, latency_s=0.0005))
     loops = loops_on(links, sync)
     train(loops, 1, STEPS)
-    Crew(loops).finish()
+    Lockstep(loops).finish()
     found = digest(loops)
     for link in links:
         link.close()
@@ -172,10 +172,10 @@ def cases() -> dict[str, Callable[[], str]]:
     found: dict[str, Callable[[], str]] = {}
     for name, sync in PRESETS.items():
         for workers in (1, 2, 3, 4, 5):
-            found[f"{name}, {workers} workers"] = lambda sync=sync, workers=workers: run(sync, workers)
-        found[f"{name}, not finished"] = lambda sync=sync: run(sync, 3, finish=False)
+            found[f"{name}, {workers} workers"] = partial(run, sync, workers)
+        found[f"{name}, not finished"] = partial(run, sync, 3, finish=False)
         for at in (5, 6, 13, 20):
-            found[f"{name}, resumed at {at}"] = lambda sync=sync, at=at: resumed(sync, 4, at)
+            found[f"{name}, resumed at {at}"] = partial(resumed, sync, 4, at)
     for codec in CODECS:
         for feedback in (False, True):
             for stochastic in (False, True):
@@ -186,24 +186,24 @@ def cases() -> dict[str, Callable[[], str]]:
                     sync = replace(PRESETS[name], codec=encoded)
                     for workers in (2, 5):
                         label = f"{name}, {encoded}, {workers} workers"
-                        found[label] = lambda sync=sync, workers=workers: run(sync, workers)
+                        found[label] = partial(run, sync, workers)
                 sync = replace(PRESETS["streaming"], codec=encoded)
-                found[f"streaming, {encoded}, resumed"] = lambda sync=sync: resumed(sync, 5, 14)
+                found[f"streaming, {encoded}, resumed"] = partial(resumed, sync, 5, 14)
     for name, faults in FAULTS.items():
         for method in ("diloco", "streaming", "eager", "streaming eager", "delayed"):
             sync = PRESETS[method]
-            found[f"{method}, {name}"] = lambda sync=sync, faults=faults: run(sync, 4, faults)
+            found[f"{method}, {name}"] = partial(run, sync, 4, faults)
     streaming = PRESETS["streaming"]
     assert isinstance(streaming, Sync)
     for outer in (SGD(0.9), Momentum(0.5, 0.8), Adam()):
-        found[f"streaming, {outer}"] = lambda outer=outer: run(replace(streaming, outer=outer), 3)
+        found[f"streaming, {outer}"] = partial(run, replace(streaming, outer=outer), 3)
     patterns = Patterns(groups=(("blocks.[01].*",), ("blocks.[23].*",), ("embedding", "head")))
     for fragments in (Whole(), Balanced(count=3), patterns):
-        found[f"streaming, {fragments}"] = lambda fragments=fragments: run(replace(streaming, fragments=fragments), 3)
+        found[f"streaming, {fragments}"] = partial(run, replace(streaming, fragments=fragments), 3)
     for alpha in (0.0, 0.25, 1.0):
-        found[f"streaming, alpha {alpha}"] = lambda alpha=alpha: run(replace(streaming, merge=Blend(alpha)), 3)
-    found["streaming, delays 0, 3 and 6"] = lambda: run(replace(streaming, delay=(0, 3, 6)), 3)
-    found["streaming, behind a line"] = lambda: behind_a_line(streaming)
+        found[f"streaming, alpha {alpha}"] = partial(run, replace(streaming, merge=Blend(alpha)), 3)
+    found["streaming, delays 0, 3 and 6"] = partial(run, replace(streaming, delay=(0, 3, 6)), 3)
+    found["streaming, behind a line"] = partial(behind_a_line, streaming)
     return found
 
 

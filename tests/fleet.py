@@ -23,12 +23,12 @@ from typing import Any, Self
 import torch
 
 from atoll import connect
-from atoll.link.dist import DistLink
+from atoll.link.net.link import DistLink
 
 PATIENCE_S = 60.0
 """For a child to say or do what it was started for; only a test that fails takes as long."""
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["atoll.train.run", "atoll.loop", "pytest", "torch._dynamo"])
+_processes.set_forkserver_preload(["atoll.train.run", "atoll.outer.loop", "pytest", "torch._dynamo"])
 _ports = cycle(range(10_000, 32_000))
 for _ in range(os.getpid() * 101 % 22_000):  # test processes run side by side
     next(_ports)

@@ -9,14 +9,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from atoll import Crew, Delayed, DiLoCo, Eager, OuterLoop, Streaming, Sync, local
-from atoll.applied import Applied
+from atoll import Delayed, DiLoCo, Eager, Lockstep, OuterLoop, Streaming, Sync, local
 from atoll.core.codec import Codec
 from atoll.core.fragments import Patterns
 from atoll.core.outer import Adam
 from atoll.link.base import RoundId
 from atoll.link.local import Faults, LocalLink, run_local
-from atoll.sync import Gradients
+from atoll.outer.presets import Gradients
+from atoll.outer.stats import Applied
 
 Vector = NDArray[np.float64]
 
@@ -161,7 +161,7 @@ def check_recovered(loops: Sequence[OuterLoop], observed: Sequence[Applied], lef
     assert [loop.counters.roll_backs for loop in loops] == [0, 1, 0]
     without = [applied for applied in observed if applied.members != (0, 1, 2)]
     assert len(without) == left_out and all(applied.members == (0, 2) for applied in without)
-    Crew(loops).finish()
+    Lockstep(loops).finish()
     finals = {toy(loop).vector().tobytes() for loop in loops}
     assert len(finals) == 1 and np.isfinite(toy(loops[0]).vector()).all()
 
@@ -180,7 +180,7 @@ def inner_step(loop: OuterLoop, rate: float) -> None:
 
 def train(loops: Sequence[OuterLoop], steps: int, rate: float) -> None:
     """Step all workers together, in this thread."""
-    crew = Crew(loops)
+    crew = Lockstep(loops)
     for _ in range(steps):
         for loop in loops:
             inner_step(loop, rate)
@@ -188,7 +188,7 @@ def train(loops: Sequence[OuterLoop], steps: int, rate: float) -> None:
 
 
 def train_data_parallel(loops: Sequence[OuterLoop], steps: int, rate: float) -> None:
-    crew = Crew(loops)
+    crew = Lockstep(loops)
     for _ in range(steps):
         for loop in loops:
             model = toy(loop)

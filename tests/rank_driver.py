@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from atoll import Crew, config
+from atoll import Lockstep, config
 from atoll.core.flat import local_part
 from atoll.errors import AtollError, LinkError
-from atoll.link.dist import DistLink
-from atoll.train import shards, site
+from atoll.link.net.link import DistLink
+from atoll.train.ranks import fsdp as shards
+from atoll.train.ranks import site
 from atoll.train.run import train
 from atoll.train.trainer import Trainer
 
@@ -97,16 +98,16 @@ def spoil(patch: pytest.MonkeyPatch) -> None:
 
 def blot(patch: pytest.MonkeyPatch) -> None:
     """A value of the last process's part becomes NaN between the 8th inner step and what is sent after it."""
-    original = Crew.step
+    original = Lockstep.step
 
-    def step(self: Crew) -> None:
+    def step(self: Lockstep) -> None:
         (loop,) = self.loops
         if RANK == 3 and loop.steps == 7:
             (sent,) = loop._schedule.due(8).send
             local_part(loop._windows[sent].parameters()[0]).view(-1)[0] = math.nan
         original(self)
 
-    patch.setattr(Crew, "step", step)
+    patch.setattr(Lockstep, "step", step)
 
 
 FAULTS = {"cut": cut, "stop": stop, "unlink": unlink, "disagree": disagree, "spoil": spoil, "blot": blot}

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from atoll._util.units import bytes_text
 from atoll.core.codec import Codec
-from atoll.shapes import preset
-from atoll.study import read
-from atoll.units import bytes_text
+from atoll.settings.model_presets import preset
+from atoll.settings.study import read
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from atoll.core.schedule import Schedule
-from atoll.events import End, Eval, Event, Jsonl, Round, Saved, Start, Step
+from atoll.runs.events import End, Eval, Event, Jsonl, Round, Saved, Start, Step
 
 BEGAN = 1_700_000_000.0
 

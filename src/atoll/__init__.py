@@ -1,4 +1,4 @@
-"""atoll: one model, trained on workers that are far apart.
+"""Trains one model on workers that are far apart: DiLoCo, Streaming DiLoCo and Eager Updates for PyTorch.
 
 Names are imported when they are first used: `atoll --help` and a look at a run file need no torch.
 """
@@ -9,49 +9,76 @@ from typing import TYPE_CHECKING, Any
 from atoll.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from atoll.core.outer import Nesterov
-    from atoll.crew import Crew
-    from atoll.errors import AtollError
-    from atoll.link.dist import connect
-    from atoll.link.local import local, run_local
-    from atoll.loop import OuterLoop
-    from atoll.sync import DataParallel, Delayed, DiLoCo, Eager, Streaming, Sync
+    from atoll.core.codec import Codec
+    from atoll.core.fragments import Balanced, Blocks, Patterns, Whole
+    from atoll.core.outer import SGD, Adam, Blend, EagerMerge, Momentum, Nesterov
+    from atoll.errors import AtollError, CheckpointError, ConfigError, DataError, LinkError, NonFiniteError
+    from atoll.link.local import Absence, Faults, local, run_local
+    from atoll.link.net.link import connect
+    from atoll.link.shaped import Outage, Shape, shaped
+    from atoll.outer.lockstep import Lockstep
+    from atoll.outer.loop import OuterLoop
+    from atoll.outer.presets import DataParallel, Delayed, DiLoCo, Eager, Streaming, Sync
+
+_HOMES = {
+    "core.codec": ("Codec",),
+    "core.fragments": ("Balanced", "Blocks", "Patterns", "Whole"),
+    "core.outer": ("SGD", "Adam", "Blend", "EagerMerge", "Momentum", "Nesterov"),
+    "errors": ("AtollError", "CheckpointError", "ConfigError", "DataError", "LinkError", "NonFiniteError"),
+    "link.local": ("Absence", "Faults", "local", "run_local"),
+    "link.net.link": ("connect",),
+    "link.shaped": ("Outage", "Shape", "shaped"),
+    "outer.lockstep": ("Lockstep",),
+    "outer.loop": ("OuterLoop",),
+    "outer.presets": ("DataParallel", "Delayed", "DiLoCo", "Eager", "Streaming", "Sync"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULES = ("checkpoint",)
 
 __all__ = [
+    "SGD",
+    "Absence",
+    "Adam",
     "AtollError",
-    "Crew",
+    "Balanced",
+    "Blend",
+    "Blocks",
+    "CheckpointError",
+    "Codec",
+    "ConfigError",
+    "DataError",
     "DataParallel",
     "Delayed",
     "DiLoCo",
     "Eager",
+    "EagerMerge",
+    "Faults",
+    "LinkError",
+    "Lockstep",
+    "Momentum",
     "Nesterov",
+    "NonFiniteError",
+    "Outage",
     "OuterLoop",
+    "Patterns",
+    "Shape",
     "Streaming",
     "Sync",
+    "Whole",
+    "checkpoint",
     "connect",
     "local",
     "run_local",
+    "shaped",
 ]
-
-_HOMES = {
-    "AtollError": "errors",
-    "Crew": "crew",
-    "Nesterov": "core.outer",
-    "OuterLoop": "loop",
-    "connect": "link.dist",
-    "local": "link.local",
-    "run_local": "link.local",
-    "checkpoint": "",  # a module
-}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__ and name not in _HOMES:
-        raise AttributeError(f"module 'atoll' has no attribute {name!r}")
-    home = _HOMES.get(name, "sync")
-    if not home:
+    if name in _MODULES:
         return importlib.import_module(f"atoll.{name}")
-    return getattr(importlib.import_module(f"atoll.{home}"), name)
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'atoll' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"atoll.{_HOME_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -36,10 +36,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from atoll.disk import flush, locked, parse_json, read_limited, sha256_of
+from atoll._util.disk import flush, locked, parse_json, read_limited, sha256_of
+from atoll._util.tensor_tree import MAX_DEPTH, decode, encode, unshared
+from atoll._util.units import bytes_text
 from atoll.errors import CheckpointError, ConfigError
-from atoll.tree import MAX_DEPTH, decode, encode, unshared
-from atoll.units import bytes_text
 
 FORMAT: Final = "atoll-checkpoint"
 VERSION: Final = 1

@@ -1,4 +1,4 @@
-"""One exception tree.
+"""One exception tree, and text from other machines made fit for a terminal.
 
 AtollError
 ├── ConfigError      a setting, or a model it does not fit: its name, its value, what is allowed and why
@@ -8,14 +8,29 @@ AtollError
 └── DataError        text or tokens that cannot be read: missing, empty, damaged
 """
 
-from atoll.visible import visible
+import unicodedata
+
+
+def printable(text: str) -> str:
+    r"""Writes control characters as escapes, such as \x1b, so that no terminal obeys them.
+
+    So it writes characters that nobody sees or that turn the order of others round. Ends of lines and tabs stay.
+    """
+    return text if text.isprintable() else "".join(map(_printable, text))
+
+
+def _printable(character: str) -> str:
+    harmless = character in "\n\t\u200c\u200d" or unicodedata.category(character) in ("Zs", "Cn", "Co")
+    if harmless or character.isprintable():
+        return character
+    return character.encode("unicode-escape").decode("ascii")
 
 
 class AtollError(Exception):
     """Anything atoll raises on purpose."""
 
     def __str__(self) -> str:
-        return visible(super().__str__())  # it may quote what another machine has sent
+        return printable(super().__str__())  # it may quote what another machine has sent
 
 
 class ConfigError(AtollError, ValueError):

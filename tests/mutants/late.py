@@ -13,14 +13,14 @@ TESTS = [
 ]
 
 MUTANTS = [
-    Mutant("rolled back, a worker puts in zeros", "loop.py", ".left_out = fragment in sending",
+    Mutant("rolled back, a worker puts in zeros", "outer/loop.py", ".left_out = fragment in sending",
            ".left_out = False"),
-    Mutant("who is left out is never asked", "replica.py", "now = wait or state.left_out or state",
+    Mutant("who is left out is never asked", "outer/replica.py", "now = wait or state.left_out or state",
            "now = wait or state"),
-    Mutant("what could not be sent is forgotten by a save", "state.py", 'Unsent() if state.get("unsent") else None',
+    Mutant("what could not be sent is forgotten by a save", "outer/fragment.py", 'Unsent() if state.get("unsent") else None',
            "None"),
-    Mutant("rolled back twice for one loss", "loop.py", "if flight.offer and not flight.forgotten]",
+    Mutant("rolled back twice for one loss", "outer/loop.py", "if flight.offer and not flight.forgotten]",
            "if flight.offer]"),
-    Mutant("an offer is waited for where it is made", "replica.py", "offer = encoding.settled() if now else encoding",
+    Mutant("an offer is waited for where it is made", "outer/replica.py", "offer = encoding.settled() if now else encoding",
            "offer = encoding.settled()"),
 ]  # fmt: skip

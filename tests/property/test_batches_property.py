@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from atoll.train.batches import Batches, held_out, shuffled
+from atoll.train.data.batches import Batches, held_out, shuffled
 
 
 @given(rows=st.integers(1, 3000), key=st.text(max_size=5))

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from atoll import runfile
-from atoll.config import RunConfig, differences, load, parse
 from atoll.errors import ConfigError
 from atoll.link.local import local
-from atoll.sections import CodecName, Compute, Method, Outer
-from atoll.shapes import PRESETS
+from atoll.settings import toml as runfile
+from atoll.settings.config import RunConfig, differences, load, parse
+from atoll.settings.model_presets import PRESETS
+from atoll.settings.sections import CodecName, Compute, Method, Outer
 
 FULL = """
 name = "all"

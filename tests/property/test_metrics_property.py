@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.errors import DataError
-from atoll.events import _LONG_NUMBER, Event, Jsonl, Tail, _line, read
+from atoll.runs.events import _LONG_NUMBER, Event, Jsonl, Tail, _line, read
 
 
 def readable(event: Event) -> bool:

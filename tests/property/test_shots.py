@@ -13,9 +13,9 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from torch import Tensor
 
-from atoll.core import cargo as cargo_module
+from atoll.core import allreduce as cargo_module
 from atoll.core import shots as shots_module
-from atoll.core.cargo import MOST_PARTS_EACH, PART_BYTES, Cargo, mean_between, part_of
+from atoll.core.allreduce import MOST_PARTS_EACH, PART_BYTES, Cargo, mean_between, part_of
 from atoll.core.codec import BLOCK, Codec
 from atoll.core.flat import PIECE
 from atoll.core.outer import weighted_mean

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.cargo import Cargo
+from atoll.core.allreduce import Cargo
 from atoll.core.codec import Codec
 from atoll.link.base import Contribution, Member, RoundId
-from atoll.link.wire import CODECS, HEADER_BYTES, MAGIC, VERSION, BadMessage, Envelope, Kind, seal, unseal
+from atoll.link.net.wire import CODECS, HEADER_BYTES, MAGIC, VERSION, BadMessage, Envelope, Kind, seal, unseal
 
 BROKEN = 10_000
 

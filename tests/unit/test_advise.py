@@ -6,16 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from atoll.config import parse
 from atoll.core.codec import Codec
 from atoll.core.fragments import Blocks, Whole
 from atoll.core.outer import Blend
 from atoll.errors import ConfigError
+from atoll.outer.presets import Gradients, Sync
 from atoll.plan.advise import PERIODS, advise, candidates, in_words, sweep
 from atoll.plan.link import Link, parse_link
 from atoll.plan.method import METHODS, Method, Model
 from atoll.plan.outlook import outlook
-from atoll.sync import Gradients, Sync
+from atoll.settings.config import parse
 
 MODEL = Model(parameters=10**9, layers=24, step_s=0.1)
 

@@ -8,7 +8,7 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from atoll.errors import ConfigError, DataError
-from atoll.train.batches import LARGEST, Batches, _Resident, held_out, shuffled
+from atoll.train.data.batches import LARGEST, Batches, _Resident, held_out, shuffled
 
 TOKENS = np.arange(1001, dtype=np.uint16)
 

@@ -16,10 +16,10 @@ import torch
 import typer
 from typer.testing import CliRunner, Result
 
-from atoll import cli
-from atoll.config import RunConfig, load
+from atoll.cli import main as cli
+from atoll.cli.errors import Commands
 from atoll.errors import ConfigError, DataError
-from atoll.explain import Commands
+from atoll.settings.config import RunConfig, load
 
 COMMANDS = ["demo", "init", "plan", "train", "launch", "compare", "report", "sample"]
 
@@ -54,7 +54,7 @@ def test_every_command_explains_all_its_options(command: str) -> None:
 
 
 def test_the_demo_has_the_steps_its_help_says() -> None:
-    from atoll.compare import DEMO
+    from atoll.cli.compare import DEMO
 
     steps = tomllib.loads(DEMO.read_text())["train"]["steps"]
     assert f"left out: {steps}." in " ".join(atoll("demo", "--help").stdout.replace("│", " ").split())
@@ -63,9 +63,10 @@ def test_the_demo_has_the_steps_its_help_says() -> None:
 def test_help_imports_nothing_slow() -> None:
     script = (
         "import sys\n"
-        "from atoll.cli import app\n"
+        "from atoll.cli.main import app\n"
         "app(['train', '--help'], standalone_mode=False)\n"
-        "slow = {'torch', 'numpy', 'matplotlib', 'transformers', 'datasets', 'atoll.config'} & set(sys.modules)\n"
+        "slow = {'torch', 'numpy', 'matplotlib', 'transformers', 'datasets', 'atoll.settings.config'}\n"
+        "slow &= set(sys.modules)\n"
         "assert not slow, slow"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, stdout=subprocess.DEVNULL)

@@ -5,7 +5,7 @@ import numpy.typing as npt
 import pytest
 
 from atoll.errors import DataError
-from atoll.train.clusters import LEAST_SHARE, assign
+from atoll.train.data.clusters import LEAST_SHARE, assign
 
 Corpus = tuple[npt.NDArray[np.uint16], npt.NDArray[np.int64]]
 
@@ -51,8 +51,8 @@ def test_the_same_documents_are_split_the_same_way() -> None:
 
 
 def test_more_documents_than_the_sample_are_all_assigned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atoll.train.clusters.SAMPLE", 60)
-    monkeypatch.setattr("atoll.train.clusters._BLOCK", 17)
+    monkeypatch.setattr("atoll.train.data.clusters.SAMPLE", 60)
+    monkeypatch.setattr("atoll.train.data.clusters._BLOCK", 17)
     (tokens, lengths), kinds = topics([100, 50])
     found = assign(tokens, lengths, 2)
     assert len(found) == 150

@@ -11,7 +11,7 @@ from atoll import DataParallel, DiLoCo, Eager, OuterLoop, Streaming, checkpoint,
 from atoll.core.fragments import Balanced
 from atoll.errors import CheckpointError, LinkError
 from atoll.link.local import LocalLink
-from atoll.sync import Gradients, Sync
+from atoll.outer.presets import Gradients, Sync
 
 START = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
 PERIOD = 4

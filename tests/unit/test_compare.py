@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from atoll.compare import compare, verdict
+from atoll.cli.compare import compare, verdict
 from atoll.errors import ConfigError
-from atoll.events import End, Resumed, read
 from atoll.plan.link import parse_link
 from atoll.report import load, summary
-from atoll.study import Claim
+from atoll.runs.events import End, Resumed, read
+from atoll.settings.study import Claim
 from kills import gone, with_mark
 
 pytestmark = pytest.mark.processes

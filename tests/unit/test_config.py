@@ -10,17 +10,17 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
-from atoll import runfile
-from atoll.config import RunConfig, differences, load, parse, template
-from atoll.conflicts import METHOD_CODECS
 from atoll.core.codec import Codec
 from atoll.core.fragments import Balanced, Blocks, Whole
 from atoll.core.outer import SGD, Adam, Blend, EagerMerge, Momentum, Nesterov
 from atoll.errors import ConfigError
 from atoll.link.local import Absence, Faults
-from atoll.sections import CodecName
-from atoll.shapes import PRESETS
-from atoll.sync import DataParallel, Delayed, DiLoCo, Eager, Streaming, Sync
+from atoll.outer.presets import DataParallel, Delayed, DiLoCo, Eager, Streaming, Sync
+from atoll.settings import toml as runfile
+from atoll.settings.config import RunConfig, differences, load, parse, template
+from atoll.settings.conflicts import METHOD_CODECS
+from atoll.settings.model_presets import PRESETS
+from atoll.settings.sections import CodecName
 
 
 def refusal(text: str, *overrides: str) -> str:

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.config import RunConfig, parse
-from atoll.link.seat import Seat
-from atoll.train import cores
-from atoll.train.team import Team
+from atoll.link.net.seat import Seat
+from atoll.settings.config import RunConfig, parse
+from atoll.train.ranks import cpu_threads as cores
+from atoll.train.ranks.worker_ranks import Team
 
 
 class Gathering:

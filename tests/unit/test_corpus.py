@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from atoll.errors import ConfigError, DataError
-from atoll.train import corpus
-from atoll.train.corpus import documents, identity, text_bytes
+from atoll.train.data import corpus
+from atoll.train.data.corpus import documents, identity, text_bytes
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -11,23 +11,36 @@ import pytest
 import torch
 from torch import nn
 
-from atoll import Crew, Delayed, DiLoCo, Eager, OuterLoop, Streaming, Sync, checkpoint, config, connect, kernels, local
-from atoll.applied import Applied
+from atoll import (
+    Delayed,
+    DiLoCo,
+    Eager,
+    Lockstep,
+    OuterLoop,
+    Streaming,
+    Sync,
+    checkpoint,
+    config,
+    connect,
+    kernels,
+    local,
+)
 from atoll.core.codec import Codec
 from atoll.core.flat import fingerprint
 from atoll.core.fragments import Balanced
 from atoll.core.outer import SGD, Adam, Blend, Momentum, Nesterov, OuterOptimizer, weighted_mean
 from atoll.errors import NonFiniteError
-from atoll.shapes import preset
-from atoll.train import head
-from atoll.train.backward import Backward
-from atoll.train.batches import Batches, held_out
-from atoll.train.inner import InnerOptimizer
-from atoll.train.model import Decoder
-from atoll.train.probe import probe_step
-from atoll.train.recipe import resolve
-from atoll.train.recorded import Recorded
-from atoll.train.team import Team
+from atoll.outer.stats import Applied
+from atoll.settings.model_presets import preset
+from atoll.train.data.batches import Batches, held_out
+from atoll.train.model import head
+from atoll.train.model.decoder import Decoder
+from atoll.train.ranks.worker_ranks import Team
+from atoll.train.step.backward import Backward
+from atoll.train.step.cuda_graph import Recorded
+from atoll.train.step.optimizer import InnerOptimizer
+from atoll.train.step.recipe import resolve
+from atoll.train.step.step_time import probe_step
 from atoll.train.trainer import Trainer
 
 pytestmark = [
@@ -125,7 +138,7 @@ def test_a_worker_on_a_gpu_and_one_without_train_together() -> None:
         for device, link in zip(("cpu", "cuda"), links, strict=True)
     ]
     walk(loops, 13)  # every round compares the anchors' fingerprints
-    Crew(loops).finish()
+    Lockstep(loops).finish()
     here, there = (torch.cat([p.detach().cpu().flatten() for p in loop.model.parameters()]) for loop in loops)
     assert torch.equal(here, there)
 
@@ -226,7 +239,7 @@ def test_nothing_holds_up_the_device_where_a_round_is_sent_or_applied(offload: b
     loops = [
         OuterLoop(model("cuda", torch.float32), sync, end, offload=offload, observer=seen.append) for end in local(2)
     ]
-    crew = Crew(loops)
+    crew = Lockstep(loops)
     for _ in range(14):  # all that is made once
         crew.step()
     try:
@@ -324,7 +337,7 @@ def test_batches_are_those_of_the_cpu_and_nobody_waits_for_them(
     here, there = (
         Batches([tokens], workers=2, batch=4, sequence=100, seed=0, device=device) for device in ("cpu", "cuda")
     )
-    monkeypatch.setattr("atoll.train.batches.RESIDENT_BYTES", 2**28 if resident else 0)
+    monkeypatch.setattr("atoll.train.data.batches.RESIDENT_BYTES", 2**28 if resident else 0)
     there.batch(0, 0)  # brings the file
     for draw in range(30):
         torch.cuda.set_sync_debug_mode("error")
@@ -400,7 +413,7 @@ def test_recordings_of_two_workers_do_not_disturb_each_other() -> None:
 def test_recorded_or_launched_one_by_one_a_run_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     played = trainer(compiled=True)
     with monkeypatch.context() as patch:
-        patch.setattr("atoll.train.recorded.LARGEST_FLOPS", 0)
+        patch.setattr("atoll.train.step.cuda_graph.LARGEST_FLOPS", 0)
         launched = trainer(compiled=True)
     assert isinstance(played._backwards[0], Recorded) and isinstance(launched._backwards[0], Backward)
     assert final_loss(played) == pytest.approx(final_loss(launched), rel=AGREE)
@@ -449,13 +462,13 @@ def train(
             loop.model.load_state_dict(state["model"])
             loop.load_state_dict(state["outer"])
         walk(loops, 13 - stop)
-    Crew(loops).finish()
+    Lockstep(loops).finish()
     assert seen
     return torch.cat([p.detach().cpu().flatten() for p in loops[0].model.parameters()])
 
 
 def walk(loops: list[OuterLoop], steps: int) -> None:
-    crew = Crew(loops)
+    crew = Lockstep(loops)
     for _ in range(steps):
         for loop in loops:
             for number, p in enumerate(loop.model.parameters()):

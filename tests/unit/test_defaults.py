@@ -67,7 +67,7 @@ def trained(sync: object, workers: int) -> list[Tensor]:
         atoll.OuterLoop(model, sync, link, observer=lambda round_: seen.append(round_.norm))  # type: ignore[arg-type]
         for model, link in zip(models, atoll.local(workers), strict=True)
     ]
-    crew = atoll.Crew(loops)
+    crew = atoll.Lockstep(loops)
     for _ in range(8):
         for number, model in enumerate(models):
             with torch.no_grad():

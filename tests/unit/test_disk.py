@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.disk import locked, write_whole
+from atoll._util.disk import locked, write_whole
 from atoll.errors import AtollError
 
 

@@ -17,16 +17,18 @@ from typing import Any
 import pytest
 import torch
 
-from atoll import Crew, DataParallel, DiLoCo, OuterLoop, Streaming, Sync, connect, local
-from atoll.core.cargo import Cargo
+from atoll import DataParallel, DiLoCo, Lockstep, OuterLoop, Streaming, Sync, connect, local
+from atoll.core.allreduce import Cargo
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError, LinkError
-from atoll.link import crossing, dist, wire
 from atoll.link.base import Contribution, Link, Member, RoundId
-from atoll.link.dist import DistLink
-from atoll.link.mail import Mail, Outgoing
-from atoll.sync import Gradients
-from atoll.train import site
+from atoll.link.net import link as dist
+from atoll.link.net import transfer as crossing
+from atoll.link.net import wire
+from atoll.link.net.link import DistLink
+from atoll.link.net.mail import Mail, Outgoing
+from atoll.outer.presets import Gradients
+from atoll.train.ranks import site
 from fleet import Ending, Fleet, Me, Worker
 from harness import PRESETS, Problem, Toy, bits, by_part, gradient, inner_step, preset, toy
 from sites import Sites, available
@@ -71,7 +73,7 @@ def make(problem: Problem, sync: Sync | Gradients, link: Link) -> OuterLoop:
     )
 
 
-def advance(crew: Crew, step: int, problem: Problem, sync: Sync | Gradients, name: str) -> None:
+def advance(crew: Lockstep, step: int, problem: Problem, sync: Sync | Gradients, name: str) -> None:
     """One step of some workers, which may be one: it trains, and worker 1 may lose its numbers."""
     for loop in crew.loops:
         if isinstance(sync, Gradients):
@@ -96,7 +98,7 @@ def advance(crew: Crew, step: int, problem: Problem, sync: Sync | Gradients, nam
 def here(name: str, workers: int) -> list[list[bytes]]:
     """What the link inside one process makes of it, before and after finish()."""
     problem, sync = case(name, workers)
-    crew = Crew([make(problem, sync, link) for link in local(workers)])
+    crew = Lockstep([make(problem, sync, link) for link in local(workers)])
     for step in range(1, problem.steps + 1):
         advance(crew, step, problem, sync, name)
     before = [bits(loop) for loop in crew.loops]
@@ -118,7 +120,7 @@ def elsewhere(me: Me, name: str) -> list[bytes]:
             loop = make(problem, sync, link)
             loop.model.load_state_dict(model)
             loop.load_state_dict(outer)
-        advance(Crew([loop]), step, problem, sync, name)
+        advance(Lockstep([loop]), step, problem, sync, name)
     before = bits(loop)
     loop.finish()
     link.close()

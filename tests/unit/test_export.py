@@ -24,12 +24,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from atoll.errors import AtollError, ConfigError, DataError
-from atoll.shapes import ModelConfig
-from atoll.train.export import exists, export, load_export
-from atoll.train.hub import HubModel
-from atoll.train.model import Decoder
-from atoll.train.sample import sample
-from atoll.train.tokenizer import Bytes, Subwords, train_bpe
+from atoll.settings.model_presets import ModelConfig
+from atoll.train.data.tokenizer import Bytes, Subwords, train_bpe
+from atoll.train.model.decoder import Decoder
+from atoll.train.model.export import exists, export, load_export
+from atoll.train.model.hub import HubModel
+from atoll.train.model.sample import sample
 from kills import forked
 
 NANO = ModelConfig(layers=2, width=16, heads=2, head_width=4, feedforward=24, vocabulary=256, context=32)

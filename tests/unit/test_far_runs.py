@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from atoll import checkpoint, cli
-from atoll.disk import sha256_of
-from atoll.link.meeting import Meeting
+from atoll import checkpoint
+from atoll._util.disk import sha256_of
+from atoll.cli import main as cli
+from atoll.link.net.rendezvous import Meeting
 from atoll.train.folder import RunFolder
 from fleet import PATIENCE_S, Fleet, Me, Worker
 

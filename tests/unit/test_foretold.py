@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from atoll import config
-from atoll.events import End, Start, read
 from atoll.plan.job import Job, time_of
 from atoll.plan.link import parse_link
+from atoll.runs.events import End, Start, read
+from atoll.settings import config
 from atoll.train.run import train
 
 SLOW = {"emulate": "60Mbit/s, 5ms"}

@@ -13,19 +13,20 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from atoll import config, study
-from atoll.config import RunConfig
-from atoll.disk import is_deeper, lines_limited, open_plain, parse_json, read_limited
+from atoll._util.disk import is_deeper, lines_limited, open_plain, parse_json, read_limited
 from atoll.errors import AtollError, ConfigError, DataError
-from atoll.events import Tail, read
-from atoll.layout import ABOUT, METRICS, RUN
 from atoll.report.load import load
-from atoll.shapes import preset
-from atoll.train import cache, corpus, hub, tokens
-from atoll.train.corpus import MOST_ROW, documents
-from atoll.train.export import load_export
-from atoll.train.recipe import check_room
-from atoll.train.tokenizer import open_tokenizer
+from atoll.runs.events import Tail, read
+from atoll.runs.layout import ABOUT, METRICS, RUN
+from atoll.settings import config, study
+from atoll.settings.config import RunConfig
+from atoll.settings.model_presets import preset
+from atoll.train.data import cache, corpus, tokens
+from atoll.train.data.corpus import MOST_ROW, documents
+from atoll.train.data.tokenizer import open_tokenizer
+from atoll.train.model import hub
+from atoll.train.model.export import load_export
+from atoll.train.step.recipe import check_room
 
 MOST_MEMORY = 2**29
 

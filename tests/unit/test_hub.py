@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from atoll import Crew, OuterLoop, Streaming, local
+from atoll import Lockstep, OuterLoop, Streaming, local
 from atoll.checkpoint import rng_state, set_rng_state
 from atoll.core.fragments import Blocks, find_blocks, split
 from atoll.errors import ConfigError, DataError
-from atoll.train.hub import HubModel, load, save
-from atoll.train.model import Loss
+from atoll.train.model.decoder import Loss
+from atoll.train.model.hub import HubModel, load, save
 
 transformers: Any = import_module("transformers")  # its types are half there
 
@@ -156,7 +156,7 @@ def test_its_layers_become_fragments(kind: str, layers: str, rest: tuple[str, ..
 def test_workers_far_apart_train_it_together(kind: str) -> None:
     start, workers = tiny(kind), 2
     models = [copy.deepcopy(start) for _ in range(workers)]
-    crew = Crew([OuterLoop(m, Streaming(period=6), link) for m, link in zip(models, local(workers), strict=True)])
+    crew = Lockstep([OuterLoop(m, Streaming(period=6), link) for m, link in zip(models, local(workers), strict=True)])
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
     shards = [batch(4, 17, seed) for seed in range(workers)]
     for _ in range(18):
@@ -179,7 +179,7 @@ def test_workers_far_apart_train_it_together(kind: str) -> None:
 
 def test_a_worker_with_the_bare_model_can_join() -> None:
     links = local(2)
-    crew = Crew(
+    crew = Lockstep(
         [OuterLoop(tiny(), Streaming(period=3), links[0]), OuterLoop(bare("llama"), Streaming(period=3), links[1])]
     )
     for _ in range(4):
@@ -425,5 +425,5 @@ def test_without_transformers_the_extra_is_named(folder: Path, monkeypatch: pyte
 
 
 def test_transformers_is_imported_only_when_it_is_used() -> None:
-    code = "import sys, atoll.train.hub; sys.exit('transformers' in sys.modules)"
+    code = "import sys, atoll.train.model.hub; sys.exit('transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

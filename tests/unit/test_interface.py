@@ -3,7 +3,7 @@
 import pytest
 
 import wire
-from atoll.link.wire import CODECS
+from atoll.link.net.wire import CODECS
 from sites import available
 
 pytestmark = pytest.mark.skipif(available() is not None, reason=f"no network namespaces here: {available()}")

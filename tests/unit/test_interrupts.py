@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from atoll import interrupts
-from atoll.interrupts import interruptible
+from atoll._util import signals as interrupts
+from atoll._util.signals import interruptible
 
 
 def strike(number: int = signal.SIGINT) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from atoll import Crew
+from atoll import Lockstep
 from atoll.core.shots import sent_bytes
 from atoll.errors import ConfigError
+from atoll.outer.presets import DataParallel, Gradients, Sync
 from atoll.plan.job import Job, RunTime, stops, time_of, transfer_s
 from atoll.plan.link import Link, parse_link
-from atoll.sync import DataParallel, Gradients, Sync
 from harness import PRESETS, Problem, train, train_data_parallel
 
 
@@ -144,7 +144,7 @@ def test_bytes_are_those_that_the_loop_sends(sync: Sync | Gradients, steps: int)
         sync = replace(sync, delay=sync.delays[1:])
     loops = Problem(workers=2, steps=steps).loops(sync)
     (train if isinstance(sync, Sync) else train_data_parallel)(loops, steps, 0.07)
-    Crew(loops).finish()
+    Lockstep(loops).finish()
     payloads = tuple(sync.codec.payload_bytes(fragment.numel) for fragment in loops[0].fragments)
     period, delay = (sync.period, sync.delay) if isinstance(sync, Sync) else (1, 0)
     gradients = isinstance(sync, Gradients)

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from atoll import Crew, Delayed, DiLoCo, Eager, OuterLoop, Streaming, Sync, local
-from atoll.applied import Applied, Products, mean_square
+from atoll import Delayed, DiLoCo, Eager, Lockstep, OuterLoop, Streaming, Sync, local
 from atoll.core.codec import BLOCK, Codec
 from atoll.core.flat import PIECE, fingerprint, joined_sums, words_of
 from atoll.core.fragments import Balanced
@@ -32,7 +31,8 @@ from atoll.kernels.fingerprint import sums_of_pieces
 from atoll.kernels.live import Live, live
 from atoll.kernels.products import inner_products
 from atoll.link.base import Member, Round, RoundId
-from atoll.train.head import loss_of_logits
+from atoll.outer.stats import Applied, Products, mean_square
+from atoll.train.model.head import loss_of_logits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDED = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter cuts off what a GPU rounds to bf16")
@@ -304,7 +304,7 @@ def walked(sync: Sync, workers: int) -> tuple[list[Tensor], list[Applied]]:
     torch.manual_seed(0)
     start = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16, bias=False))
     loops = [OuterLoop(copy.deepcopy(start), sync, end, observer=seen.append) for end in local(workers)]
-    crew = Crew(loops)
+    crew = Lockstep(loops)
     for step in range(5):
         for loop in loops:
             for p in loop.model.parameters():

@@ -21,15 +21,15 @@ import harness
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from atoll import Crew, Eager, OuterLoop, Streaming, Sync, connect, local
-from atoll.applied import Applied
-from atoll.core.cargo import Cargo
+from atoll import Eager, Lockstep, OuterLoop, Streaming, Sync, connect, local
+from atoll._util.device_values import Late
+from atoll.core.allreduce import Cargo
 from atoll.core.codec import Codec
 from atoll.errors import NonFiniteError
-from atoll.late import Late
 from atoll.link.base import Contribution, Link, Member, Round, RoundId
 from atoll.link.local import Faults
 from atoll.link.shaped import Shape, shaped
+from atoll.outer.stats import Applied
 from harness import PRESETS, Problem, bits, by_part, check_recovered, inner_step, spoil, toy, train
 
 pytestmark = [
@@ -188,7 +188,7 @@ def test_payloads_that_are_lost_are_lost_as_without_kernels(name: str, monkeypat
         loops = problem.loops(sync)
         train(loops, problem.steps, problem.inner)
         assert any(loop.counters.rounds_missed for loop in loops)
-        Crew(loops).finish()
+        Lockstep(loops).finish()
         return [bits(loop) for loop in loops]
 
     by_kernels = trained()

@@ -19,11 +19,11 @@ from unittest.mock import ANY
 import pytest
 from typer.testing import CliRunner
 
-from atoll import cli
-from atoll.config import RunConfig, load, parse
-from atoll.follow import FOLLOWS as FOLLOWED
-from atoll.launch import TORCHRUN_TELLS, Options, again, by_torchrun, command, environment, free_ports
-from atoll.supervise import Ended, Job, supervise
+from atoll._util.parent_death import FOLLOWS as FOLLOWED
+from atoll.cli import main as cli
+from atoll.cli.launch import TORCHRUN_TELLS, Options, again, by_torchrun, command, environment, free_ports
+from atoll.cli.processes import Ended, Job, supervise
+from atoll.settings.config import RunConfig, load, parse
 from kills import gone, with_mark
 
 pytestmark = pytest.mark.processes
@@ -34,7 +34,7 @@ SITES = Path(__file__).resolve().parents[2] / "examples" / "sites"
 SUPERVISOR = """
 import json, os, sys
 from pathlib import Path
-from atoll.supervise import Job, supervise
+from atoll.cli.processes import Job, supervise
 folder, settings, *scripts = sys.argv[1:]
 jobs = [
     Job(f"worker {k}", [sys.executable, "-c", script], os.environ, Path(folder) / f"worker-{k}" / "log.txt")
@@ -64,7 +64,7 @@ SAVES = WAITS + "signal.signal(signal.SIGINT, saying('got INT', None))\nprint('r
 SAVES += "print('saved', flush=True)\nsys.exit(130)"
 SAVES_ON_TERM = WAITS + "signal.signal(signal.SIGTERM, saying('saved on TERM', 130))\nforever()"
 DEAF_TO_INT = WAITS + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nforever()"
-FOLLOWS = "from atoll.follow import follow\nfollow(patience_s=1)\n"
+FOLLOWS = "from atoll._util.parent_death import follow\nfollow(patience_s=1)\n"
 DEAF = WAITS + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nforever()"
 
 
@@ -367,7 +367,8 @@ def test_killed_itself_it_leaves_nobody_behind_and_workers_save(start: Start, tm
 
 def test_who_has_no_supervisor_follows_nobody() -> None:
     """Neither by a pipe that ends, nor, said to be supervised, by a standard input that is none."""
-    script = "from atoll.follow import follow; follow(); import os, time; time.sleep(0.2); print(os.environ.get(%r))"
+    script = "import os, time; from atoll._util.parent_death import follow; follow(); time.sleep(0.2); "
+    script += "print(os.environ.get(%r))"
     for environment_, stdin in (({}, subprocess.PIPE), ({FOLLOWED: "1"}, subprocess.DEVNULL)):
         line = [sys.executable, "-c", script % FOLLOWED]
         with subprocess.Popen(line, stdin=stdin, stdout=subprocess.PIPE, env=os.environ | environment_) as process:
@@ -514,7 +515,7 @@ def test_ranks_write_whole_lines_and_have_time_to_save() -> None:
 
 
 def test_the_launcher_is_light() -> None:
-    script = "import sys, atoll.launch; assert not {'torch', 'numpy'} & set(sys.modules)"
+    script = "import sys, atoll.cli.launch; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
@@ -576,7 +577,8 @@ def test_a_run_that_has_begun_is_only_resumed(tmp_path: Path) -> None:
 
 LAUNCH = """
 import sys
-from atoll import cli, launch
+from atoll.cli import main as cli
+from atoll.cli.main import launch
 script = sys.argv.pop(1)
 launch.command = lambda options, place, worker, *_: [sys.executable, "-c", script, str(worker)]
 cli.main()

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll import Crew, DataParallel, DiLoCo, Eager, Nesterov, OuterLoop, Streaming, Sync
+from atoll import DataParallel, DiLoCo, Eager, Lockstep, Nesterov, OuterLoop, Streaming, Sync
 from atoll.core import shots
-from atoll.core.cargo import MOST_PARTS_EACH
+from atoll.core.allreduce import MOST_PARTS_EACH
 from atoll.core.codec import BLOCK, Codec
 from atoll.core.outer import SGD, Blend, EagerMerge, Momentum
 from atoll.link.base import RoundId
@@ -69,7 +69,7 @@ def test_equal_workers_at_lr_1_without_momentum_are_no_outer_loop_at_all(alpha: 
         period=6, fragments=by_part(4), delay=0, codec="fp64", merge=Blend(alpha), outer=Nesterov(1.0, 0.0)
     )
     loops = PROBLEM.loops(sync)
-    crew = Crew(loops)
+    crew = Lockstep(loops)
     for step in range(1, PROBLEM.steps + 1):
         for loop in loops:
             toy(loop).descend(gradient(0, step, toy(loop).vector()), PROBLEM.inner)
@@ -146,7 +146,7 @@ def test_no_payload_and_no_part_of_a_mean_share_their_noise(monkeypatch: pytest.
         return encode(codec, vector, seed)
 
     monkeypatch.setattr(Codec, "encode", watched)
-    monkeypatch.setattr("atoll.core.cargo.PART_BYTES", 1)  # as many parts as there can be
+    monkeypatch.setattr("atoll.core.allreduce.PART_BYTES", 1)  # as many parts as there can be
     problem = Problem(sizes=(4 * BLOCK, 5 * BLOCK, 599), workers=4, dtype=torch.float32)
     loops = problem.loops(Streaming(period=3, fragments=by_part(3), codec=Codec("int4", stochastic=True)))
     train(loops, 30, 0.1)

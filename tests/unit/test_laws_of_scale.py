@@ -8,8 +8,8 @@ from atoll.errors import ConfigError
 from atoll.plan.laws import defaults, learning_rate
 from atoll.plan.measured import _BY_WORKERS, Penalty, penalty
 from atoll.plan.method import METHODS, Method, Model
-from atoll.planner import in_fragments
-from atoll.shapes import preset
+from atoll.plan.planner import in_fragments
+from atoll.settings.model_presets import preset
 
 BILLION = 10**9
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 import harness
-from atoll import Crew, DataParallel, DiLoCo, OuterLoop, Streaming, Sync
-from atoll.applied import Applied
+from atoll import DataParallel, DiLoCo, Lockstep, OuterLoop, Streaming, Sync
 from atoll.errors import LinkError, NonFiniteError
-from atoll.sync import Gradients
+from atoll.outer.presets import Gradients
+from atoll.outer.stats import Applied
 from harness import (
     PRESETS,
     Problem,
@@ -39,7 +39,7 @@ def test_the_round_is_the_mean_of_the_others_and_all_end_at_the_same_place(value
         inner_step(loop, PROBLEM.inner)
     deltas = [start - toy(loop).vector() for loop in loops]
     spoil(loops[1], value)
-    Crew(loops).step()
+    Lockstep(loops).step()
     mean = (deltas[0] + deltas[2]) / 2
     after = start - 0.7 * (mean + 0.9 * mean)
     for loop in loops:
@@ -92,14 +92,14 @@ def test_finishing_with_a_spoilt_worker_averages_the_others() -> None:
     train(loops, 3, PROBLEM.inner)
     ends = [toy(loop).vector() for loop in loops]
     spoil(loops[0])
-    Crew(loops).finish()
+    Lockstep(loops).finish()
     mean = (2 * start - ends[1] - ends[2]) / 2
     np.testing.assert_allclose(toy(loops[0]).vector(), start - mean, rtol=1e-12, atol=1e-12)
 
 
 def test_data_parallel_takes_the_mean_of_the_finite_gradients() -> None:
     loops, clean = tolerant(DataParallel()), tolerant(DataParallel())
-    crew = Crew(loops)
+    crew = Lockstep(loops)
     for loop in loops:
         for number, parameter in enumerate(loop.model.parameters()):
             parameter.grad = torch.full_like(parameter, float("nan") if loop is loops[1] and number == 0 else 2.0)
@@ -111,7 +111,7 @@ def test_data_parallel_takes_the_mean_of_the_finite_gradients() -> None:
 
 
 def one_round_of_gradients(loops: list[OuterLoop], spoilt: int | None) -> None:
-    crew = Crew(loops)
+    crew = Lockstep(loops)
     for loop in loops:
         for parameter in loop.model.parameters():
             parameter.grad = torch.full_like(parameter, float("nan") if loop.link.worker == spoilt else 2.0)
@@ -147,4 +147,4 @@ def test_without_the_option_it_is_an_error_that_names_the_worker() -> None:
     loops = PROBLEM.loops(DiLoCo(period=1))
     spoil(loops[1])
     with pytest.raises(NonFiniteError, match=r"worker 1, step 1, fragment 0, parameter 'parts\.0\.values'"):
-        Crew(loops).step()
+        Lockstep(loops).step()

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from atoll import Crew, DataParallel, DiLoCo, Eager, OuterLoop, Streaming, Sync, local
-from atoll.core.cargo import Cargo
+from atoll import DataParallel, DiLoCo, Eager, Lockstep, OuterLoop, Streaming, Sync, local
+from atoll.core.allreduce import Cargo
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Contribution, Member, RoundId
 from atoll.link.local import Absence, Faults, LocalLink, run_local
-from atoll.sync import Gradients
+from atoll.outer.presets import Gradients
 from harness import Problem, Toy, by_part, inner_step, train, train_data_parallel
 
 CARGO = Cargo(Codec("fp32"), 1)
@@ -116,7 +116,7 @@ def test_workers_with_different_settings_are_told_what_differs() -> None:
     a = OuterLoop(Toy(problem.start, problem.sizes), DiLoCo(period=5), links[0])
     b = OuterLoop(Toy(problem.start, problem.sizes), DiLoCo(period=6), links[1])
     with pytest.raises(LinkError, match="worker 1 and worker 0 differ in period: 6 against 5"):
-        Crew([a, b]).step()
+        Lockstep([a, b]).step()
 
 
 def test_workers_with_different_models_are_told_so() -> None:
@@ -125,7 +125,7 @@ def test_workers_with_different_models_are_told_so() -> None:
     a = OuterLoop(Toy(problem.start, (5, 5)), DiLoCo(period=5), links[0])
     b = OuterLoop(Toy(problem.start, (2, 8)), DiLoCo(period=5), links[1])
     with pytest.raises(LinkError, match="differ in layout of fragment 0: 2 parameters of float64, 10 values, anchor"):
-        Crew([a, b]).step()
+        Lockstep([a, b]).step()
 
 
 def test_workers_with_parameters_of_different_dtypes_are_told_so() -> None:
@@ -136,7 +136,7 @@ def test_workers_with_parameters_of_different_dtypes_are_told_so() -> None:
         for dtype, link in zip((torch.float32, torch.bfloat16), links, strict=True)
     ]
     with pytest.raises(LinkError, match=r"2 parameters of bfloat16, .* against 2 parameters of float32"):
-        Crew(loops).step()
+        Lockstep(loops).step()
 
 
 @pytest.mark.parametrize("sync", [DiLoCo(period=2), DataParallel()])
@@ -157,7 +157,7 @@ def test_workers_that_stopped_at_different_steps_cannot_resume_together() -> Non
         resumed[worker].model.load_state_dict(stopped[worker].model.state_dict())
         resumed[worker].load_state_dict(stopped[worker].state_dict())
     with pytest.raises(LinkError, match=r"worker 1 and worker 0 differ in inner steps made .*: 4 against 3"):
-        Crew(resumed).step()
+        Lockstep(resumed).step()
 
 
 def test_joining_before_the_first_step_is_allowed_and_done_once() -> None:
@@ -290,7 +290,7 @@ def test_a_closed_link_and_a_second_loop_on_one_link_are_refused() -> None:
 def test_an_interrupt_stops_all_workers() -> None:
     script = """
 import signal, time
-from atoll.core.cargo import Cargo
+from atoll.core.allreduce import Cargo
 from atoll.core.codec import Codec
 from atoll.link.base import RoundId
 from atoll.link.local import local, run_local

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import atoll
-from atoll import Crew, DataParallel, Delayed, DiLoCo, Eager, Nesterov, OuterLoop, Streaming, Sync, local
+from atoll import DataParallel, Delayed, DiLoCo, Eager, Lockstep, Nesterov, OuterLoop, Streaming, Sync, local
 from atoll.core.codec import Codec
 from atoll.core.fragments import Balanced, Blocks
 from atoll.core.outer import SGD, Adam, Blend, EagerMerge
@@ -136,7 +136,7 @@ class TestFinish:
         problem = Problem(workers=3, faults=Faults(drop=drop, seed=steps))
         loops = problem.loops(sync)
         train(loops, steps, problem.inner)
-        Crew(loops).finish()
+        Lockstep(loops).finish()
         for loop in loops:
             live, anchor, _ = snapshot(loop)
             np.testing.assert_array_equal(live, anchor)
@@ -206,7 +206,7 @@ class TestFinish:
     def test_who_was_there_on_the_last_step_takes_part(self, first: int, last: int | None, mean: float) -> None:
         faults = Faults(absences=(Absence(worker=1, first=first, last=last),))
         loops = [OuterLoop(Toy(np.zeros(1), (1,)), DiLoCo(period=50), link) for link in local(2, faults=faults)]
-        crew = Crew(loops)
+        crew = Lockstep(loops)
         for _ in range(7):
             for loop in loops:
                 if loop.trains:
@@ -227,7 +227,7 @@ class TestFinish:
                 for loop, (model, outer) in zip(loops, states, strict=True):
                     loop.model.load_state_dict(model)
                     loop.load_state_dict(outer)
-            Crew(loops).finish()
+            Lockstep(loops).finish()
             ends.append(bits(loops[0]))
         assert ends[0] == ends[1]
 
@@ -255,14 +255,14 @@ class TestFinish:
         loops = problem.loops(DiLoCo(period=5, codec="fp64"))
         train(loops, 7, 0.1)
         mean = np.mean([toy(loop).vector() for loop in loops], axis=0)
-        Crew(loops).finish()
+        Lockstep(loops).finish()
         np.testing.assert_allclose(toy(loops[0]).vector(), mean, rtol=1e-12)
 
     def test_right_after_a_round_there_is_nothing_to_send(self) -> None:
         loops = Problem(workers=2).loops(DiLoCo(period=5))
         train(loops, 10, 0.1)
         sent = loops[0].counters.rounds_sent
-        Crew(loops).finish()
+        Lockstep(loops).finish()
         assert loops[0].counters.rounds_sent == sent == 2
 
 
@@ -272,7 +272,7 @@ class TestComingBack:
     def walk(self, faults: Faults, steps: int) -> tuple[list[float], float]:
         sync = Sync(period=4, delay=3, codec=Codec("fp64"), outer=SGD(1.0), merge=Blend(0.0))
         loops = [OuterLoop(Toy(np.zeros(1), (1,)), sync, link) for link in local(2, faults=faults)]
-        crew = Crew(loops)
+        crew = Lockstep(loops)
         for _ in range(steps):
             for loop in loops:
                 if loop.trains:
@@ -352,7 +352,7 @@ class TestDtypes:
             loops = [OuterLoop(Toy(start, (3, 1, 4, 2), dtype), sync, link) for link in local(2)]
             for loop in loops:
                 toy(loop).descend(np.full(10, 0.03125), 1.0)
-            crew = Crew(loops)
+            crew = Lockstep(loops)
             for _ in range(200):
                 crew.step()
             ends.append(snapshot(loops[0])[1])
@@ -373,11 +373,11 @@ class TestBadNumbers:
         bad[0] = float("nan")
         before = [bits(loop) for loop in loops]
         with pytest.raises(NonFiniteError, match="worker 1"):
-            Crew(loops).step()
+            Lockstep(loops).step()
         assert [bits(loop) for loop in loops] == before
         assert [loop.steps for loop in loops] == [1, 1, 1]
         bad[0] = value
-        Crew(loops).step()
+        Lockstep(loops).step()
         assert [loop.counters.rounds_applied for loop in loops] == [1, 1, 1]
 
     @pytest.mark.parametrize("sync", [DiLoCo(period=3), Streaming(period=3, fragments=by_part(4)), Eager(period=3)])
@@ -417,7 +417,7 @@ class TestDataParallel:
     def test_an_absent_worker_is_an_error(self) -> None:
         problem = Problem(workers=2, faults=Faults(absences=(Absence(worker=1, first=1, last=3),)))
         with pytest.raises(ConfigError, match="worker 1 is absent at step 1: DataParallel has no anchor"):
-            Crew(problem.loops(DataParallel())).average_gradients()
+            Lockstep(problem.loops(DataParallel())).average_gradients()
 
     def test_averaging_is_nothing_under_other_presets(self) -> None:
         (loop,) = Problem(workers=1).loops(DiLoCo())
@@ -475,7 +475,7 @@ class TestModels:
         (lambda: OuterLoop([small_model()], DiLoCo(), local(1)[0]), r"model must be a torch\.nn\.Module, got list"),  # type: ignore[arg-type]
         (lambda: OuterLoop(small_model(), DiLoCo(), local(1)), "link must be one worker's end of a link, got list"),  # type: ignore[arg-type]
         (
-            lambda: Crew([OuterLoop(SHARED, DiLoCo(), end) for end in local(2)]),
+            lambda: Lockstep([OuterLoop(SHARED, DiLoCo(), end) for end in local(2)]),
             "workers 0 and 1 train the same parameters",
         ),
         (lambda: Problem(workers=1).loops(DiLoCo), "sync must be made by DiLoCo"),  # type: ignore[arg-type]

@@ -5,11 +5,11 @@ from datetime import timedelta
 import pytest
 import torch
 
-from atoll.core.cargo import Cargo
+from atoll.core.allreduce import Cargo
 from atoll.core.codec import Codec
 from atoll.link.base import Contribution, Member, RoundId
-from atoll.link.mail import CHUNK_BYTES, Incoming, LostError
-from atoll.link.wire import HEADER_BYTES, Envelope, seal
+from atoll.link.net.mail import CHUNK_BYTES, Incoming, LostError
+from atoll.link.net.wire import HEADER_BYTES, Envelope, seal
 
 CARGO = Cargo(Codec("fp32"), 300_000)
 ENVELOPE = Envelope.whole(RoundId(7, 2), 3, CARGO)

@@ -27,7 +27,7 @@ class Workers:
             atoll.OuterLoop(model, method, link, outlier_ratio=None)
             for model, link in zip(self.models, atoll.local(workers), strict=True)
         ]
-        self.crew = atoll.Crew(self.loops)
+        self.crew = atoll.Lockstep(self.loops)
 
     def round(self, deltas: list[Tensor]) -> None:
         with torch.no_grad():
@@ -70,7 +70,7 @@ def test_the_direction_of_the_mean_of_many_is_kept(workers: int, least: float) -
 
 def test_what_was_kept_of_a_mean_is_dropped_when_others_are_present() -> None:
     """Parts are then cut differently, and a part's loss would be added to another part."""
-    from atoll.core.cargo import MeanResidual
+    from atoll.core.allreduce import MeanResidual
 
     residual = MeanResidual()
     residual.keep((1, 0), (0, 1, 2, 3), 2, torch.ones(3))
@@ -81,7 +81,7 @@ def test_what_was_kept_of_a_mean_is_dropped_when_others_are_present() -> None:
 
 
 def test_a_residual_keeps_what_rounds_in_flight_find_and_no_more() -> None:
-    from atoll.core.cargo import MeanResidual
+    from atoll.core.allreduce import MeanResidual
 
     residual = MeanResidual()
     for step in (1, 2, 3, 4):
@@ -108,7 +108,7 @@ def test_gradients_keep_one_loss_and_no_more() -> None:
         atoll.OuterLoop(model, atoll.DataParallel(codec=codec), link)
         for model, link in zip(models, atoll.local(4), strict=True)
     ]
-    crew, generator = atoll.Crew(loops), torch.Generator().manual_seed(0)
+    crew, generator = atoll.Lockstep(loops), torch.Generator().manual_seed(0)
     for _ in range(3):
         for model in models:
             model.values.grad = torch.randn(300, generator=generator)

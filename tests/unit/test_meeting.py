@@ -11,9 +11,9 @@ import pytest
 
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import difference
-from atoll.link.blame import Report, verdict
-from atoll.link.meeting import Meeting, in_time, open_store, parse_address
-from atoll.link.seat import Seat
+from atoll.link.net.rendezvous import Meeting, in_time, open_store, parse_address
+from atoll.link.net.root_cause import Report, verdict
+from atoll.link.net.seat import Seat
 from fleet import free_port
 
 
@@ -80,7 +80,7 @@ def test_who_is_missing_is_named_after_a_while() -> None:
 
 
 def test_waiting_is_told_and_who_never_came_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atoll.link.meeting._SOON_S", 0.05)
+    monkeypatch.setattr("atoll.link.net.rendezvous._SOON_S", 0.05)
     address, said = f"127.0.0.1:{free_port()}", list[str]()
     host = Meeting(address, Seat(0, 3), 0.3, said.append)
     with pytest.raises(LinkError, match=r"worker 1, worker 2 did not come .* \(--worker 1, --worker 2\).* firewall"):
@@ -267,7 +267,7 @@ def test_an_answer_that_is_slow_to_come_can_be_waited_for_and_is_no_reason_to_as
 
 
 def test_a_store_that_is_silent_again_and_again_is_not_asked_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atoll.link.meeting._SILENT_S", 0.5)
+    monkeypatch.setattr("atoll.link.net.rendezvous._SILENT_S", 0.5)
     with meetings(2) as there:
         guest = there[1]
         guest._store = far = FarAway(guest._store, 1.0)

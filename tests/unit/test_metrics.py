@@ -20,8 +20,22 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import AtollError, ConfigError, DataError
-from atoll.events import End, Eval, Event, Fault, Jsonl, Resumed, Round, Saved, Start, Step, Tail, read, utilisation
-from atoll.metrics import Metrics, TensorBoard, Trackio, WandB, scalars
+from atoll.runs.events import (
+    End,
+    Eval,
+    Event,
+    Fault,
+    Jsonl,
+    Resumed,
+    Round,
+    Saved,
+    Start,
+    Step,
+    Tail,
+    read,
+    utilisation,
+)
+from atoll.runs.sinks import Metrics, TensorBoard, Trackio, WandB, scalars
 
 
 def a_step(step: int, loss: list[float | None] | None = None) -> Step:

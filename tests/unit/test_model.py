@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from atoll.core.fragments import Blocks, find_blocks, split
 from atoll.errors import ConfigError
-from atoll.shapes import PRESETS, ModelConfig, preset
-from atoll.train.model import Decoder, Loss, Turns, turns
+from atoll.settings.model_presets import PRESETS, ModelConfig, preset
+from atoll.train.model.decoder import Decoder, Loss, Turns, turns
 
 NANO = ModelConfig(layers=2, width=24, heads=2, head_width=8, feedforward=40, vocabulary=50, context=16)
 

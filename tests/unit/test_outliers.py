@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import atoll
-from atoll.applied import Applied
 from atoll.core.fragments import Balanced
 from atoll.core.guard import Norms, Size, outliers
 from atoll.errors import ConfigError, LinkError
 from atoll.link.local import Faults
-from atoll.sync import Sync
+from atoll.outer.presets import Sync
+from atoll.outer.stats import Applied
 
 norms = st.floats(0, 1e30)
 
@@ -116,7 +116,7 @@ class Run:
             atoll.OuterLoop(model, sync, link, observer=self.observed.append if not link.worker else None, **loop)  # type: ignore[arg-type]
             for model, link in zip(self.models, links, strict=True)
         ]
-        self.crew = atoll.Crew(self.loops)
+        self.crew = atoll.Lockstep(self.loops)
         self.inner = [optimizer(model.parameters(), lr=0.01) for model in self.models]
         self.data = [torch.Generator().manual_seed(100 + worker) for worker in range(workers)]
 

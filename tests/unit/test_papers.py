@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from atoll.train.tokens import prepare
+from atoll.train.data.tokens import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 

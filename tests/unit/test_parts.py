@@ -19,13 +19,13 @@ from rich.console import Console
 
 from atoll import report
 from atoll.errors import DataError
-from atoll.events import End, Eval, Event, Fault, Round, Start, Step
 from atoll.plan.link import Link
 from atoll.report.canvas import DARK, LIGHT
 from atoll.report.figures import pictures
 from atoll.report.measured import Span, lanes, rows
 from atoll.report.page import page
 from atoll.report.parts import merge, part_of
+from atoll.runs.events import End, Eval, Event, Fault, Round, Start, Step
 from voyage import BEGAN, Voyage, save, save_workers
 
 LINK = Link(1e6)

@@ -11,15 +11,16 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from atoll import cli, planner
-from atoll.commands.asked import asked_for
-from atoll.commands.options import Options
-from atoll.commands.typed import count, seconds
-from atoll.config import load
+from atoll.cli import main as cli
+from atoll.cli.plan.options import Options
+from atoll.cli.plan.parse import count, seconds
+from atoll.cli.plan.request import asked_for
 from atoll.errors import ConfigError
+from atoll.plan import planner
 from atoll.plan.link import GOODPUT, Link
 from atoll.plan.method import METHODS, Model
 from atoll.plan.paper import PRINTED
+from atoll.settings.config import load
 
 MAIN = ("--params", "10e9", "--layers", "48", "--step-time", "0.8", "--workers", "8", "--link", "1Gbit/s,40ms")
 ONE = ("--params", "1e9", "--layers", "24", "--step-time", "0.1")
@@ -93,8 +94,8 @@ def test_advice_knows_that_an_embedding_is_a_fragment_of_its_own(run_file: Path)
 @pytest.mark.parametrize("name", ["tiny", "7M"])
 def test_a_preset_has_the_fragments_of_its_model(name: str) -> None:
     from atoll.core.fragments import Blocks, split
-    from atoll.shapes import preset
-    from atoll.train.model import Decoder
+    from atoll.settings.model_presets import preset
+    from atoll.train.model.decoder import Decoder
 
     asked = asked_for(Options(preset=name, step_time="1", methods=["streaming"]))
     counted = asked_for(Options(preset=name, step_time="1", methods=["streaming"], fragments="2"))
@@ -247,7 +248,7 @@ def run_file(tmp_path: Path) -> Path:
 
 def test_a_run_file_is_planned_with_its_own_fragments(run_file: Path) -> None:
     from atoll.core.fragments import Blocks, split
-    from atoll.train.model import Decoder
+    from atoll.train.model.decoder import Decoder
 
     found = planned(run_file, "--step-time", "0.1")
     assert found["workers"] == 3 and found["steps"] == 200 and found["link"]["bits_per_s"] == 2e6
@@ -473,8 +474,8 @@ def test_nonsense_gets_one_clear_line(arguments: tuple[str, ...], words: str) ->
 def test_everything_is_checked_before_anything_is_measured(
     arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atoll.train.probe.probe_step", lambda *_, **__: pytest.fail("a step was measured"))
-    monkeypatch.setattr("atoll.link.probe.measure", lambda *_, **__: pytest.fail("a line was measured"))
+    monkeypatch.setattr("atoll.train.step.step_time.probe_step", lambda *_, **__: pytest.fail("a step was measured"))
+    monkeypatch.setattr("atoll.link.net.bandwidth.measure", lambda *_, **__: pytest.fail("a line was measured"))
     line = () if "--link" in arguments else ("--probe-link", "127.0.0.1:1")
     assert words in complaint(*TINY, "--probe", *line, *arguments)
 
@@ -496,7 +497,7 @@ def test_a_plan_is_checked_without_a_command_line() -> None:
 def test_a_run_on_a_slow_link_ends_with_what_had_been_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from atoll.config import parse
+    from atoll.settings.config import parse
     from atoll.train.run import train
 
     settings = {"preset": "tiny", "layers": 2}, {"steps": 6, "batch": 1, "sequence": 16}

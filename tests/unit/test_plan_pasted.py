@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from atoll import cli, planner
-from atoll.commands.asked import asked_for
-from atoll.commands.options import Options
-from atoll.config import load
+from atoll.cli import main as cli
+from atoll.cli.plan.options import Options
+from atoll.cli.plan.request import asked_for
+from atoll.plan import planner
 from atoll.plan.outlook import Outlook, outlook
+from atoll.settings.config import load
 
 OWN: dict[str, tuple[str, ...]] = {
     "plain": (),

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import sites
-from atoll.config import parse
 from atoll.errors import ConfigError, LinkError
-from atoll.link import probe
-from atoll.train.model import Decoder, Loss
-from atoll.train.probe import probe_step
+from atoll.link.net import bandwidth as probe
+from atoll.settings.config import parse
+from atoll.train.model.decoder import Decoder, Loss
+from atoll.train.step.step_time import probe_step
 
 TINY = {"model": {"preset": "tiny", "layers": 2}, "train": {"batch": 2, "sequence": 16}, "device": "cpu"}
 
@@ -153,11 +153,11 @@ def test_a_server_may_leave_out_its_host() -> None:
 @pytest.mark.processes
 @pytest.mark.skipif(sites.available() is not None, reason="no network namespaces here")
 def test_a_limited_line_is_measured_right(tmp_path: Path) -> None:
-    serve = "from atoll.link.probe import serve; serve('', 29600)"
+    serve = "from atoll.link.net.bandwidth import serve; serve('', 29600)"
     with sites.Sites(count=2, rate="20mbit") as (here, there):
         server = here.popen([sys.executable, "-c", serve], stdout=subprocess.PIPE, text=True)
         assert server.stdout is not None and "waiting" in server.stdout.readline()
-        ask = f"from atoll.link.probe import measure; print(*measure('{here.address}', 29600, 2.0))"
+        ask = f"from atoll.link.net.bandwidth import measure; print(*measure('{here.address}', 29600, 2.0))"
         with there.popen([sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True) as client:
             out, _ = client.communicate(timeout=120)
         assert server.wait(20) == 0

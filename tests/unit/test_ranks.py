@@ -18,11 +18,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from atoll import checkpoint, config
-from atoll.config import RunConfig
+from atoll import checkpoint
+from atoll.cli.launch import free_ports
 from atoll.errors import ConfigError
-from atoll.events import End, Eval, Event, Fault, Round, Start, Step, read
-from atoll.launch import free_ports
+from atoll.runs.events import End, Eval, Event, Fault, Round, Start, Step, read
+from atoll.settings import config
+from atoll.settings.config import RunConfig
 from atoll.train.run import train
 from nests import bits
 

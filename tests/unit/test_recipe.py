@@ -2,10 +2,10 @@
 
 import pytest
 
-from atoll import config
 from atoll.errors import ConfigError
 from atoll.plan.laws import defaults
-from atoll.train.recipe import resolve
+from atoll.settings import config
+from atoll.train.step.recipe import resolve
 
 
 def test_the_recipe_of_the_scaling_laws_paper() -> None:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll import config
-from atoll.train.model import Decoder
-from atoll.train.recorded import recorded_where_it_pays
+from atoll.settings import config
+from atoll.train.model.decoder import Decoder
+from atoll.train.step.cuda_graph import recorded_where_it_pays
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,13 @@ from rich.console import Console
 from atoll import report
 from atoll.core.schedule import Schedule
 from atoll.errors import AtollError, ConfigError, DataError
-from atoll.events import End, Eval, Event, Fault, Jsonl, Resumed, Round, Start, Step
 from atoll.plan.job import time_of
 from atoll.plan.link import Link
 from atoll.report.canvas import DARK, LIGHT
 from atoll.report.clock import clock
 from atoll.report.figures import Picture, pictures
 from atoll.report.page import page
+from atoll.runs.events import End, Eval, Event, Fault, Jsonl, Resumed, Round, Start, Step
 
 LINK = Link(1e6)
 HOSTILE = "$\\bad{1}$<script>alert('x')</script>\"><img src=x onerror=alert(1)> \u65e5\u672c \u202e\x1b[31m ]]>&_"

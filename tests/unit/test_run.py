@@ -17,11 +17,12 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from atoll import checkpoint, config
-from atoll.config import RunConfig
+from atoll import checkpoint
 from atoll.errors import AtollError, CheckpointError, ConfigError, DataError, LinkError
-from atoll.events import End, Eval, Fault, Resumed, Round, Start, Step, read
-from atoll.train.export import load_export
+from atoll.runs.events import End, Eval, Fault, Resumed, Round, Start, Step, read
+from atoll.settings import config
+from atoll.settings.config import RunConfig
+from atoll.train.model.export import load_export
 from atoll.train.run import train
 from fleet import free_port
 
@@ -217,7 +218,7 @@ def test_a_hugging_face_model_is_trained_resumed_and_exported_for_transformers(
 
 
 def start(config_file: Path) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-c", "import sys; from atoll.cli import main; main()", "train", str(config_file)]
+    command = [sys.executable, "-c", "import sys; from atoll.cli.main import main; main()", "train", str(config_file)]
     return subprocess.Popen([*command, "--resume"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
@@ -334,7 +335,7 @@ def test_two_processes_do_not_train_one_folder(make: Any, tmp_path: Path, monkey
 
     def meanwhile(self: Trainer) -> None:
         if self.steps == 3:
-            code = "import sys; from atoll.cli import main; main()"
+            code = "import sys; from atoll.cli.main import main; main()"
             file = tmp_path / "again.toml"
             file.write_text(make().to_toml())
             command = [sys.executable, "-c", code, "train", str(file), "--resume"]

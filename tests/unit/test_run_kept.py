@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from atoll import checkpoint, config
-from atoll.config import RunConfig
+from atoll import checkpoint
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError
-from atoll.events import End, Jsonl, Outcome, Round, Start, Step, read
-from atoll.layout import CHECKPOINTS, METRICS, MODEL, RUN
 from atoll.link.local import local
-from atoll.link.seat import Seat
-from atoll.train.batches import Batches, held_out
+from atoll.link.net.seat import Seat
+from atoll.runs.events import End, Jsonl, Outcome, Round, Start, Step, read
+from atoll.runs.layout import CHECKPOINTS, METRICS, MODEL, RUN
+from atoll.settings import config
+from atoll.settings.config import RunConfig
+from atoll.train.data.batches import Batches, held_out
 from atoll.train.folder import RunFolder
 from atoll.train.run import prepare, start, train
 from atoll.train.trainer import Trainer

@@ -16,18 +16,18 @@ from typing import Any, cast
 import pytest
 import torch
 
-from atoll import Crew, DataParallel, DiLoCo, Eager, OuterLoop, Streaming, Sync, local
-from atoll.applied import Observer
-from atoll.core.cargo import Cargo
+from atoll import DataParallel, DiLoCo, Eager, Lockstep, OuterLoop, Streaming, Sync, local
+from atoll.core.allreduce import Cargo
 from atoll.core.codec import Codec
 from atoll.core.shots import sent_bytes
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Contribution, Link, Member, Offer, Passage, Pending, Round, RoundId
 from atoll.link.local import Absence, Faults, run_local
 from atoll.link.shaped import Line, Outage, Shape, ShapedLink, shaped
+from atoll.outer.presets import Gradients
+from atoll.outer.stats import Observer
 from atoll.plan.job import transfer_s
 from atoll.plan.link import Link as PlannedLink
-from atoll.sync import Gradients
 from harness import PRESETS, Problem, Toy, bits, by_part, inner_step, train, train_data_parallel
 
 QUICK = Shape(bits_per_s=1e7, latency_s=2e-4, jitter_s=2e-4, loss=0.1)
@@ -69,7 +69,7 @@ def test_one_caller_gets_the_bits_of_the_plain_link(name: str) -> None:
     plain, late = (loops_on(problem, PRESETS[name], shape) for shape in (None, QUICK))
     for loops in (plain, late):
         train(loops, problem.steps, problem.inner)
-        Crew(loops).finish()
+        Lockstep(loops).finish()
     assert [bits(loop) for loop in late] == [bits(loop) for loop in plain]
 
 
@@ -152,7 +152,7 @@ def test_diloco_waits_for_the_line(workers: int) -> None:
 def test_rounds_travel_while_workers_train(sync: Sync) -> None:
     problem, latency_s = Problem(workers=2), 0.1
     loops = loops_on(problem, sync, Shape(latency_s=latency_s))
-    crew = Crew(loops)
+    crew = Lockstep(loops)
     for _ in range(10):
         time.sleep(0.05)
         for loop in loops:
@@ -463,7 +463,7 @@ loops = [atoll.OuterLoop(torch.nn.Linear(2, 2, bias=False).requires_grad_(), ato
 with torch.no_grad():
     loops[1].model.weight.copy_(loops[0].model.weight)
 loops[1] = atoll.OuterLoop(loops[1].model, atoll.Eager(period=1), links[1])
-atoll.Crew(loops).step()
+atoll.Lockstep(loops).step()
 print("trained")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)

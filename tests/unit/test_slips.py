@@ -16,15 +16,15 @@ from torch import Tensor, distributed, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 
-from atoll import Crew, DataParallel, DiLoCo, Eager, OuterLoop, Streaming, Sync, checkpoint, connect, local
-from atoll.agreement import MOST_TERMS, frozen_terms
+from atoll import DataParallel, DiLoCo, Eager, Lockstep, OuterLoop, Streaming, Sync, checkpoint, connect, local
 from atoll.core.flat import checksum
 from atoll.core.fragments import Balanced
 from atoll.errors import AtollError, ConfigError, LinkError, NonFiniteError
 from atoll.link.base import Contribution, Member, RoundId
-from atoll.link.mail import Incoming, LostError
-from atoll.link.wire import Envelope, Kind, seal
-from atoll.sync import Gradients
+from atoll.link.net.mail import Incoming, LostError
+from atoll.link.net.wire import Envelope, Kind, seal
+from atoll.outer.agreement import MOST_TERMS, frozen_terms
+from atoll.outer.presets import Gradients
 from fleet import Fleet, Me, free_port
 from harness import PRESETS, Problem, bits, preset, spoil, tolerant, train
 
@@ -324,7 +324,7 @@ def regression(
     models = [copy.deepcopy(start) for _ in range(workers)]
     loops = [OuterLoop(m, sync, link) for m, link in zip(models, local(workers), strict=True)]
     inner, data = [make(m.parameters(), lr=lr) for m in models], torch.Generator().manual_seed(1)
-    crew = Crew(loops)
+    crew = Lockstep(loops)
     for step in range(steps):
         for k, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
             x = torch.randn(16, 8, generator=data).to(dtype)
@@ -378,7 +378,7 @@ class TestUndoneMerges:
         goals = [torch.randn(1, 64), torch.randn(1, 64)]
         models[1].load_state_dict(models[0].state_dict())
         loops = [OuterLoop(m, DiLoCo(period=period), link) for m, link in zip(models, local(2), strict=True)]
-        crew = Crew(loops)
+        crew = Lockstep(loops)
         for step in range(40):
             with torch.no_grad():
                 for model, goal in zip(models, goals, strict=True):
@@ -455,7 +455,7 @@ class TestDefaultGroup:
 
 def with_inner(loops: Sequence[OuterLoop], inner: Sequence[Any], steps: int, spoilt: int) -> None:
     """Steps of all workers; the gradient of worker 1 is NaN once."""
-    crew = Crew(loops)
+    crew = Lockstep(loops)
     for step in range(1, steps + 1):
         for loop, optimizer in zip(loops, inner, strict=True):
             for p in loop.model.parameters():
@@ -545,7 +545,7 @@ class TestAgeOfAnAnchor:
             seen.append(loops[0].anchor_step)
             train(loops, 1, 0.1)
         assert seen == [0, 0, 0, 0, 4, 4, 4, 4, 8]
-        Crew(loops).finish()
+        Lockstep(loops).finish()
         assert loops[0].anchor_step == 9
 
     def test_a_delay_and_several_fragments_make_it_older(self) -> None:
@@ -561,7 +561,7 @@ class TestAgeOfAnAnchor:
         loops = Problem().loops(preset(name, 3))
         train(loops, 13, 0.1)
         assert loops[0].anchor_step < 13
-        Crew(loops).finish()
+        Lockstep(loops).finish()
         assert [loop.anchor_step for loop in loops] == [13] * 3
 
     def test_it_is_saved_and_under_data_parallel_it_is_now(self) -> None:

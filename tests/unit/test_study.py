@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import ConfigError
-from atoll.study import Claim, read
+from atoll.settings.study import Claim, read
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from atoll.train.tally import Tally
+from atoll.train.progress.totals import Tally
 
 
 def losses(*values: float) -> dict[int, torch.Tensor]:

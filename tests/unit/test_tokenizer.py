@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from atoll.errors import ConfigError, DataError
-from atoll.train.tokenizer import END, FILE, Bytes, Subwords, Tokenizer, dtype_of, open_tokenizer, train_bpe
+from atoll.train.data.tokenizer import END, FILE, Bytes, Subwords, Tokenizer, dtype_of, open_tokenizer, train_bpe
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -77,7 +77,9 @@ def test_a_bpe_has_no_more_tokens_than_its_text_gives() -> None:
 
 
 def test_the_same_text_gives_the_same_bpe_in_another_process(bpe: Subwords, tmp_path: Path) -> None:
-    script = f"from atoll.train.tokenizer import *\ntrain_bpe(reversed({TEXTS!r}), 300).save(Path({str(tmp_path)!r}))"
+    script = (
+        f"from atoll.train.data.tokenizer import *\ntrain_bpe(reversed({TEXTS!r}), 300).save(Path({str(tmp_path)!r}))"
+    )
     subprocess.run([sys.executable, "-c", script], check=True)
     (tmp_path / "here").mkdir()
     bpe.save(tmp_path / "here")

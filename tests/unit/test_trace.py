@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from atoll import report
-from atoll.cli import app
+from atoll.cli.main import app
 from atoll.errors import AtollError, ConfigError
-from atoll.events import Event, Fault, Resumed, Round, Start, Step
+from atoll.runs.events import Event, Fault, Resumed, Round, Start, Step
 from voyage import BEGAN, Voyage, save, save_workers
 
 VOYAGE = Voyage(delay=20, payload_bytes=(40_000, 60_000, 20_000), travel_s=1.5)

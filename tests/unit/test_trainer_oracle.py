@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
 
-from atoll import config
-from atoll.config import RunConfig
-from atoll.events import End, Eval, Fault, Step, read
-from atoll.shapes import ModelConfig
-from atoll.train.batches import Batches, held_out
-from atoll.train.export import load_export
-from atoll.train.model import Decoder
+from atoll.runs.events import End, Eval, Fault, Step, read
+from atoll.settings import config
+from atoll.settings.config import RunConfig
+from atoll.settings.model_presets import ModelConfig
+from atoll.train.data.batches import Batches, held_out
+from atoll.train.model.decoder import Decoder
+from atoll.train.model.export import load_export
 from atoll.train.run import prepare, start, train
 from atoll.train.trainer import Trainer
 from oracle import trainer as oracle

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from atoll.units import (
+from atoll._util.units import (
     bytes_text,
     clock_text,
     count_text,

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-import atoll.train.seen
+import atoll.train.progress.summary
 from atoll.errors import ConfigError
-from atoll.events import End, Eval, Event, Fault, Resumed, Round, Saved, Start, Step
-from atoll.train.seen import Seen, mean_and_spread, sparkline
-from atoll.train.view import Board, preparing, view
+from atoll.runs.events import End, Eval, Event, Fault, Resumed, Round, Saved, Start, Step
+from atoll.train.progress.summary import Seen, mean_and_spread, sparkline
+from atoll.train.progress.view import Board, preparing, view
 
 
 def a_start(name: str = "demo", steps: int = 1000) -> Start:
@@ -138,7 +138,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """No seconds pass between an event and its time left, however busy the machine is."""
     clock = Clock()
-    monkeypatch.setattr(atoll.train.seen, "time", clock)
+    monkeypatch.setattr(atoll.train.progress.summary, "time", clock)
     return clock
 
 

@@ -8,33 +8,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from atoll import cli
-from atoll.errors import AtollError, ConfigError, LinkError
-from atoll.events import Fault
-from atoll.train.view import Board, view
-from atoll.visible import visible
+from atoll.cli import main as cli
+from atoll.errors import AtollError, ConfigError, LinkError, printable
+from atoll.runs.events import Fault
+from atoll.train.progress.view import Board, view
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\r\u202eerror\u2066\u200b\x9b31m\x7f\u2028"
 SHOWN = r"\x1b]0;title\x07\x1b[2J\r\u202eerror\u2066\u200b\x9b31m\x7f\u2028"
 
 
 def test_control_characters_are_written_out() -> None:
-    assert visible(HOSTILE) == SHOWN
-    assert visible("a half: \ud83d") == r"a half: \ud83d"
+    assert printable(HOSTILE) == SHOWN
+    assert printable("a half: \ud83d") == r"a half: \ud83d"
 
 
 @pytest.mark.parametrize(
     "text", ["", "plain [red]", "café 日本 🏝 \u00a0", "two\n\tlines", "👩\u200d👧", r"C:\x1b", "\ue0a0"]
 )
 def test_other_text_stays(text: str) -> None:
-    assert visible(text) == text
+    assert printable(text) == text
 
 
 @given(st.text())
 def test_nothing_but_ends_of_lines_and_tabs_is_left_to_obey(text: str) -> None:
-    shown = visible(text)
+    shown = printable(text)
     assert not any(ord(character) < 32 or 127 <= ord(character) < 160 for character in shown if character not in "\n\t")
-    assert visible(shown) == shown
+    assert printable(shown) == shown
     shown.encode()  # halves of pairs could not be printed at all
 
 

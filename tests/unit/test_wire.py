@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atoll.core.cargo import Cargo
+from atoll.core.allreduce import Cargo
 from atoll.core.codec import Codec
 from atoll.core.guard import Size
-from atoll.link import wire
 from atoll.link.base import Contribution, Member, RoundId
-from atoll.link.wire import CODECS, HEADER_BYTES, BadMessage, Envelope, Kind, seal, unseal
+from atoll.link.net import wire
+from atoll.link.net.wire import CODECS, HEADER_BYTES, BadMessage, Envelope, Kind, seal, unseal
 
 CARGO = Cargo(Codec("int8"), 300)
 DUE = Envelope.whole(RoundId(12, 3), 2, CARGO)

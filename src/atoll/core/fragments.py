@@ -14,10 +14,10 @@ from typing import Literal, NamedTuple, get_args
 
 from torch import nn
 
-from atoll.checks import check_whole
+from atoll._util.checks import check_whole
+from atoll._util.units import bytes_text
 from atoll.core.flat import trainable
 from atoll.errors import ConfigError
-from atoll.units import bytes_text
 
 BlockOrder = Literal["strided", "sequential"]
 RestPlace = Literal["own", "spread"]

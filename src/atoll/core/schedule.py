@@ -7,7 +7,7 @@ disagree. Steps are counted from 1: step t is the t-th completed inner step.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from atoll.checks import check_whole
+from atoll._util.checks import check_whole
 from atoll.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ member; each member gets everybody's payload of its own parts, takes their mean,
 to all. It costs 2 (M-1)/M payloads instead of M-1, and all decode the same bytes (`core.cargo`).
 """
 
-from atoll.checks import check_whole
+from atoll._util.checks import check_whole
 
 ONE_SHOT_MEMBERS = 3
 """Up to here one shot costs no more bytes than 1.5 times two, takes one latency instead of two, and rounds once."""

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from atoll.core.cargo import Cargo
+from atoll.core.allreduce import Cargo
 from atoll.core.guard import UNKNOWN, Size, outliers
 
 LEFT_OUT = "left out"

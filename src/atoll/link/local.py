@@ -1,6 +1,6 @@
 """Workers inside one process: research, tests, the demo. A real link, with faults given as data.
 
-Each worker may run in a thread of its own (`run_local`), or one caller may step them all in turn (`atoll.Crew`). The
+Each worker may run in a thread of its own (`run_local`), or one caller may step them all in turn (`atoll.Lockstep`). The
 result is the same to the bit: nothing depends on who comes first.
 """
 
@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from atoll.checks import check_whole
-from atoll.core.cargo import Cargo, mean_between
+from atoll._util.checks import check_whole
+from atoll.core.allreduce import Cargo, mean_between
 from atoll.core.shots import shots
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Offer, Passage, Pending, Round, RoundId, admitted, difference
@@ -179,7 +179,7 @@ class _Board:
                 if self.threads.get(other) is threading.current_thread():
                     raise LinkError(
                         f"{what}: worker {worker} waits for worker {other}, which the same thread steps: "
-                        "step them together with atoll.Crew(loops).step()"
+                        "step them together with atoll.Lockstep(loops).step()"
                     )
             if not self.changed.wait(deadline - time.monotonic()):
                 who = f"worker{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"

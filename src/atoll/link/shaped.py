@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
-from atoll.checks import check_number, check_whole
-from atoll.core.cargo import Cargo
+from atoll._util.checks import check_number, check_whole
+from atoll.core.allreduce import Cargo
 from atoll.core.shots import sent_bytes, shots
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Contribution, Link, Offer, Passage, Pending, Round, RoundId

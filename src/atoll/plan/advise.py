@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from atoll.checks import check_whole
+from atoll._util.checks import check_whole
+from atoll._util.units import bytes_text, seconds_text, share_text
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError
 from atoll.plan import cost
@@ -23,7 +24,6 @@ from atoll.plan.measured import penalty
 from atoll.plan.method import Method, Model
 from atoll.plan.outlook import Outlook, bandwidth_needed, busy, outlook
 from atoll.plan.paper import LEVELS
-from atoll.units import bytes_text, seconds_text, share_text
 
 PERIODS = (5, 10, 20, 30, 50, 100, 200, 300, 500, 1000)
 EACH: tuple[int | None, ...] = (None, 3, 6, 2, 1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from atoll.checks import check_whole
+from atoll._util.checks import check_whole
 from atoll.core.schedule import Due, Schedule
 from atoll.core.shots import sent_bytes, shots
 from atoll.errors import ConfigError

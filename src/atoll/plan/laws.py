@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from atoll.checks import check_whole
+from atoll._util.checks import check_whole
 
 SEQUENCE = 2048
 """Tokens of a sequence."""

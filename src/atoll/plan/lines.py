@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.checks import check_number
+from atoll._util.checks import check_number
 from atoll.core.shots import shots
 from atoll.errors import ConfigError
 

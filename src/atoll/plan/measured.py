@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from atoll._util.units import count_words
 from atoll.plan.method import Method, Model
-from atoll.shapes import preset
-from atoll.units import count_words
+from atoll.settings.model_presets import preset
 
 _Table = dict[int, tuple[float, ...]]
 """Losses by the parameters of a model."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from atoll.checks import check_whole
+from atoll._util.checks import check_whole
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError
 from atoll.plan.job import Job

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atoll.checks import check_whole
+from atoll._util.checks import check_whole
 from atoll.plan import cost, steady
 from atoll.plan.lines import Array
 from atoll.plan.link import GOODPUT, LEAST_BITS_PER_S, MOST_BITS_PER_S, Link

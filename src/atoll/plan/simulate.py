@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from atoll.checks import check_number, check_whole
+from atoll._util.checks import check_number, check_whole
 from atoll.errors import ConfigError
 from atoll.plan.job import Job, due_steps
 from atoll.plan.lines import Array, Exchange, Lines, Place

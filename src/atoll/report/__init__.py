@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from atoll.disk import write_whole
+from atoll._util.disk import write_whole
 from atoll.errors import ConfigError
 from atoll.plan.link import Link
 from atoll.report.load import RunRecord, load, load_all

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from atoll._util.units import bytes_text, count_text, loss_text, ratio_text, seconds_text, share_text
 from atoll.core.schedule import Schedule
 from atoll.plan.job import Job
 from atoll.plan.link import Link
@@ -18,7 +19,6 @@ from atoll.report.clock import clock, time_axis
 from atoll.report.load import RunRecord, jobs
 from atoll.report.table import Row
 from atoll.report.timeline import MOST_WORKERS, draw_measured, draw_modelled, is_measured
-from atoll.units import bytes_text, count_text, loss_text, ratio_text, seconds_text, share_text
 
 _POINTS = 300  # more than a screen shows; keeps the page small however long the run
 _DOTS = 60  # more of them would hide their line

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from atoll import runfile
-from atoll.disk import lines_limited, open_plain, parse_json, read_limited
+from atoll._util.disk import lines_limited, open_plain, parse_json, read_limited
 from atoll.errors import ConfigError, DataError
-from atoll.events import MOST_LINE, End, Eval, Fault, Resumed, Round, Start, Step, read, utilisation
-from atoll.layout import ABOUT, METRICS, RUN, worker_folder
 from atoll.plan.job import Job
 from atoll.report.parts import Part, merge, part_of
+from atoll.runs.events import MOST_LINE, End, Eval, Fault, Resumed, Round, Start, Step, read, utilisation
+from atoll.runs.layout import ABOUT, METRICS, RUN, worker_folder
+from atoll.settings import toml as runfile
 
 _MOST_ABOUT = 2**20  # bytes of about.json, which is read whole
 _MOST_WORKERS = 4096  # as in a run file; more is a damaged file, and would take forever

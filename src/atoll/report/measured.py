@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from atoll.events import Round, utilisation
 from atoll.report.load import RunRecord
 from atoll.report.parts import Part
+from atoll.runs.events import Round, utilisation
 
 
 class Span(NamedTuple):

@@ -10,12 +10,12 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
+from atoll._util.units import bytes_text, count_words, loss_text, percent_text, ratio_text, seconds_text, share_text
 from atoll.plan.link import Link
 from atoll.report.canvas import DARK, LIGHT, css_variables, shorten, to_svg
 from atoll.report.figures import Picture
 from atoll.report.load import RunRecord, printable
 from atoll.report.table import Row, columns, notes
-from atoll.units import bytes_text, count_words, loss_text, percent_text, ratio_text, seconds_text, share_text
 
 _MOST_FAULTS = 40  # listed one by one; the rest is counted
 _MOST_TOLD = 4  # runs with a sentence of their own

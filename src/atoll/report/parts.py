@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from atoll.errors import DataError
-from atoll.events import End, Eval, Event, Fault, Resumed, Round, Saved, Start, Step
+from atoll.runs.events import End, Eval, Event, Fault, Resumed, Round, Saved, Start, Step
 
 _TOTALS = ("bytes_sent", "bytes_received", "wait_s", "hidden_s", "wire_sent", "wire_received")
 _SHARED = ("method", "workers", "steps", "parameters", "period", "codec", "fragments")

@@ -12,6 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from atoll._util.units import count_words, seconds_text, share_text
 from atoll.plan.lines import Array, Place
 from atoll.plan.link import Link
 from atoll.plan.method import Method, Model
@@ -19,7 +20,6 @@ from atoll.plan.outlook import bandwidth_needed, steady_utilisation
 from atoll.plan.simulate import Span, simulate
 from atoll.report.canvas import LIGHT, Palette, dress, heading, shorten, to_png
 from atoll.report.clock import linear_time_axis
-from atoll.units import count_words, seconds_text, share_text
 
 _POINTS = 640  # of a curve; with fewer, its kinks are cut off
 _LEAST_RATE = 1e3  # of the axis, bits per second

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from atoll._util.units import bytes_text, loss_text, number_text, percent_text, ratio_text, seconds_text, share_text
+from atoll.errors import printable
 from atoll.plan.job import Job, RunTime, time_of
 from atoll.plan.link import Link
 from atoll.report.load import RunRecord, jobs
-from atoll.units import bytes_text, loss_text, number_text, percent_text, ratio_text, seconds_text, share_text
-from atoll.visible import visible
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -144,7 +144,7 @@ def rich_table(rows: Sequence[Row], link: Link) -> "Table":
     from rich.text import Text
 
     reference = next((row.name for row in rows if row.is_reference), "")
-    told = [f"against: {visible(reference)}"] if len(rows) > 1 else []
+    told = [f"against: {printable(reference)}"] if len(rows) > 1 else []
     if any(row.utilisation is not None for row in rows):
         told.append("busy: measured, the share of its time that a worker did not wait for rounds")
     told.append(f"time: modelled, one machine per worker and {link} for each")
@@ -158,7 +158,7 @@ def rich_table(rows: Sequence[Row], link: Link) -> "Table":
     for column in shown:
         table.add_column(column.short or "", justify="right", no_wrap=True)
     for row in rows:  # Text, not str: a name must not be read as markup
-        name = Text(visible(row.name), style="bold" if row.is_reference else "")
+        name = Text(printable(row.name), style="bold" if row.is_reference else "")
         if said := notes(row):
             name.append(f"\n{said}", style="not bold dim")
         table.add_row(name, *(column.cell(row) for column in shown))

@@ -8,6 +8,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
+from atoll._util.units import share_text
 from atoll.plan.job import Job, stops
 from atoll.plan.link import Link
 from atoll.report.canvas import Palette, dress, heading, legend_place, new_figure, shorten
@@ -15,7 +16,6 @@ from atoll.report.clock import clock, linear_time_axis, window
 from atoll.report.load import RunRecord, jobs
 from atoll.report.measured import Lane, Span, lanes
 from atoll.report.table import Row
-from atoll.units import share_text
 
 MOST_WORKERS = 8
 """Of a run, in a measured timeline."""

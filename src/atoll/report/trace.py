@@ -11,12 +11,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from atoll.disk import write_whole
+from atoll._util.disk import write_whole
 from atoll.errors import ConfigError
-from atoll.events import Eval, Round, Step, utilisation
 from atoll.report.load import RunRecord, load_all
 from atoll.report.measured import Lane, Span, lanes
 from atoll.report.parts import Part
+from atoll.runs.events import Eval, Round, Step, utilisation
 
 _STEPS, _WAITING, _ROUNDS = 1, 2, 3  # tracks; rounds that overlap go on in the next ones
 

@@ -16,17 +16,16 @@ from typing import Any, NamedTuple
 import torch
 
 from atoll import checkpoint
-from atoll import config as run_config
-from atoll.config import RunConfig
-from atoll.disk import locked, write_whole
-from atoll.errors import AtollError, CheckpointError, ConfigError
-from atoll.events import End, read
-from atoll.layout import ABOUT, CHECKPOINTS, METRICS, MODEL, RUN, rank_folder, worker_folder, worker_folders
-from atoll.link.seat import Seat
-from atoll.train.export import exists, export
-from atoll.train.tokens import TokenData
+from atoll._util.disk import locked, write_whole
+from atoll.errors import AtollError, CheckpointError, ConfigError, printable
+from atoll.link.net.seat import Seat
+from atoll.runs.events import End, read
+from atoll.runs.layout import ABOUT, CHECKPOINTS, METRICS, MODEL, RUN, rank_folder, worker_folder, worker_folders
+from atoll.settings import config as run_config
+from atoll.settings.config import RunConfig
+from atoll.train.data.tokens import TokenData
+from atoll.train.model.export import exists, export
 from atoll.train.trainer import Trainer
-from atoll.visible import visible
 
 LOCK = ".lock"
 FREE_TO_CHANGE = ("out", "name", "log.", "link.", "train.keep", "train.save_every", "sync.offload")
@@ -151,7 +150,7 @@ class RunFolder:
             warnings.simplefilter("always")
             _, state = checkpoint.load(root, step)
         for warning in passed_over:
-            print(f"warning: {visible(str(warning.message))}", file=sys.stderr)
+            print(f"warning: {printable(str(warning.message))}", file=sys.stderr)
         if set(state) != set(Saved._fields):
             raise CheckpointError(f"the checkpoint in {root} is not that of a run: it holds {', '.join(state)}")
         saved = Saved(**state)

@@ -8,23 +8,26 @@ from pathlib import Path
 
 import torch
 
-from atoll.config import RunConfig
+from atoll._util.signals import Interrupts, interruptible
+from atoll._util.units import count_text
 from atoll.errors import AtollError, ConfigError
-from atoll.events import Jsonl, Resumed, Saved, Sink, read
-from atoll.interrupts import Interrupts, interruptible
-from atoll.layout import BEST, CHECKPOINTS, METRICS, MODEL, RUN, worker_folder
 from atoll.link.base import Link
-from atoll.link.dist import DistLink
-from atoll.link.seat import Seat
-from atoll.metrics import Metrics, TensorBoard, Trackio, WandB
-from atoll.train import hub, tokens
-from atoll.train.batches import Batches, HeldOut, held_out
-from atoll.train.cores import share_cores
+from atoll.link.net.link import DistLink
+from atoll.link.net.seat import Seat
+from atoll.runs.events import Jsonl, Resumed, Saved, Sink, read
+from atoll.runs.layout import BEST, CHECKPOINTS, METRICS, MODEL, RUN, worker_folder
+from atoll.runs.sinks import Metrics, TensorBoard, Trackio, WandB
+from atoll.settings.config import RunConfig
+from atoll.train.data import tokens
+from atoll.train.data.batches import Batches, HeldOut, held_out
+from atoll.train.data.tokens import TokenData
 from atoll.train.folder import RunFolder
-from atoll.train.foretold import foretold
-from atoll.train.model import Decoder
-from atoll.train.recipe import check_room, device_of, resolve
-from atoll.train.site import (
+from atoll.train.model import hub
+from atoll.train.model.decoder import Decoder
+from atoll.train.progress.plan_check import foretold
+from atoll.train.progress.view import preparing, view
+from atoll.train.ranks.cpu_threads import share_cores
+from atoll.train.ranks.site import (
     agree_on_data,
     agree_on_settings,
     all_finished,
@@ -34,12 +37,10 @@ from atoll.train.site import (
     seat_of,
     step_to_resume,
 )
-from atoll.train.stopping import Stop, Stopped
-from atoll.train.team import Model, Team, team_of
-from atoll.train.tokens import TokenData
+from atoll.train.ranks.stopping import Stop, Stopped
+from atoll.train.ranks.worker_ranks import Model, Team, team_of
+from atoll.train.step.recipe import check_room, device_of, resolve
 from atoll.train.trainer import Trainer
-from atoll.train.view import preparing, view
-from atoll.units import count_text
 
 
 def train(config: RunConfig, *, worker: int | None = None, resume: bool = False) -> Path:

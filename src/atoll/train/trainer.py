@@ -1,7 +1,7 @@
 """The training of a run's workers in this process, all or one: what one inner step is, and all that it leaves behind.
 
 Every inner step, for every worker that trains: the next batch, forward, backward; under data-parallel the gradients
-are averaged; clip, inner optimizer, then the outer loop. What differs between the methods is inside `Crew`.
+are averaged; clip, inner optimizer, then the outer loop. What differs between the methods is inside `Lockstep`.
 """
 
 import copy
@@ -15,22 +15,22 @@ import torch
 from torch import Tensor
 
 from atoll import checkpoint
-from atoll.config import RunConfig
-from atoll.crew import Crew
 from atoll.errors import CheckpointError, ConfigError, NonFiniteError
-from atoll.events import Outcome
 from atoll.link.base import Link
-from atoll.loop import OuterLoop
-from atoll.state import Counters
-from atoll.sync import Gradients, Sync
-from atoll.train import shards
-from atoll.train.account import Account
-from atoll.train.backward import Backward, autocast
-from atoll.train.batches import Batches
-from atoll.train.inner import InnerOptimizer, learning_rate
-from atoll.train.model import Decoder
-from atoll.train.recorded import recorded_where_it_pays
-from atoll.train.team import Model, Team
+from atoll.outer.fragment import Counters
+from atoll.outer.lockstep import Lockstep
+from atoll.outer.loop import OuterLoop
+from atoll.outer.presets import Gradients, Sync
+from atoll.runs.events import Outcome
+from atoll.settings.config import RunConfig
+from atoll.train.data.batches import Batches
+from atoll.train.model.decoder import Decoder
+from atoll.train.progress.reporter import Account
+from atoll.train.ranks import fsdp as shards
+from atoll.train.ranks.worker_ranks import Model, Team
+from atoll.train.step.backward import Backward, autocast
+from atoll.train.step.cuda_graph import recorded_where_it_pays
+from atoll.train.step.optimizer import InnerOptimizer, learning_rate
 
 
 class Trainer:
@@ -74,7 +74,7 @@ class Trainer:
         """What is reported."""
         self._sync = config.synchronisation()
         self._loops = self._make_loops(self._sync, links) if self._sync is not None else []
-        self._crew = Crew(self._loops) if self._loops else None
+        self._crew = Lockstep(self._loops) if self._loops else None
         self.account.loops = self._loops
         self.best = math.inf
         """Lowest held-out loss so far, nats per token."""

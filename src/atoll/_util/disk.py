@@ -1,0 +1,155 @@
+"""Files that are on disk when they are said to be, whole or not at all, and locks that die with their holder.
+
+Whatever reads a small file of somebody else's does it here: memory stays bounded, whatever the file turns out to be.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Final
+
+from atoll._util.units import bytes_text
+from atoll.errors import AtollError
+
+DEEPEST: Final = 100
+"""Levels that JSON or TOML may be nested, far below where Python's recursion limit would strike."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the system refuses into an AtollError that names the path."""
+    try:
+        yield
+    except OSError as fault:
+        raise AtollError(f"{path} cannot be written: {fault.strerror or fault}") from fault
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a small file that nobody ever sees half of, whatever happens meanwhile; folders above it are made."""
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_bytes(content)
+            flush(part)  # or the new name could outlive a power cut that the bytes do not
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+        flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file's bytes, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def open_plain(path: Path) -> IO[bytes]:
+    """Open a file to read; OSError if it is a pipe, which may never end or never begin, or a device."""
+
+    def opened(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | os.O_NONBLOCK)  # or a pipe without a writer would never open
+        kind = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # a folder has an error of its own
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "it is a pipe or a device, not a plain file", name)
+        return descriptor
+
+    return open(path, "rb", opener=opened)
+
+
+def read_limited(path: Path, most: int, *, pipe: bool = False) -> bytes:
+    """Read a file whole, or a pipe if that is allowed; OSError if it has more than `most` bytes."""
+    with path.open("rb") if pipe else open_plain(path) as file:
+        length = os.fstat(file.fileno()).st_size
+        data = b"" if length > most else file.read(most + 1)
+    if max(length, len(data)) > most:
+        raise _too_large(path, "it", most)
+    return data
+
+
+def lines_limited(path: Path, file: IO[bytes], most: int) -> Iterator[bytes]:
+    """Each line of an open file with its newline; OSError if one has more than `most` bytes."""
+    number = 0
+    while line := file.readline(most + 1):
+        number += 1
+        if len(line) > most:
+            raise _too_large(path, f"line {number}", most)
+        yield line
+
+
+def _too_large(path: Path, what: str, most: int) -> OSError:
+    return OSError(errno.EFBIG, f"{what} has more than {bytes_text(most)}, the most that is read", str(path))
+
+
+def parse_json(text: bytes | str, deepest: int = DEEPEST) -> Any:
+    """Parse JSON; ValueError if it is none, is nested too deeply, says a key twice or holds NaN or Infinity."""
+    try:
+        value = json.loads(text, object_pairs_hook=_once_each, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError(f"nested more than {deepest} levels deep") from None
+    if is_deeper(value, deepest):
+        raise ValueError(f"nested more than {deepest} levels deep")
+    return value
+
+
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether dicts and lists are nested more than so many levels; without recursion."""
+    level = [value]
+    for _ in range(levels + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return bool(level)
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise ValueError(f"the key {key[:40]!r} is there twice")
+        table[key] = value
+    return table
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+@contextmanager
+def locked(path: Path, busy: Callable[[], object]) -> Iterator[None]:
+    """Hold the lock of a file. If another process has it, `busy` is called, and may raise; then its end is awaited."""
+    # Not through a link, whose target is somebody else's, and without waiting for the other end of a pipe.
+    with open(path, "r+b", buffering=0, opener=_lock_file) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            busy()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a child forked meanwhile would keep it past the closing
+
+
+def _lock_file(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666)

@@ -1,0 +1,236 @@
+"""What `atoll plan` is asked about: a model by its numbers, a preset, or that of a run file."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
+from pathlib import Path
+from typing import Any
+
+from atoll.cli.plan.options import Options
+from atoll.cli.plan.parse import count
+from atoll.core.codec import Codec
+from atoll.errors import ConfigError
+from atoll.plan.link import Link, parse_link
+from atoll.plan.method import Method
+from atoll.plan.planner import LONGEST_PERIOD, MOST_WORKERS, OWN, Fragmented
+from atoll.settings.config import RunConfig, load, parse
+from atoll.settings.model_presets import ModelConfig, preset
+from atoll.settings.toml import parse_toml, read
+
+MOST_LAYERS = 256
+"""So that any table takes a few seconds; few models have more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is trained, before the time of a step is known."""
+
+    parameters: int
+    layers: int
+    workers: int
+    rest: int = 0
+    """Parameters outside layers, if known."""
+    config: RunConfig | None = None
+    """For a run file or a preset."""
+    vocabulary: int = 0
+    method: Method | None = None
+    """The run file's own."""
+    tokens: int | None = None
+    steps: int | None = None
+    link: Link | None = None
+    suited: Callable[[Method], Method | None] = lambda method: method
+    """What an advised method becomes beside the run file's settings; None if it cannot go with them."""
+    left_out: tuple[str, ...] = ()
+    """Settings of the run file that nobody plans, by dotted key."""
+
+
+def subject_of(options: Options) -> Subject:
+    """The one that was asked about; ConfigError if it is none, or two."""
+    given = [options.run is not None, options.preset is not None, options.params is not None]
+    if sum(given) != 1:
+        which = "only one of them" if any(given) else "--params 10e9 --layers 48, --preset 1B, or a run file"
+        raise ConfigError(f"say what is trained: {which}")
+    if options.run is not None:
+        return _of_run(options)
+    workers = 2 if options.workers is None else _typed_workers(options.workers)
+    if options.preset is not None:
+        shape = _preset(options.preset)
+        config = parse({"model": {"preset": options.preset, "vocabulary": shape.vocabulary}})
+        if options.layers is not None:
+            raise ConfigError("layers: a preset has its own; for others give --params and --layers")
+        return Subject(
+            parameters=shape.parameters,
+            layers=shape.layers,
+            rest=shape.parameters - shape.layers * _of_a_layer(shape),
+            workers=workers,
+            config=config,
+            vocabulary=shape.vocabulary,
+        )
+    if options.layers is None:
+        raise ConfigError("layers: give --layers, the number of blocks of the model; fragments are made of them")
+    layers = count("layers", options.layers, MOST_LAYERS, "48")
+    return Subject(parameters=count("params", options.params or ""), layers=layers, workers=workers)
+
+
+def typed_period(options: Options) -> int | None:
+    """Inner steps, if any were given."""
+    return None if options.period is None else count("period", options.period, LONGEST_PERIOD, "100")
+
+
+def _typed_workers(text: str) -> int:
+    return count("workers", text, MOST_WORKERS, "8")
+
+
+def _preset(name: str) -> ModelConfig:
+    try:
+        return preset(name)
+    except ConfigError as error:
+        told = str(error).partition(": for another shape")[0]  # which is advice for who writes Python
+        more = " For" if told.endswith("?") else "; for"
+        raise ConfigError(f"{told}{more} another model give --params and --layers") from None
+
+
+def _of_a_layer(shape: ModelConfig) -> int:
+    """Parameters of one block."""
+    return replace(shape, layers=2).parameters - replace(shape, layers=1).parameters
+
+
+def _of_run(options: Options) -> Subject:
+    assert options.run is not None
+    if options.layers is not None:
+        raise ConfigError("layers: a run file has its own; change it with --set model.layers=...")
+    if "study" in parse_toml(read(options.run), str(options.run)):
+        raise ConfigError(f"{options.run}: this is a study, and a plan is for one run: atoll init run.toml makes one")
+    period = typed_period(options)
+    overrides = list(options.changes)
+    overrides += [] if options.workers is None else [f"sync.workers={_typed_workers(options.workers)}"]
+    overrides += [] if period is None else [f"sync.period={period}"]
+    config = load(options.run, overrides)
+    vocabulary = _vocabulary(config)
+    model, context = _empty_model(config, vocabulary)
+
+    from atoll.core.fragments import find_blocks
+
+    blocks = find_blocks(model)
+    _check_layers(len(blocks))
+    sequence = config.train.sequence or context
+    tokens = config.train.batch * sequence
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    rest = sum(size for name, size in sizes.items() if not any(name.startswith(f"{block}.") for block in blocks))
+    return Subject(
+        parameters=sum(sizes.values()),
+        layers=max(len(blocks), 1),
+        rest=rest if blocks else 0,
+        workers=config.sync.workers,
+        config=config,
+        vocabulary=vocabulary,
+        method=_own_method(config, model, blocks),
+        tokens=tokens,
+        steps=config.train.steps,
+        link=replace(parse_link(config.link.emulate), goodput=1.0) if config.link.emulate else None,
+        suited=_suited(config),
+        left_out=config.unplanned(),
+    )
+
+
+def _suited(config: RunConfig) -> Callable[[Method], Method | None]:
+    """Makes of a method what it is beside a run file's settings: its memory, and what must be turned off for it."""
+    sync = config.sync
+    velocities = len(config.outer_optimizer().slot_names)
+    known: dict[tuple[str | int, ...], tuple[str, ...] | None] = {}
+
+    def suited(method: Method) -> Method | None:
+        given = method.settings()
+        which = given["sync.method"], given["sync.codec"]
+        if which not in known:
+            known[which] = _turned_off(config, given)
+        off = known[which]
+        if off is None:
+            return None
+        stochastic, feedback, offload = (
+            getattr(sync, name) and f"sync.{name}" not in off for name in ("stochastic", "feedback", "offload")
+        )
+        codec = Codec(method.codec.format, stochastic, feedback)
+        return replace(method, codec=codec, velocities=velocities, offload=offload, resets=off)
+
+    return suited
+
+
+def _turned_off(config: RunConfig, given: dict[str, str | int]) -> tuple[str, ...] | None:
+    """The fewest switches that must be off for these settings; None if that is not enough: others cannot be unset."""
+    switches = [f"sync.{name}" for name in ("stochastic", "feedback", "offload") if getattr(config.sync, name)]
+    for off in chain.from_iterable(combinations(switches, n) for n in range(len(switches) + 1)):
+        try:
+            config.changed(**given, **dict.fromkeys(off, False))
+        except ConfigError:
+            continue
+        return off
+    return None
+
+
+def _vocabulary(config: RunConfig) -> int:
+    """The tokenizer's, as far as that is known without the text."""
+    from atoll.settings.sections import BPE_VOCABULARY
+    from atoll.train.data.tokenizer import Bytes, open_tokenizer
+
+    match config.data.tokenizer:
+        case "bytes":
+            return Bytes.vocabulary
+        case "bpe":
+            return config.data.vocabulary or BPE_VOCABULARY
+        case path:
+            if not Path(path).expanduser().exists():
+                raise ConfigError(f"data.tokenizer: {path} is not there")
+            return open_tokenizer(Path(path).expanduser()).vocabulary
+
+
+def _empty_model(config: RunConfig, vocabulary: int) -> tuple[Any, int]:
+    """The model without values, and the tokens of a sequence."""
+    import torch
+
+    from atoll.train.model import hub
+    from atoll.train.model.decoder import Decoder
+
+    with torch.device("meta"):
+        if config.model.hf is not None:
+            model = hub.load(config.model.hf, weights=False)
+            return model, min(model.context or 1024, 1024)
+        shape = config.shape(vocabulary)
+        _check_layers(shape.layers)
+        return Decoder(shape), shape.context
+
+
+def _check_layers(layers: int) -> None:
+    if layers > MOST_LAYERS:
+        raise ConfigError(f"model.layers: must be at most {MOST_LAYERS} to be planned, got {layers}")
+
+
+def _own_method(config: RunConfig, model: Any, blocks: Sequence[str]) -> Method | None:
+    """What the run file says, with the fragments that this model has."""
+    from atoll.core.fragments import Whole, split
+    from atoll.outer.presets import Sync
+
+    sync = config.synchronisation()
+    if sync is None:
+        return None
+    fragments = split(model, sync.fragments if isinstance(sync, Sync) else Whole())
+    # What is outside blocks is looked up before the first of them, and its gradient is complete when theirs are.
+    layers = tuple(
+        tuple(n for n, block in enumerate(blocks, 1) if any(p.startswith(f"{block}.") for p in fragment.parameters))
+        or (1,)
+        for fragment in fragments
+    )
+    values = tuple(fragment.numel for fragment in fragments)
+    if not isinstance(sync, Sync):
+        return Fragmented(name=OWN, period=1, codec=sync.codec, gradients=True, own_layers=layers, own_values=values)
+    return Fragmented(
+        name=OWN,
+        period=sync.period,
+        delay=min(sync.delays),  # who applies first waits first, and the others for it
+        codec=sync.codec,
+        eager=sync.eager,
+        velocities=len(sync.outer.slot_names),
+        offload=config.sync.offload,
+        own_layers=layers,
+        own_values=values,
+    )

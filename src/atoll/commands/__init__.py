@@ -1,1 +1,0 @@
-"""Commands that are too long for `cli.py`."""

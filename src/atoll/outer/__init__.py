@@ -1,0 +1,1 @@
+"""The outer loop: DiLoCo, Streaming DiLoCo and Eager Updates."""

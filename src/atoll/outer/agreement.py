@@ -1,0 +1,109 @@
+"""What all workers, and a run and its continuation, must agree on; errors name what differs."""
+
+import math
+import warnings
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from atoll.core.flat import Window, checksum, fingerprint, frozen, local_part, plain_name
+from atoll.core.fragments import unsynchronised_buffers
+from atoll.errors import ConfigError
+from atoll.link.base import Link, difference
+from atoll.outer.presets import Gradients, Sync
+
+MOST_TERMS = 512
+"""For frozen parameters: those of a model that has more are compared several together, so that messages stay small."""
+
+
+def check_arguments(model: object, sync: object, link: Link, weight: float, outlier_ratio: float | None) -> None:
+    """Raise a ConfigError for what an OuterLoop cannot be made of."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(sync, Sync | Gradients):
+        raise ConfigError(f"sync must be made by DiLoCo(...), Streaming(...) or another preset, got {sync!r}")
+    if not hasattr(link, "worker"):
+        raise ConfigError(
+            f"link must be one worker's end of a link, got {type(link).__name__}: give each its own, links[i]"
+        )
+    if not hasattr(weight, "__float__") or not 0 < weight <= 1e18:
+        raise ConfigError(f"weight of worker {link.worker} must be a number above 0, at most 1e18, got {weight!r}")
+    if outlier_ratio is not None and not (hasattr(outlier_ratio, "__float__") and 1 < outlier_ratio < math.inf):
+        raise ConfigError(f"outlier_ratio must be a number above 1, or None for no limit, got {outlier_ratio!r}")
+
+
+def warn_of_buffers(model: nn.Module) -> None:
+    """Say which state of a model is each worker's own."""
+    if buffers := unsynchronised_buffers(model):
+        warnings.warn(
+            f"{len(buffers)} buffers such as {buffers[0]!r} change in training but are not parameters: "
+            "each worker keeps its own",
+            stacklevel=3,
+        )
+
+
+def terms_of(
+    link: Link, sync: Sync | Gradients, windows: Sequence[Window], outlier_ratio: float | None
+) -> dict[str, str]:
+    """What all workers, and a run and its continuation, must have alike."""
+    layouts = {f"layout of fragment {number}": window.layout() for number, window in enumerate(windows)}
+    return {"workers": str(link.workers), **sync.terms(), **layouts, "outlier_ratio": str(outlier_ratio)}
+
+
+def starting_terms(starts: Iterable[Tensor]) -> dict[str, str]:
+    """What the trained parameters of a new run must be, from its fragments' vectors."""
+    sums = " ".join(f"{fingerprint(start):016x}" for start in starts)
+    key = "starting parameters (seed alike before the model is made, or load the same)"
+    return {key: f"checksum {zlib.crc32(sums.encode()):08x}"}
+
+
+def frozen_terms(model: nn.Module) -> dict[str, str]:
+    """What the parameters that are not trained must be, by name: a LoRA trained over another model is another LoRA."""
+    parameters = [(plain_name(name), parameter) for name, parameter in frozen(model).items()]
+    size = -(-len(parameters) // MOST_TERMS) or 1
+    terms = {}
+    for at in range(0, len(parameters), size):
+        group = parameters[at : at + size]
+        what = [f"{tuple(local_part(p).shape)} {p.dtype} checksum {checksum(p):08x}" for _, p in group]
+        if len(group) == 1:
+            terms[f"frozen parameter {group[0][0]!r} (load the same on all)"] = what[0].replace("torch.", "")
+        else:
+            exact = "; ".join(f"{name} {words}" for (name, _), words in zip(group, what, strict=True))
+            key = f"frozen parameters from {group[0][0]!r} to {group[-1][0]!r} (load the same on all)"
+            terms[key] = f"{len(group)}, checksum {zlib.crc32(exact.encode()):08x}"
+    return terms
+
+
+def live_checksums(windows: Sequence[Window]) -> list[list[int]]:
+    """One of every trained parameter, by fragment: what `check_saved` compares the model with."""
+    return [[checksum(parameter) for parameter in window.parameters()] for window in windows]
+
+
+def check_saved(state: Mapping[str, Any], here: Mapping[str, Any], windows: Sequence[Window]) -> None:
+    """Raise a ConfigError if a saved state is not of the loop and the model that are `here`, and say why.
+
+    States of older versions, which hold less, are compared as far as they go.
+    """
+    if state["finished"]:
+        raise ConfigError("the state is that of a run after finish(): start a new run from its model instead")
+    if state["worker"] != here["worker"]:
+        raise ConfigError(f"this is the state of worker {state['worker']}; this is worker {here['worker']}")
+    ratio = {"outlier_ratio": here["terms"]["outlier_ratio"]}
+    if differs := difference({**ratio, **state["terms"]}, here["terms"]):
+        raise ConfigError(f"the state was saved with other settings than these: {differs}")
+    if (weight := state.get("weight", here["weight"])) != here["weight"]:
+        raise ConfigError(
+            f"weight: the state was saved with {weight!r}, this is {here['weight']!r}: resume with the same"
+        )
+    if differs := difference(state.get("frozen", here["frozen"]), here["frozen"]):
+        raise ConfigError(f"the state was saved beside another model: {differs}")
+    live = zip(windows, state.get("live", here["live"]), here["live"], strict=True)
+    for fragment, (window, before, now) in enumerate(live):
+        other = [name for name, a, b in zip(window.names, before, now, strict=True) if a != b]
+        if other:
+            raise ConfigError(
+                f"parameter {other[0]!r} of fragment {fragment} ({len(other)} of its {len(now)} parameters) is not as "
+                "it was when this state was saved: restore the model of the same checkpoint first, then the outer state"
+            )

@@ -1,0 +1,102 @@
+"""What a round looked like once it was applied: who took part, how far their mean went, how alike they were."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from atoll._util.device_values import Late
+from atoll.core.outer import shares_of
+from atoll.link.base import Passage, Round, RoundId
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Applied:
+    """One applied round. Of a GPU, whoever asks for norm, cosine or sums waits until it has got that far."""
+
+    round_id: RoundId
+    step: int
+    """The inner step it was applied after."""
+    members: tuple[int, ...]
+    """Workers whose payloads arrived and counted."""
+    passage: Passage | None = field(default=None, compare=False)
+    """When and how it travelled."""
+    counted: Late | None = field(default=None, compare=False)
+    """Where `sums` come from; None if nobody's payload arrived."""
+    outliers: tuple[int, ...] = ()
+    """Workers whose deltas arrived and were left out: they were many times larger than expected."""
+
+    @property
+    def sums(self) -> tuple[float, ...]:
+        """What norm and cosine are made of (`sizes`): where ranks hold parts of a vector, those of the parts add up."""
+        return self.counted.values if self.counted else (0.0,)
+
+    @property
+    def norm(self) -> float:
+        """Length of the mean delta, the outer gradient; the same on every worker, but for rounding on GPUs."""
+        return sizes(self.sums)[0]
+
+    @property
+    def cosine(self) -> float | None:
+        """Cosine similarity of two members' deltas, averaged over all pairs; None where no two were seen here."""
+        return sizes(self.sums)[1]
+
+    def __repr__(self) -> str:
+        at = f"{self.round_id}, step={self.step}, members={self.members}"
+        return f"Applied({at}, norm={self.norm}, cosine={self.cosine})"
+
+
+Observer = Callable[[Applied], None]
+_AT_ONCE = 1 << 20  # values, for in fp64 they take twice the room
+
+
+class Products:
+    """Sums up the inner products of the members' deltas and of their mean, piece by piece, in fp64."""
+
+    def __init__(self) -> None:
+        self._sums: list[Tensor] = []  # by piece: the mean's square, then [members, members] in rows; on their device
+
+    def add(self, decoded: Sequence[Tensor], mean: Tensor) -> None:
+        """Take in the same piece, [values], of every member's delta that was seen here and of their mean."""
+        for parts in zip(*(vector.split(_AT_ONCE) for vector in (mean, *decoded)), strict=True):
+            rows = torch.stack(parts).double()
+            square = (rows[0] @ rows[0]).view(1)
+            self._sums.append(torch.cat([square, (rows[1:] @ rows[1:].T).flatten()]) if decoded else square)
+
+    def add_known(self, inner: Tensor, square: Tensor) -> None:
+        """Take in all at once: products [members, members] of the deltas seen here, and the square of their mean."""
+        self._sums.append(torch.cat([square.view(1), inner.flatten()]))
+
+    def add_inner(self, inner: Tensor) -> None:
+        """Take in products [members, members] that came with a mean whose pieces have been added alone."""
+        square = torch.stack(self._sums).sum(0)[:1] if self._sums else torch.zeros_like(inner[0, :1])
+        self._sums = [torch.cat([square, inner.to(square.device).flatten()])]
+
+    def applied(self, completed: Round, step: int) -> Applied:
+        """What the round that was summed up looked like."""
+        sums = torch.zeros(1 + len(completed.payloads) ** 2, dtype=torch.float64, device="cpu")
+        if self._sums:
+            sums = torch.stack(self._sums).sum(0)
+        members, outliers = (tuple(m.worker for m in who) for who in (completed.members, completed.outliers))
+        return Applied(completed.round_id, step, members, completed.passage, Late(sums), outliers)
+
+
+def mean_square(inner: Tensor, weights: Sequence[float]) -> Tensor:
+    """The square of a mean by weight, [], from the inner products [n, n] of what it is the mean of."""
+    shares = torch.tensor(shares_of(weights), dtype=inner.dtype, device="cpu").to(inner.device, non_blocking=True)
+    return (shares @ inner @ shares).clamp(min=0)  # where they cancel, rounding may take it below
+
+
+def sizes(sums: Sequence[float]) -> tuple[float, float | None]:
+    """Norm and cosine of a round from the square of its mean, and the inner products of the members' deltas in rows."""
+    square, *products = sums
+    members = math.isqrt(len(products))
+    if members < 2:
+        return math.sqrt(square), None
+    inner = torch.tensor(products, dtype=torch.float64, device="cpu").view(members, members)
+    lengths = inner.diagonal().sqrt()
+    cosines = inner / lengths.outer(lengths)
+    pairs = cosines[torch.ones_like(cosines, dtype=torch.bool).triu(1)].nan_to_num()  # a worker that did not move
+    return math.sqrt(square), float(pairs.mean())

@@ -1,0 +1,390 @@
+"""What happens in a run, as typed events, and the file that they are kept in.
+
+It holds one JSON object a line, {"event": "step", ...fields}. What a reader may rely on: a number that
+is not finite is null; a line counts once its newline is there; fields that it does not know were added by a newer
+atoll and are passed over; anything else that does not fit is damage, never guessed at.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cache, reduce
+from operator import or_
+from pathlib import Path
+from typing import IO, Annotated, Any, ClassVar, Final, Literal, Protocol, get_args
+
+from pydantic import BeforeValidator, Discriminator, Tag, TypeAdapter, ValidationError
+
+from atoll._util.disk import lines_limited, open_plain, writing
+from atoll.errors import DataError
+
+Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+"""A float that may have been infinite or NaN when it was written: read back as NaN."""
+
+Outcome = Literal["finished", "interrupted"]
+
+MOST_LINE: Final = 2**24
+"""Bytes of a line, which is read whole: room for the numbers of thousands of workers."""
+
+
+# ---- the events; a list that is "per worker" is in worker order, and has None or 0 for workers of other processes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A run begins: what it is."""
+
+    tag: ClassVar[str] = "start"
+
+    name: str
+    method: str
+    workers: int
+    steps: int
+    """Inner steps of the whole run."""
+    parameters: int
+    tokens_per_step: int
+    """Of one worker."""
+    period: int
+    delay: list[int]
+    """Inner steps, per worker."""
+    codec: str
+    fragments: list[int]
+    """Values per fragment."""
+    payload_bytes: list[int]
+    """Per fragment, of one worker and one round."""
+    vocabulary: int
+    device: str
+    threads: int
+    weights: list[Number]
+    """Per worker, in every mean."""
+    worker: int | None = None
+    """The one that this process trains; None: all of them."""
+    began: Number = 0.0
+    """Unix time of the run's first start, seconds; 0: unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Some inner steps were made; bytes and waits are totals per worker since the run's start."""
+
+    tag: ClassVar[str] = "step"
+
+    step: int
+    tokens: int
+    """Of all workers, since the run's start."""
+    seconds: Number
+    """Since the run's start, over resumes."""
+    step_s: Number
+    """Mean seconds of compute of one inner step of one worker since the last of these events."""
+    loss: list[float | None]
+    """Nats per token, per worker; None: did not train, or not finite."""
+    lr: Number
+    grad_norm: list[float | None]
+    """Per worker, before clipping."""
+    tokens_per_s: Number
+    """Of all workers together."""
+    bytes_sent: list[int]
+    """Payloads, each counted once."""
+    bytes_received: list[int]
+    wait_s: list[Number]
+    """Exposed: for how long a worker did nothing but wait for rounds; those of one process wait together."""
+    participants: int
+    """Workers that trained."""
+    hidden_s: list[Number] = field(default_factory=list)
+    """For how long rounds travelled while the worker trained, summed over rounds."""
+    wire_sent: list[int] = field(default_factory=list)
+    """Bytes put on the wire, headers included; inside one process 0, or what an emulated line carries."""
+    wire_received: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """A round reached the anchor."""
+
+    tag: ClassVar[str] = "round"
+
+    step: int
+    """After which it was sent."""
+    fragment: int
+    applied: int
+    """The step after which it was applied."""
+    members: list[int]
+    """Workers whose payload arrived."""
+    expected: int
+    """Workers that were to send one."""
+    norm: Number
+    """Euclidean, of the mean delta."""
+    cosine: float | None
+    """Mean cosine similarity over pairs of the members' deltas; None where there is no pair."""
+    bytes: int
+    """Payload of one worker."""
+    worker: int = 0
+    """Who saw it so, of all that follows."""
+    opened_s: Number = math.nan
+    """When it was sent, seconds since the run's start, by the clock of Step.seconds; NaN: not measured."""
+    done_s: Number = math.nan
+    """When the last of it was there."""
+    waited_s: Number = 0.0
+    hidden_s: Number = 0.0
+    wire_sent: int = 0
+    wire_received: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eval:
+    """The outer parameters were evaluated on held-out text."""
+
+    tag: ClassVar[str] = "eval"
+
+    step: int
+    tokens: int
+    seconds: Number
+    loss: Number
+    """Nats per token."""
+    best: bool
+    """Whether it is the lowest so far."""
+    anchor_step: int | None = None
+    """The step that the outer parameters stood for: between two rounds, an earlier one. None: unknown (older files)."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the outer parameters stood for an earlier step than that of the evaluation."""
+        return self.anchor_step is not None and self.anchor_step < self.step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Something went wrong with one worker, and the run goes on."""
+
+    tag: ClassVar[str] = "fault"
+
+    step: int
+    worker: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A checkpoint is on disk; seconds since the run's start."""
+
+    tag: ClassVar[str] = "saved"
+
+    step: int
+    seconds: Number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """The run goes on from a checkpoint; seconds since the run's start, the time between the two not counted."""
+
+    tag: ClassVar[str] = "resumed"
+
+    step: int
+    seconds: Number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """The run is over, or was interrupted and can be resumed; totals since its start, as in Step."""
+
+    tag: ClassVar[str] = "end"
+
+    step: int
+    tokens: int
+    seconds: Number
+    step_s: Number
+    loss: Number
+    """The last held-out loss, nats per token; NaN if there was no evaluation."""
+    best_loss: Number
+    bytes_sent: list[int]
+    bytes_received: list[int]
+    wait_s: list[Number]
+    outcome: Outcome
+    hidden_s: list[Number] = field(default_factory=list)
+    wire_sent: list[int] = field(default_factory=list)
+    wire_received: list[int] = field(default_factory=list)
+
+
+def utilisation(waited_s: float, seconds: float) -> float | None:
+    """The share of a worker's time, 0 to 1, in which it did not wait for rounds; None before any time has passed."""
+    return min(1.0, max(0.0, 1 - waited_s / seconds)) if seconds > 0 and math.isfinite(waited_s) else None
+
+
+Event = Start | Step | Round | Eval | Fault | Saved | Resumed | End
+
+
+class Sink(Protocol):
+    """Whatever takes events."""
+
+    def write(self, event: Event) -> None:
+        """Take one event."""
+
+    def close(self) -> None:
+        """Bring what was taken to its end; harmless when repeated."""
+
+
+# ---- JSONL
+
+
+class Jsonl:
+    """Events as lines of a file, each visible to readers at once.
+
+    `at` None begins a new file in place of any that is there. A number continues one: what comes after that many
+    bytes is cut off. Where less than that is there, it goes on after the last whole line, and `missing` says how many
+    bytes are gone.
+    """
+
+    def __init__(self, path: str | Path, at: int | None = None) -> None:
+        self.path = Path(path)
+        with writing(self.path):
+            # Unbuffered, so that a line is one write(), and one that failed is not tried again by close().
+            self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115
+            whole = _length_of_whole_lines(self._file, at or 0)
+            self._file.truncate(whole)
+            self.missing = (at or 0) - whole
+
+    def write(self, event: Event) -> None:
+        """Append an event; on failure, the file ends in a whole line as before."""
+        with writing(self.path):
+            before = os.fstat(self._file.fileno()).st_size
+            try:
+                line = _line(event)
+                while line:  # once, but for a disk that fills up: it takes a part, and refuses the rest with the reason
+                    line = line[self._file.write(line) :]
+            except OSError:
+                with suppress(OSError):
+                    self._file.truncate(before)
+                raise
+
+    def position(self) -> int:
+        """Wait until all is on disk, and return the length in bytes: what `at` wants after a crash."""
+        with writing(self.path):
+            os.fsync(self._file.fileno())
+            return os.fstat(self._file.fileno()).st_size
+
+    def close(self) -> None:
+        """Close the file."""
+        with writing(self.path):
+            self._file.close()
+
+
+def read(path: str | Path) -> list[Event]:
+    """All events of a file; a torn last line is passed over, any other damage is a DataError with file and line."""
+    path = Path(path)
+    try:
+        with open_plain(path) as file:
+            return _events(path, lines_limited(path, file, MOST_LINE))
+    except OSError as fault:
+        raise DataError(f"{path} cannot be read: {fault.strerror}; give the metrics.jsonl of a run") from fault
+
+
+class Tail:
+    """Reads a file of events while another process writes it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._offset = self._lines = 0
+        self._last = b""  # what comes right before the offset: a file cut and grown past it would go unnoticed
+
+    def new(self) -> list[Event]:
+        """The events since the last call: none while there is no file, all again once it was cut and rewritten."""
+        try:
+            with open_plain(self._path) as file:
+                file.seek(self._offset - len(self._last))
+                if file.read(len(self._last)) != self._last:
+                    self._forget()
+                    file.seek(0)
+                return self._new(lines_limited(self._path, file, MOST_LINE))
+        except FileNotFoundError:
+            self._forget()
+            return []
+        except OSError as fault:
+            raise DataError(f"{self._path} cannot be read: {fault.strerror}") from fault
+
+    def _new(self, lines: Iterator[bytes]) -> list[Event]:
+        read: list[int] = []
+
+        def whole() -> Iterator[bytes]:
+            for line in lines:
+                if line.endswith(b"\n"):
+                    read.append(len(line))
+                    self._last = line[-64:]
+                yield line
+
+        found = _events(self._path, whole(), after=self._lines)
+        self._offset += sum(read)
+        self._lines += len(found)
+        return found
+
+    def _forget(self) -> None:
+        self._offset, self._lines, self._last = 0, 0, b""
+
+
+def _line(event: Event) -> bytes:
+    """An event as one line of JSON."""
+    fields = {"event": event.tag, **{name: _finite(value) for name, value in asdict(event).items()}}
+    text = json.dumps(fields, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    return text.encode(errors="replace") + b"\n"
+
+
+def _finite(value: Any) -> Any:
+    """`value`, with None for every float that JSON has no number for."""
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@cache
+def _parser() -> TypeAdapter[Event]:
+    """Checks a line against the event that it says it is."""
+    kinds: Any = reduce(or_, (Annotated[kind, Tag(kind.tag)] for kind in get_args(Event)))
+    says = Discriminator(lambda line: line.get("event") if isinstance(line, dict) else None)
+    return TypeAdapter(Annotated[kinds, says])
+
+
+_LONG_NUMBER = re.compile(rb"[:,\[]\s*-?[0-9]{30}")
+
+
+def _events(path: Path, lines: Iterator[bytes], after: int = 0) -> list[Event]:
+    """The events in the whole ones of these lines, which come after that many other lines of the file."""
+    found: list[Event] = []
+    for number, line in enumerate(lines, after + 1):
+        if not line.endswith(b"\n"):
+            break
+        if _LONG_NUMBER.search(line):  # JSON has no largest number, but the floats of a report have
+            raise DataError(f"{path}, line {number} is damaged: it holds a number of 30 digits or more")
+        try:
+            found.append(_parser().validate_json(line, strict=True))
+        except ValidationError as fault:
+            first = fault.errors(include_url=False, include_input=False)[0]
+            raise DataError(f"{path}, line {number} is damaged: {_complaint(first)}") from fault
+    return found
+
+
+def _complaint(error: Mapping[str, Any]) -> str:
+    """What is wrong with a line, in words of the file."""
+    match error["type"]:
+        case "json_invalid":
+            return "it is not JSON"
+        case "union_tag_not_found":
+            return 'it has no "event"'
+        case "union_tag_invalid":
+            known = error["ctx"]["expected_tags"].replace("'", "")
+            return f"its event is {error['ctx']['tag']!r}, known are {known}; if a newer atoll wrote it, upgrade"
+    return f"{'.'.join(map(str, error['loc']))}: {error['msg'][:1].lower()}{error['msg'][1:]}"
+
+
+def _length_of_whole_lines(file: IO[bytes], limit: int) -> int:
+    """How many of the file's first `limit` bytes are whole lines."""
+    end = min(limit, os.fstat(file.fileno()).st_size)
+    while end > 0:
+        begin = max(0, end - 65536)
+        file.seek(begin)
+        if newline := file.read(end - begin).rfind(b"\n") + 1:
+            return begin + newline
+        end = begin
+    return 0

@@ -1,0 +1,1 @@
+"""Run files: sections, defaults, checks and conflicts."""

@@ -1,0 +1,339 @@
+"""A run file as one frozen, checked value: what a run is, before anything of it exists.
+
+`load` reads a file and `parse` a text or a table; both check everything and report all problems at once, each as one
+line that begins with its key. Torch is only imported to make a `Sync` or `Faults`, so that checking a file is quick.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from fractions import Fraction
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
+
+from atoll.errors import ConfigError
+from atoll.settings import toml as runfile
+from atoll.settings.conflicts import (
+    METHOD_CODECS,
+    Conflict,
+    data_conflicts,
+    fault_conflicts,
+    given_faults,
+    link_conflicts,
+    model_conflicts,
+    sync_conflicts,
+    train_conflicts,
+)
+from atoll.settings.model_presets import ModelConfig, preset
+from atoll.settings.sections import (
+    DataSection,
+    Device,
+    FaultSection,
+    LinkSection,
+    LogSection,
+    ModelSection,
+    Name,
+    Section,
+    Seed,
+    SyncSection,
+    Text,
+    Threads,
+    TrainSection,
+)
+
+if TYPE_CHECKING:
+    from atoll.core.fragments import FragmentPolicy
+    from atoll.core.outer import OuterOptimizer
+    from atoll.link.local import Absence, Faults
+    from atoll.outer.presets import Gradients, Sync
+
+_TITLE = """\
+# A run of atoll, with every setting at its default: delete what you do not change.
+# A setting with "#" before it is left out; remove the "#" to set it.
+#
+#   atoll train run.toml                           train
+#   atoll train run.toml --set sync.period=50      with another value for once
+#   atoll train run.toml --resume                  continue after an interruption"""
+
+
+class _ConflictError(ValueError):
+    def __init__(self, conflicts: Sequence[Conflict]) -> None:
+        super().__init__("; ".join(f"{conflict.keys[0]}: {conflict.why}" for conflict in conflicts))
+        self.conflicts = conflicts
+
+
+class RunConfig(Section):
+    """Everything that decides what a run does; made by `load`, `parse` or `changed`."""
+
+    name: Name = Field(default="run", examples=["run"])
+    """Folder of the run, under out; left out: the name of this file, without .toml."""
+    out: Text = "runs"
+    """Folder of all runs."""
+    seed: Seed = 0
+    """Decides starting weights, the order of the data and all else that is random."""
+    device: Device = "auto"
+    """Where to train: auto (a GPU if there is one), cpu, cuda or cuda:1."""
+    threads: Threads | None = Field(default=None, examples=[2])
+    """CPU threads of torch; left out: torch's own choice."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of activations; auto: bf16 on a GPU, fp32 on a CPU."""
+    compile: Literal["auto"] | bool = "auto"
+    """Use torch.compile; auto (on a GPU), true or false."""
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    sync: SyncSection = SyncSection()
+    faults: FaultSection = FaultSection()
+    link: LinkSection = LinkSection()
+    log: LogSection = LogSection()
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> Self:
+        conflicts = chain(
+            model_conflicts(self.model, self.data, self.train),
+            data_conflicts(self.data, self.sync),
+            train_conflicts(self.train),
+            sync_conflicts(self.sync),
+            fault_conflicts(self.faults, self.sync),
+            link_conflicts(self.link, self.sync, self.faults),
+        )
+        if found := list(conflicts):
+            raise _ConflictError(found)
+        return self
+
+    # ------------------------------------------------------------------ as text, and with changes
+
+    def to_toml(self) -> str:
+        """A run file with every setting that is not left out; `parse` gives the same value back."""
+        return runfile.dump(self._table())
+
+    def changed(self, **changes: Any) -> "RunConfig":
+        """With other values by dotted key, checked again: `run.changed(**{"train.steps": 5})`; None leaves one out."""
+        overrides = [runfile.Override(key, value) for key, value in changes.items()]
+        return _checked(runfile.overridden(self._table(), overrides), "changed settings")
+
+    def _table(self) -> runfile.Table:
+        return self.model_dump(mode="json", exclude_none=True)
+
+    # ------------------------------------------------------------------ as the library's own values
+
+    def shape(self, vocabulary: int) -> ModelConfig:
+        """The decoder's shape, for a tokenizer with this many tokens; not for a Hugging Face model."""
+        if self.model.preset is None:
+            raise ConfigError(f'model.hf: "{self.model.hf}" has a shape of its own')
+        if self.model.vocabulary is not None and self.model.vocabulary < vocabulary:
+            raise ConfigError(
+                f"model.vocabulary: must be at least the tokenizer's ({vocabulary}), got {self.model.vocabulary}: "
+                "leave it out to use that"
+            )
+        given = {field.name: getattr(self.model, field.name) for field in fields(ModelConfig)}
+        changes = {name: value for name, value in given.items() if value is not None}
+        return preset(self.model.preset, **{"vocabulary": vocabulary} | changes)
+
+    def synchronisation(self) -> "Sync | Gradients | None":
+        """What the workers exchange; None if there is one, by itself."""
+        from atoll.core.codec import Codec
+        from atoll.core.outer import Blend
+        from atoll.outer import presets
+
+        settings = self.sync
+        if settings.method == "none":
+            return None
+        codec = Codec(settings.codec or METHOD_CODECS[settings.method], settings.stochastic, settings.feedback)
+        if settings.method == "data-parallel":
+            return presets.DataParallel(codec=codec)
+        methods = {
+            "diloco": presets.DiLoCo,
+            "streaming": presets.Streaming,
+            "eager": presets.Eager,
+            "delayed": presets.Delayed,
+        }
+        sync = methods[settings.method](period=settings.period, codec=codec, outer=self.outer_optimizer())
+        changes: dict[str, Any] = {}
+        if settings.fragments is not None:
+            changes["fragments"] = _fragments_of(settings.fragments)
+        if settings.delay is not None:
+            changes["delay"] = settings.delay
+        if settings.alpha is not None:
+            changes["merge"] = Blend(settings.alpha)
+        return replace(sync, **changes)
+
+    def outer_optimizer(self) -> "OuterOptimizer":
+        """What moves the anchors of a method that has some."""
+        from atoll.core.outer import SGD, Adam, Momentum, Nesterov
+
+        sync = self.sync
+        given = {
+            "lr": sync.outer_lr,
+            "momentum": sync.outer_momentum,
+            "beta1": sync.outer_betas and sync.outer_betas[0],
+            "beta2": sync.outer_betas and sync.outer_betas[1],
+            "eps": sync.outer_eps,
+        }
+        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        defaults: dict[str, OuterOptimizer] = {
+            "nesterov": Nesterov.for_workers(sync.workers),
+            "momentum": Momentum(),
+            "sgd": SGD(),
+            "adam": Adam(),
+        }
+        return replace(defaults[sync.outer], **changes)
+
+    def unplanned(self) -> tuple[str, ...]:
+        """Settings, by dotted key, that make things go wrong on purpose: no forecast has them in its figures."""
+        lines = (f"link.{name}" for name in ("jitter_s", "loss", "outages") if getattr(self.link, name))
+        return (*lines, *(f"faults.{name}" for name in given_faults(self.faults)))
+
+    def faults_of_link(self) -> "Faults":
+        """What goes wrong on the link; a compute schedule becomes absences and needs train.steps."""
+        from atoll.link.local import Absence, Faults
+
+        explicit = [Absence(worker=a.worker, first=a.first, last=a.last) for a in self.faults.absences]
+        return Faults(
+            drop=self.faults.drop,
+            seed=self.faults.seed,
+            absences=(*explicit, *self._scheduled_absences()),
+            speeds=dict(self.faults.speeds),
+        )
+
+    def _scheduled_absences(self) -> Iterator["Absence"]:
+        """Worker w is there while w < the number that the schedule asks for.
+
+        Every number has an equal stretch of the run, and stretches end on multiples of the period, so that a joiner
+        starts with a whole one; a run of few periods follows its schedule only roughly.
+        """
+        from atoll.link.local import Absence
+
+        counts = _counts(self.faults.compute, self.sync.workers)
+        if len(counts) == 1:
+            return
+        if self.train.steps is None:
+            raise ConfigError(f'train.steps: must be known for faults.compute = "{self.faults.compute}", is left out')
+        for worker in range(1, self.sync.workers):
+            leaves = counts[0] > worker
+            stretches = sum((count > worker) == leaves for count in counts)  # until it leaves or joins
+            if stretches == len(counts):
+                continue
+            periods = round(Fraction(stretches * self.train.steps, len(counts) * self.sync.period))
+            if leaves:
+                yield Absence(worker=worker, first=periods * self.sync.period + 1)
+            elif periods:
+                yield Absence(worker=worker, last=periods * self.sync.period)
+
+
+def _counts(compute: str, workers: int) -> Sequence[int]:
+    """Workers at a time, stretch by stretch, as in the DiLoCo paper."""
+    half = max(1, workers // 2)
+    return {
+        "constant": [workers],
+        "doubling": [half, workers],
+        "halving": [workers, half],
+        "ramp-up": range(1, workers + 1),
+        "ramp-down": range(workers, 0, -1),
+    }[compute]
+
+
+def _fragments_of(text: str) -> "FragmentPolicy":
+    from atoll.core.fragments import Balanced, Blocks, Whole
+
+    match text.split(":"):
+        case ["whole"]:
+            return Whole()
+        case ["balanced", count]:
+            return Balanced(count=int(count))
+        case ["blocks", each, "sequential"]:
+            return Blocks(each=int(each), order="sequential")
+        case ["blocks", each, *_]:
+            return Blocks(each=int(each))
+    return Blocks()
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run that a file describes, with overrides like "sync.period=50"; ConfigError lists all that is wrong.
+
+    A run that the file gives no name has that of the file.
+    """
+    path = Path(path)
+    table = runfile.parse_toml(runfile.read(path), str(path))
+    if "study" in table:
+        raise ConfigError(f"{path}: this is a study, with several runs: atoll compare {path}")
+    return parse({"name": name_of(path)} | table, overrides, str(path))
+
+
+def name_of(path: Path) -> str:
+    """What a run is called by its file: run.toml is "run", and so is what would not do for a name."""
+    try:
+        return TypeAdapter[str](Name).validate_python(path.stem)
+    except ValidationError:
+        return "run"
+
+
+def parse(source: str | Mapping[str, Any], overrides: Sequence[str] = (), where: str = "run.toml") -> RunConfig:
+    """The run that a TOML text or a table describes; `where` is what errors call it."""
+    given = [runfile.Override.parse(text) for text in overrides]
+    table = runfile.parse_toml(source, where) if isinstance(source, str) else source
+    return _checked(runfile.overridden(table, given), where, overrides)
+
+
+def _checked(table: runfile.Table, where: str, overrides: Sequence[str] = ()) -> RunConfig:
+    if lines := problems(table):
+        raise runfile.refusal(blaming(where, lines, overrides), lines)
+    return RunConfig.model_validate(table)
+
+
+def blaming(where: str, lines: Sequence[str], overrides: Sequence[str]) -> str:
+    """The name of a file, with the overrides that some of its problems are about."""
+    starts = {text: tuple(text.partition("=")[0].strip() + end for end in ":.[") for text in overrides}
+    if blamed := [text for text, start in starts.items() if any(line.startswith(start) for line in lines)]:
+        return f"{where} with {runfile.shortened(', '.join(blamed))}"
+    return where
+
+
+def problems(table: runfile.Table) -> list[str]:
+    """Every wrong setting, then what the right ones cannot be together, a line each; none if it is a run."""
+    try:
+        RunConfig.model_validate(table)
+        return []
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+    wrong = runfile.problems((e for e in errors if e["loc"]), RunConfig, table)
+    if wrong:
+        try:
+            RunConfig.model_validate(runfile.without(table, wrong))
+            errors = []
+        except ValidationError as rest:
+            errors = rest.errors(include_url=False)
+    bad = tuple(f"{'.'.join(map(str, place))}." for place in wrong)
+    lines = list(wrong.values())
+    for conflict in chain.from_iterable(e["ctx"]["error"].conflicts for e in errors):
+        if not any(f"{key}.".startswith(bad) for key in conflict.keys):
+            lines.append(f"{conflict.keys[0]}: {conflict.why}")
+    return lines
+
+
+def template() -> str:
+    """A run file with every setting, its default and what it is for."""
+    return runfile.template(RunConfig, _TITLE)
+
+
+def differences(configs: Mapping[str, RunConfig]) -> list[tuple[str, list[Any]]]:
+    """Settings in which runs differ, with one value per run, in the order given; their names aside."""
+    flat = [settings_of(config) for config in configs.values()]
+    rows = [(key, [values[key] for values in flat]) for key in (flat[0] if flat else ())]
+    return [(key, values) for key, values in rows if key != "name" and any(v != values[0] for v in values)]
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """Every setting by its dotted key."""
+    flat: dict[str, Any] = {}
+    for name, value in config.model_dump().items():
+        if runfile.section(RunConfig, name):
+            flat |= {f"{name}.{inner}": v for inner, v in value.items()}
+        else:
+            flat[name] = value
+    return flat

@@ -1,0 +1,197 @@
+"""What settings must not be together, and why: checked before anything is read, built or written.
+
+Each function looks at values that are right on their own and yields what cannot work between them.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from atoll.settings.model_presets import PRESETS
+from atoll.settings.sections import (
+    LEAST_BPE_VOCABULARY,
+    DataSection,
+    FaultSection,
+    LinkSection,
+    ModelSection,
+    SyncSection,
+    TrainSection,
+)
+
+METHOD_CODECS = {"data-parallel": "fp32", "diloco": "fp32", "streaming": "e3m0", "eager": "e3m0", "delayed": "e3m0"}
+"""How each method sends unless told otherwise."""
+_ALONE, _AT_ONCE = "nothing is exchanged", "gradients are exchanged whole, on every step, and used at once"
+_LATE = "a round is applied one period after it was sent, by definition"
+_USELESS = {
+    "none": dict.fromkeys(("fragments", "delay", "alpha", "codec", "stochastic", "feedback", "offload"), _ALONE),
+    "data-parallel": dict.fromkeys(("fragments", "delay", "alpha", "feedback", "offload"), _AT_ONCE),
+    "eager": {"delay": _LATE, "alpha": "its merge adds a worker's own delta, and blends nothing"},
+    "delayed": {"delay": _LATE},
+}
+"""Method -> settings it has no use for, and why."""
+
+
+class Conflict(NamedTuple):
+    """Settings that cannot be together."""
+
+    keys: tuple[str, ...]
+    """All it depends on, the one to name first: if one of them is wrong by itself, there is nothing to say."""
+    why: str
+
+
+def model_conflicts(model: ModelSection, data: DataSection, train: TrainSection) -> Iterator[Conflict]:
+    """Two models at once, a vocabulary too small for its tokens, sequences too long for the model."""
+    shape = [name for name in ModelSection.model_fields if name not in ("hf", "hf_weights", "vocabulary")]
+    if model.hf is not None:
+        if given := [f"model.{name}" for name in (*shape, "vocabulary") if getattr(model, name) is not None]:
+            why = f"it brings a shape of its own, so leave out {', '.join(given)}; or leave out model.hf"
+            yield Conflict(("model.hf", *given), why)
+        return
+    if not model.hf_weights:
+        yield Conflict(("model.hf_weights", "model.hf"), "false only means something with model.hf, which is left out")
+    assert model.preset is not None
+    context = model.context or PRESETS[model.preset].context
+    if train.sequence is not None and train.sequence > context:
+        why = f"must be at most the model's context ({context}), got {train.sequence}: raise model.context or lower it"
+        yield Conflict(("train.sequence", "model.context", "model.preset", "model.hf"), why)
+    # A short text has fewer tokens than are asked for, so before it is read only the least is known.
+    least = {"bytes": 256, "bpe": LEAST_BPE_VOCABULARY}.get(data.tokenizer, 1)
+    if model.vocabulary is not None and model.vocabulary < least:
+        why = f"must be at least the tokenizer's ({least}), got {model.vocabulary}: leave it out to use that"
+        yield Conflict(("model.vocabulary", "data.tokenizer", "data.vocabulary", "model.hf"), why)
+
+
+def data_conflicts(data: DataSection, sync: SyncSection) -> Iterator[Conflict]:
+    """A vocabulary that nobody trains, groups for one worker."""
+    if data.vocabulary is not None and data.tokenizer != "bpe":
+        why = f'is for data.tokenizer = "bpe", got "{data.tokenizer}", which has a vocabulary of its own; leave it out'
+        yield Conflict(("data.vocabulary", "data.tokenizer"), why)
+    if data.split == "clusters" and sync.workers == 1:
+        why = '"clusters" needs sync.workers of at least 2, got 1: each worker gets a group of its own'
+        yield Conflict(("data.split", "sync.workers"), why)
+
+
+def train_conflicts(train: TrainSection) -> Iterator[Conflict]:
+    """Batches that do not come apart evenly, a warm-up that never ends."""
+    if train.batch % train.accumulate:
+        why = f"must divide train.batch ({train.batch}), got {train.accumulate}: the parts of a batch are equally large"
+        yield Conflict(("train.accumulate", "train.batch"), why)
+    if train.steps is not None and train.warmup is not None and train.warmup >= train.steps:
+        why = f"must be below train.steps ({train.steps}), got {train.warmup}: lr would never be reached"
+        yield Conflict(("train.warmup", "train.steps"), why)
+
+
+def sync_conflicts(sync: SyncSection) -> Iterator[Conflict]:
+    """Settings of one method given to another."""
+    method = sync.method
+    if method == "none" and sync.workers != 1:
+        why = f'"none" needs sync.workers = 1, got {sync.workers}: without exchange they would be {sync.workers} models'
+        yield Conflict(("sync.method", "sync.workers"), why)
+    for name, reason in _USELESS.get(method, {}).items():
+        value = getattr(sync, name)
+        if value is not None and value is not False:  # 0 is a value
+            why = f'cannot be set with sync.method = "{method}": {reason}; leave it out'
+            yield Conflict((f"sync.{name}", "sync.method"), why)
+    yield from _delay_conflicts(sync)
+    yield from _codec_conflicts(sync)
+    yield from _outer_conflicts(sync)
+
+
+def _delay_conflicts(sync: SyncSection) -> Iterator[Conflict]:
+    if sync.method not in ("diloco", "streaming") or sync.delay is None:
+        return
+    delays = sync.delay if isinstance(sync.delay, tuple) else (sync.delay,)
+    if max(delays) > sync.period:
+        why = (
+            f"must be from 0 to sync.period ({sync.period}), got {max(delays)}: "
+            "a round must be applied no later than the next one of its fragment is sent"
+        )
+        yield Conflict(("sync.delay", "sync.period", "sync.method"), why)
+    if isinstance(sync.delay, tuple) and len(delays) != sync.workers:
+        why = f"has {len(delays)} entries and sync.workers is {sync.workers}: give one number for all, or one for each"
+        yield Conflict(("sync.delay", "sync.workers", "sync.method"), why)
+
+
+def _codec_conflicts(sync: SyncSection) -> Iterator[Conflict]:
+    codec, keys = sync.codec or METHOD_CODECS.get(sync.method), ("sync.codec", "sync.method")
+    if sync.stochastic and codec in ("fp64", "fp32", "bf16", "fp16"):
+        why = f"rounding is for 4 and 8 bits, and the codec is {codec}: turn it off or change sync.codec"
+        yield Conflict(("sync.stochastic", *keys), why)
+    if sync.feedback and codec in ("fp64", "fp32") and sync.method != "data-parallel":
+        why = f"is for codecs that lose something, and {codec} does not: turn it off or change sync.codec"
+        yield Conflict(("sync.feedback", *keys), why)
+
+
+def _outer_conflicts(sync: SyncSection) -> Iterator[Conflict]:
+    if sync.outer == "adam" and sync.method == "eager":
+        why = (
+            'cannot be "adam" with sync.method = "eager": a worker\'s own part of a step can only be told apart '
+            "when steps add up; use nesterov, momentum or sgd"
+        )
+        yield Conflict(("sync.outer", "sync.method"), why)
+    owners = {"outer_momentum": ("nesterov", "momentum"), "outer_betas": ("adam",), "outer_eps": ("adam",)}
+    for name, outers in owners.items():
+        if getattr(sync, name) is not None and sync.outer not in outers:
+            why = f'is a setting of {" and ".join(outers)}, and sync.outer = "{sync.outer}": leave it out'
+            yield Conflict((f"sync.{name}", "sync.outer"), why)
+
+
+def fault_conflicts(faults: FaultSection, sync: SyncSection) -> Iterator[Conflict]:
+    """Faults of workers that are not there, or of a method that has no place for them."""
+    yield from _misplaced_faults(faults, sync)
+    highest, keys = sync.workers - 1, ("sync.workers",)
+    for number, absence in enumerate(faults.absences):
+        key = f"faults.absences[{number}]"
+        if absence.worker > highest:
+            why = f"names worker {absence.worker}; workers are 0 to {highest} (sync.workers = {sync.workers})"
+            yield Conflict((f"{key}.worker", "faults.absences", *keys), why)
+        if absence.last is not None and absence.last < absence.first:
+            why = f"must be at least first ({absence.first}), got {absence.last}: both belong to the absence"
+            yield Conflict((f"{key}.last", "faults.absences"), why)
+    if unknown := [worker for worker in faults.speeds if worker > highest]:
+        why = f"names worker {unknown[0]}; workers are 0 to {highest} (sync.workers = {sync.workers})"
+        yield Conflict(("faults.speeds", *keys), why)
+    for step in {absence.first for absence in faults.absences}:
+        away = {a.worker for a in faults.absences if a.first <= step and (a.last is None or step <= a.last)}
+        if len(away) >= sync.workers:
+            yield Conflict(("faults.absences", *keys), f"at inner step {step} all are away, and nobody would train")
+            break
+
+
+def given_faults(faults: FaultSection) -> list[str]:
+    """The faults that a run file asks for."""
+    asked = {"drop": faults.drop > 0, "compute": faults.compute != "constant", "absences": faults.absences}
+    return [name for name, given in (asked | {"speeds": faults.speeds}).items() if given]
+
+
+def _misplaced_faults(faults: FaultSection, sync: SyncSection) -> Iterator[Conflict]:
+    away = {"compute": faults.compute != "constant", "absences": bool(faults.absences), "speeds": bool(faults.speeds)}
+    refused = {
+        "none": ({"drop": faults.drop > 0} | away, "without exchange there is nobody to miss a fault"),
+        "data-parallel": (away, "DataParallel has no anchor to come back to, and every step needs every worker"),
+    }
+    for name, given in refused.get(sync.method, ({}, ""))[0].items():
+        if given:
+            why = f'cannot be set with sync.method = "{sync.method}": {refused[sync.method][1]}'
+            yield Conflict((f"faults.{name}", "sync.method"), why)
+    if faults.compute != "constant" and sync.workers == 1:
+        why = f'"{faults.compute}" needs sync.workers of at least 2, got 1: it changes how many take part'
+        yield Conflict(("faults.compute", "sync.workers"), why)
+
+
+def link_conflicts(link: LinkSection, sync: SyncSection, faults: FaultSection) -> Iterator[Conflict]:
+    """A link for nobody, faults that only workers of one process can have, details of an emulation without its rate."""
+    if link.address is not None:
+        if sync.method == "none":
+            why = 'cannot be set with sync.method = "none": a worker by itself meets nobody'
+            yield Conflict(("link.address", "sync.method"), why)
+        for name in given_faults(faults):
+            why = "is for workers of one process: between machines, members are fixed; leave out link.address"
+            yield Conflict((f"faults.{name}", "link.address"), why)
+    if link.emulate is not None and sync.method == "none":
+        why = 'cannot be set with sync.method = "none": nothing is exchanged'
+        yield Conflict(("link.emulate", "sync.method"), why)
+    if link.emulate is None:
+        for name in ("jitter_s", "loss", "outages"):
+            if getattr(link, name):
+                why = "is a detail of link.emulate, which is left out: give it a rate, such as 1Gbit/s"
+                yield Conflict((f"link.{name}", "link.emulate"), why)

@@ -1,0 +1,364 @@
+"""The sections of a run file: every setting with its type, its range, its default and what it is for.
+
+The line under a setting is its only documentation: `atoll init` writes it beside the default, and an error about the
+setting ends with it. What two settings must not be together is in `settings/conflicts.py`.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from atoll.settings.model_presets import LARGEST, PRESETS
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What a setting may be, to follow "must be" in an error."""
+
+    text: str
+    options: tuple[str, ...] = ()
+    """Words among which the one that was meant is looked for."""
+
+
+# ---------------------------------------------------------------------- kinds of values
+
+
+def _text(value: str) -> str:
+    if not value.strip() or re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", value):
+        raise ValueError("empty, or with characters that no name or path has")
+    return value
+
+
+def _source(value: str) -> str:
+    if value.startswith("hf:") and not re.fullmatch(r"hf:[^:\s]+(:[^:\s]+)?", value):
+        raise ValueError("a dataset's name is missing")
+    return value
+
+
+def _preset(value: str) -> str:
+    if value not in PRESETS:
+        raise ValueError("no preset has this name")
+    return value
+
+
+def _tokenizer(value: str) -> str:
+    if value not in ("bytes", "bpe") and not re.search(r"[/\\]|\.json$", value):
+        raise ValueError("neither a known tokenizer nor a path")
+    return value
+
+
+def _address(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536 or re.search(r"\s", value):
+        raise ValueError("no host and port")
+    return value
+
+
+def _worker_numbers(table: Any) -> Any:
+    """TOML's keys are text: "3" -> 3 where that is a worker's number; anything else is left to be refused."""
+    if not isinstance(table, dict):
+        return table
+    return {int(k) if isinstance(k, str) and re.fullmatch(r"0|[1-9][0-9]{0,8}", k) else k: v for k, v in table.items()}
+
+
+BPE_VOCABULARY = 8192
+"""Tokens of a BPE tokenizer unless told otherwise."""
+LEAST_BPE_VOCABULARY = 257
+"""Every byte, so that any text can be written, and what separates documents."""
+_MANY = 10**12
+Count = Annotated[int, Field(ge=1, le=_MANY), Allowed("a whole number from 1 to 10^12")]
+Steps = Annotated[int, Field(ge=0, le=_MANY), Allowed("a whole number from 0 to 10^12")]
+Size = Annotated[int, Field(ge=1, le=LARGEST), Allowed("a whole number from 1 to 10^7")]
+Even = Annotated[int, Field(ge=2, le=10**6, multiple_of=2), Allowed("an even whole number from 2 to 10^6")]
+Workers = Annotated[int, Field(ge=1, le=4096), Allowed("a whole number from 1 to 4096")]
+Worker = Annotated[int, Field(ge=0, le=4095), Allowed("a worker's number, from 0")]
+Threads = Annotated[int, Field(ge=1, le=1024), Allowed("a whole number from 1 to 1024")]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1), Allowed("a whole number from 0 to 2^32 - 1")]
+Positive = Annotated[float, Field(gt=0), Allowed("a number above 0")]
+Amount = Annotated[float, Field(ge=0), Allowed("a number of at least 0")]
+Chance = Annotated[float, Field(ge=0, le=1), Allowed("a number from 0 to 1")]
+Share = Annotated[float, Field(gt=0, le=1), Allowed("a number above 0 and at most 1")]
+Part = Annotated[float, Field(gt=0, lt=1), Allowed("a number above 0 and below 1")]
+Decay = Annotated[
+    float, Field(ge=0, lt=1), Allowed("a number of at least 0 and below 1, for at 1 the past never fades")
+]
+Betas = Annotated[
+    tuple[Decay, Decay], Field(strict=False), Allowed("a pair like [0.9, 0.99], each at least 0 and below 1")
+]
+Text = Annotated[str, AfterValidator(_text), Allowed("text in quotes, not empty")]
+Name = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=100),
+    Allowed("letters, digits, - _ and . only, at most 100, not starting with - or ."),
+]
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"), Allowed("auto, cpu, cuda (a GPU) or cuda:N")]
+Preset = Annotated[str, AfterValidator(_preset), Allowed(f"one of {', '.join(PRESETS)}", tuple(PRESETS))]
+_SOURCE = Allowed('"stdlib", a path, a glob, a folder, "hf:NAME" or "hf:NAME:CONFIG"', ("stdlib",))
+Source = Annotated[str, AfterValidator(_text), AfterValidator(_source), _SOURCE]
+Sources = Annotated[tuple[Source, ...], Field(strict=False, min_length=1), Allowed("a list of such")]
+Address = Annotated[str, AfterValidator(_address), Allowed('HOST:PORT, like "10.0.0.1:29500" or "[fd00::1]:29500"')]
+Seconds = Annotated[float, Field(gt=0, lt=1e6), Allowed("a number of seconds above 0, below 10^6")]
+Tokenizer = Annotated[
+    str,
+    AfterValidator(_text),
+    AfterValidator(_tokenizer),
+    Allowed("bytes, bpe or the path of a tokenizer.json", ("bytes", "bpe")),
+]
+Fragments = Annotated[
+    str,
+    Field(pattern=r"^(whole|blocks(:[1-9][0-9]{0,5}(:strided|:sequential)?)?|balanced:[1-9][0-9]{0,5})$"),
+    Allowed('"whole", "blocks:3", "blocks:3:sequential" or "balanced:4"', ("whole", "blocks:3", "balanced:4")),
+]
+Delays = Annotated[tuple[Steps, ...], Field(strict=False, min_length=1), Allowed("a list with one for each worker")]
+
+Method = Literal["none", "data-parallel", "diloco", "streaming", "eager", "delayed"]
+Outer = Literal["nesterov", "momentum", "sgd", "adam"]
+CodecName = Literal["fp64", "fp32", "bf16", "fp16", "int8", "int4", "e3m0", "e2m1", "lloyd4"]
+Compute = Literal["constant", "doubling", "halving", "ramp-up", "ramp-down"]
+View = Literal["auto", "live", "lines", "none"]
+
+
+# ---------------------------------------------------------------------- sections
+
+
+class Section(BaseModel):
+    """A frozen part of a run file; a key it does not have is an error, and "3" is no number."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class ModelSection(Section):
+    """The model: a preset with some of its settings changed, or a Hugging Face model."""
+
+    preset: Preset | None = "tiny"
+    """Shape by name; the first three are for a CPU, the others are the papers'."""
+    layers: Size | None = Field(default=None, examples=[6])
+    """Number of blocks; left out, like those below: the preset's."""
+    width: Size | None = Field(default=None, examples=[48])
+    """Values per token between blocks."""
+    heads: Size | None = Field(default=None, examples=[3])
+    """Attention heads of a block."""
+    head_width: Even | None = Field(default=None, examples=[16])
+    """Values per head; heads * head_width may differ from width."""
+    feedforward: Size | None = Field(default=None, examples=[192])
+    """Values per token inside the feed-forward layer."""
+    vocabulary: Size | None = Field(default=None, examples=[512])
+    """Tokens the model knows; left out: the tokenizer's."""
+    context: Size | None = Field(default=None, examples=[128])
+    """Longest sequence in tokens."""
+    tied: bool | None = Field(default=None, examples=[True])
+    """One matrix for token embedding and head."""
+    qk_norm: bool | None = Field(default=None, examples=[True])
+    """Normalise each head's query and key, which keeps attention scores from growing."""
+    z_loss: Amount | None = Field(default=None, examples=[1e-4])
+    """Weight of the loss that keeps logits from drifting; 0 for none."""
+    checkpoint_activations: bool | None = Field(default=None, examples=[False])
+    """Recompute blocks in the backward pass: less memory, about a third more time."""
+    rope_base: Annotated[float, Field(ge=1), Allowed("a number of at least 1")] | None = Field(
+        default=None, examples=[10000.0]
+    )
+    """Base of the rotary position embedding."""
+    hf: Text | None = Field(default=None, examples=["gpt2"])
+    """A Hugging Face causal LM instead, a name or a folder; then leave out all above."""
+    hf_weights: bool = True
+    """Start from its weights, or (false) from its config alone."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_preset_beside_hf(cls, values: Any) -> Any:
+        """The default is for runs that name no model at all."""
+        if not isinstance(values, dict):
+            return values
+        given = {key: value for key, value in values.items() if key != "preset" or value is not None}
+        return {"preset": None} | given if given.get("hf") is not None else given
+
+
+class DataSection(Section):
+    """The text to train on, its tokens, and who gets which part."""
+
+    source: Source | Sources = "stdlib"
+    """Text, JSONL or Parquet files, folders (of tokens too), globs, hf:NAME[:CONFIG], stdlib (Python's); or a list."""
+    field: Text = "text"
+    """Where the text is in rows of JSONL, Parquet or datasets."""
+    tokenizer: Tokenizer = "bytes"
+    """bytes (no setup), bpe (trained on the source), or the path of a tokenizer.json."""
+    vocabulary: (
+        Annotated[
+            int,
+            Field(ge=LEAST_BPE_VOCABULARY, le=10**7),
+            Allowed(f"a whole number from {LEAST_BPE_VOCABULARY} to 10^7"),
+        ]
+        | None
+    ) = Field(default=None, examples=[BPE_VOCABULARY])
+    """Tokens of a bpe tokenizer; left out: 8192."""
+    held_out: Part = 0.02
+    """Share of the documents kept from training, for evaluation."""
+    split: Literal["iid", "clusters"] = "iid"
+    """Documents dealt at random, or one group of like ones per worker."""
+    weighting: Literal["examples", "equal"] = "examples"
+    """Weight of a worker in the mean: its rows, or the same for all."""
+    cache: Text = "runs/.tokens"
+    """Folder for the tokens, made once and shared by all runs on the same data."""
+    limit: Annotated[int, Field(ge=2, le=_MANY), Allowed("a whole number from 2 to 10^12")] | None = Field(
+        default=None, examples=[10000]
+    )
+    """Use at most this many documents; left out: all."""
+
+
+class TrainSection(Section):
+    """Inner training, the same on every worker."""
+
+    steps: Count | None = Field(default=None, examples=[1000])
+    """Inner steps of each worker; left out: 20 tokens per parameter."""
+    batch: Count = 8
+    """Sequences per worker and inner step."""
+    sequence: Count | None = Field(default=None, examples=[128])
+    """Tokens per sequence; left out: the model's context, at most 1024 for a Hugging Face model."""
+    accumulate: Count = 1
+    """Parts a batch is computed in, to save memory; must divide batch."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Inner optimizer; muon takes the blocks' matrices, adamw the rest."""
+    lr: Positive | None = Field(default=None, examples=[0.003])
+    """Highest inner learning rate; left out: chosen by optimizer and model size."""
+    warmup: Steps | None = Field(default=None, examples=[100])
+    """Inner steps until lr is reached; left out: a tenth of all, at most 1000."""
+    final_lr: Chance = 0.05
+    """Share of lr that is left at the end of the cosine."""
+    weight_decay: Amount | None = Field(default=None, examples=[0.001])
+    """Decoupled weight decay; left out: 1 / steps."""
+    betas: Betas = (0.9, 0.99)
+    """Decay of AdamW's two moments."""
+    clip: Amount = 1.0
+    """Largest norm of a worker's gradient; 0 for no limit."""
+    eval_every: Count | None = Field(default=None, examples=[100])
+    """Inner steps between evaluations of the outer parameters; left out: chosen from steps."""
+    eval_tokens: Count = 65536
+    """Held-out tokens per evaluation."""
+    log_every: Count = 10
+    """Inner steps between two lines of metrics."""
+    save_every: Count | None = Field(default=None, examples=[500])
+    """Inner steps between checkpoints; left out: chosen from steps."""
+    keep: Count = 2
+    """Latest checkpoints to keep; the best weights are kept as well."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """How ranks of one worker (torchrun) share it: each has the whole model, or each a part of every parameter."""
+
+
+class SyncSection(Section):
+    """Who trains, and when, what and how they exchange."""
+
+    workers: Workers = 2
+    """Copies of the model that train apart, each on its own part of the data."""
+    method: Method = "streaming"
+    """How they stay together; none: one worker by itself, data-parallel: a round of gradients on every step."""
+    period: Annotated[int, Field(ge=1, le=10**9), Allowed("a whole number from 1 to 10^9")] = 30
+    """Inner steps between two sends of the same parameters (H in the papers)."""
+    fragments: Fragments | None = Field(default=None, examples=["blocks:3"])
+    """Sent together: whole, blocks[:3[:sequential]], balanced:4; left out: up to 3 blocks for streaming, else whole."""
+    delay: Steps | Delays | None = Field(default=None, examples=[1])
+    """Inner steps between a send and its apply, or a list, one per worker; left out: 1 for streaming, 0 for diloco."""
+    codec: CodecName | None = Field(default=None, examples=["e3m0"])
+    """How a delta travels; e3m0, e2m1 and lloyd4 are 4 bit; left out: e3m0, or fp32 for diloco and data-parallel."""
+    stochastic: bool = False
+    """Round up or down at random, right on average; for 4 and 8 bits."""
+    feedback: bool = False
+    """Add what rounding lost to the next round."""
+    alpha: Chance | None = Field(default=None, examples=[0.5])
+    """How much of its own progress a worker keeps at an apply; left out: 0.5 for streaming, else 0."""
+    outlier_ratio: Annotated[float, Field(gt=1, le=1e9), Allowed("a number above 1, up to 10^9")] = 10.0
+    """Leave a delta out of its round if its norm is this many times larger than the last rounds lead to expect."""
+    offload: bool = False
+    """Keep anchors and outer momentum in the host's memory until they are due; on a GPU."""
+    outer: Outer = "nesterov"
+    """Outer optimizer: turns the mean delta into a step."""
+    outer_lr: Positive | None = Field(default=None, examples=[0.6])
+    """Outer learning rate; left out: 0.4 to 0.8 by workers for nesterov, 0.7 momentum, 1 sgd, 0.3 adam."""
+    outer_momentum: Decay | None = Field(default=None, examples=[0.9])
+    """Of nesterov and momentum; left out: 0.9."""
+    outer_betas: Betas | None = Field(default=None, examples=[(0.9, 0.95)])
+    """Of adam; left out: 0.9 and 0.95."""
+    outer_eps: Positive | None = Field(default=None, examples=[0.1])
+    """Of adam, which is unstable on deltas when it is small; left out: 0.1."""
+
+
+class AbsenceEntry(Section):
+    """A worker that is away from inner step `first` to `last`, both included."""
+
+    worker: Worker
+    """Who is away; workers are counted from 0."""
+    first: Count = 1
+    """First inner step it misses."""
+    last: Count | None = None
+    """Last inner step it misses; left out: it never comes back."""
+
+
+class FaultSection(Section):
+    """What goes wrong on purpose: the same faults on every run, to study what they cost."""
+
+    drop: Chance = 0.0
+    """Chance that a worker's payload of a round is lost; it trains on from its own parameters."""
+    seed: Seed = 0
+    """Decides which payloads are lost."""
+    compute: Compute = "constant"
+    """How many workers take part over the run: all; half, then all; all, then half; one more at a time; one fewer."""
+    absences: Annotated[
+        tuple[AbsenceEntry, ...],
+        Field(strict=False),
+        Allowed("a list like [{worker = 1, first = 101, last = 200}]"),
+    ] = Field(default=(), examples=[[{"worker": 1, "first": 101, "last": 200}]])
+    """Who is away from which inner step to which; without last, for good."""
+    speeds: Annotated[
+        dict[Worker, Share],
+        BeforeValidator(_worker_numbers),
+        Allowed("a table of workers and shares like {1 = 0.5}, each above 0 and at most 1"),
+    ] = Field(default={}, examples=[{"1": 0.5}])
+    """Slow workers: the share of the inner steps each has time for."""
+
+
+class OutageEntry(Section):
+    """A time in which nothing passes."""
+
+    start_s: Amount
+    """Seconds since the workers met."""
+    length_s: Positive
+    """Seconds it lasts."""
+
+
+class LinkSection(Section):
+    """What carries rounds between workers on machines of their own, and how slow to pretend that it is."""
+
+    address: Address | None = Field(default=None, examples=["10.0.0.1:29500"])
+    """Where worker 0 listens (--address); left out: all workers are in one process."""
+    deadline_s: Seconds = 180.0
+    """Seconds after which a round that is not complete ends the run; slower workers and the transfer must fit in."""
+    join_s: Seconds = 600.0
+    """Seconds to wait for all workers at the start."""
+    emulate: Text | None = Field(default=None, examples=["100Mbit/s,50ms"])
+    """Slow the link down to this rate and latency, in real time (--link); left out: as fast as it is."""
+    jitter_s: Amount = 0.0
+    """Emulated: the most by which a latency varies, seconds."""
+    loss: Annotated[float, Field(ge=0, lt=1), Allowed("a number of at least 0 and below 1")] = 0.0
+    """Emulated: chance that a packet is lost and sent again, which takes time."""
+    outages: Annotated[
+        tuple[OutageEntry, ...],
+        Field(strict=False),
+        Allowed("a list like [{start_s = 60, length_s = 10}]"),
+    ] = Field(default=(), examples=[[{"start_s": 60.0, "length_s": 10.0}]])
+    """Emulated: when nothing passes."""
+
+
+class LogSection(Section):
+    """Where metrics go besides metrics.jsonl, which is always written."""
+
+    tensorboard: bool = False
+    """Also write TensorBoard files."""
+    wandb: Text | None = Field(default=None, examples=["atoll"])
+    """Also send to this project of Weights & Biases."""
+    trackio: Text | None = Field(default=None, examples=["atoll"])
+    """Also write to this project of trackio."""
+    view: View = "auto"
+    """What is shown; auto: live in a terminal, else lines."""

@@ -1,0 +1,232 @@
+"""Several runs side by side: a study file is a run file with a [study] section that says what varies.
+
+[study]
+title = "How much do dropped messages cost?"
+[[study.runs]]
+name = "none"
+[[study.runs]]
+name = "half"
+faults.drop = 0.5
+[[study.claims]]
+say = "Dropping half of the messages costs little"
+run = "half"
+against = "none"
+at_most = 0.05
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError, model_validator
+
+from atoll.errors import ConfigError
+from atoll.settings import config as run_config
+from atoll.settings import toml as runfile
+from atoll.settings.config import RunConfig
+from atoll.settings.sections import Allowed, Section, Text
+
+OUTPUTS = ("pictures", "report.html")
+"""What is written beside the folders of the runs."""
+Number = Annotated[float, Allowed("a number")]
+Tables = Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
+
+
+class Claim(Section):
+    """A statement about two runs: by what share the held-out loss of one is above that of the other."""
+
+    say: Text
+    """The statement, in words."""
+    run: Text
+    """Name of the run that it is about."""
+    against: Text
+    """Name of the run that this one is compared to."""
+    at_most: Number | None = None
+    """Highest difference, as a share: 0.05 is 5 % worse."""
+    at_least: Number | None = None
+    """Lowest difference; a negative one is better."""
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "Claim":
+        if self.at_most is None and self.at_least is None:
+            raise ValueError("needs at_most, at_least or both")
+        if self.at_most is not None and self.at_least is not None and self.at_least > self.at_most:
+            raise ValueError(f"at_least ({self.at_least:g}) is above at_most ({self.at_most:g}): nothing is both")
+        return self
+
+    def holds(self, difference: float) -> bool:
+        """Whether a difference is within the bounds; one that is no number is not."""
+        above = self.at_least is None or difference >= self.at_least
+        return above and (self.at_most is None or difference <= self.at_most)
+
+
+class StudySection(Section):
+    """What varies, and what is expected of it."""
+
+    title: Annotated[str, Allowed("text in quotes")] = ""
+    """Headline of the table."""
+    runs: Annotated[Tables, Field(min_length=1), Allowed("one table or more, each under [[study.runs]]")]
+    """A name for each run, and the settings in which it differs, as in a run file."""
+    claims: Annotated[Tables, Allowed("tables, each under [[study.claims]]")] = ()
+    """What is expected of the runs."""
+
+
+class _StudyFile(Section):
+    study: StudySection
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """Runs by name, each with its folder in its settings."""
+
+    title: str
+    runs: dict[str, RunConfig]
+    claims: tuple[Claim, ...] = ()
+
+
+def read(files: Sequence[Path], overrides: Sequence[str] = (), out: Path | None = None) -> Study:
+    """The runs that study files and run files describe, all in one folder; ConfigError lists all that is wrong.
+
+    That folder is `out`, or by default runs/<file>, where "runs" is what the (first) file says and several files'
+    names are joined by "-".
+    """
+    given = [runfile.Override.parse(text) for text in overrides]
+    parts = [_File.read(file, given) for file in files]
+    runs: dict[str, RunConfig] = {}
+    for part in parts:
+        part.add_to(runs)
+    for part in parts:
+        part.check_claims([name for other in parts for name in other.names])
+    if refused := [str(part.refusal(overrides)) for part in parts if part.problems]:
+        raise ConfigError("\n".join(refused))
+    if out is None and runs:
+        out = Path(next(iter(runs.values())).out) / "-".join(file.stem for file in files)
+    titles = "; ".join(part.title for part in parts if part.title)
+    claims = tuple(claim for part in parts for claim in part.claims.values())
+    return Study(titles, {name: run.changed(out=str(out)) for name, run in runs.items()}, claims)
+
+
+# ---------------------------------------------------------------------- one file
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run as it is written, not checked yet."""
+
+    place: str
+    """Where in its file; empty for a file that is one run."""
+    table: runfile.Table
+
+
+@dataclass(slots=True)
+class _File:
+    """What one file says, and what is wrong with it."""
+
+    path: Path
+    title: str = ""
+    runs: list[_Run] = field(default_factory=list)
+    claims: dict[str, Claim] = field(default_factory=dict)
+    """By where they are in the file."""
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    """Where (empty: the file as a whole), and a line that begins with its key."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of all its runs, also of those with problems."""
+        return [name for run in self.runs if isinstance(name := run.table.get("name"), str)]
+
+    @staticmethod
+    def read(path: Path, overrides: Sequence[runfile.Override]) -> "_File":
+        table = runfile.parse_toml(runfile.read(path, "no such study; see examples/"), str(path))
+        file = _File(path)
+        if "study" not in table:
+            named = {"name": run_config.name_of(path)} | table
+            file.runs = [_Run("", runfile.overridden(named, overrides))]
+            return file
+        section, file.problems = _checked_section(table.pop("study"))
+        file.title = section.title
+        for number, entry in enumerate(section.runs, start=1):
+            place = f"study.runs {number}"
+            file.problems += [(place, line) for line in _misplaced(entry)]
+            file.runs.append(_Run(place, runfile.overridden(_merged(table, entry), overrides)))
+        for number, entry in enumerate(section.claims, start=1):
+            place = f"study.claims {number}"
+            try:
+                file.claims[place] = Claim.model_validate(entry)
+            except ValidationError as error:
+                file.problems += [(place, line) for line in _claim_problems(error, entry)]
+        return file
+
+    def add_to(self, runs: dict[str, RunConfig]) -> None:
+        """Check the runs and put the good ones among the others, by name."""
+        places: dict[str, list[str]] = defaultdict(list)
+        for run in self.runs:
+            lines = run_config.problems(run.table)
+            for line in lines:
+                places[line].append(run.place)
+            if lines:
+                continue
+            checked = run_config.parse(run.table)
+            if checked.name in OUTPUTS:
+                places[f'name: "{checked.name}" is taken, what is written beside the runs has it'].append(run.place)
+            elif checked.name in runs:
+                places[f'name: two runs have the name "{checked.name}": give each its own'].append(run.place)
+            else:
+                runs[checked.name] = checked
+        for line, where in places.items():
+            everywhere = len(where) == len(self.runs)  # then it is the file's own, told once
+            self.problems += [("", line)] if everywhere else [(place, line) for place in where]
+
+    def check_claims(self, names: Sequence[str]) -> None:
+        """Claims must be about runs that there are, in this file or in another one."""
+        for place, claim in self.claims.items():
+            for key, name in (("run", claim.run), ("against", claim.against)):
+                if names and name not in names:
+                    close = get_close_matches(name, names, n=1, cutoff=0.6)
+                    hint = f'did you mean "{close[0]}"?' if close else f"there are {', '.join(names)}"
+                    self.problems.append((place, f"{key}: no run has the name {runfile.shown(name)}; {hint}"))
+
+    def refusal(self, overrides: Sequence[str]) -> ConfigError:
+        where = run_config.blaming(str(self.path), [line for _, line in self.problems], overrides)
+        return runfile.refusal(where, [f"{place}: {line}" if place else line for place, line in self.problems])
+
+
+def _checked_section(given: Any) -> tuple[StudySection, list[tuple[str, str]]]:
+    """The section without what is wrong in it, and what that is."""
+    table = {"study": given}
+    try:
+        return _StudyFile.model_validate(table).study, []
+    except ValidationError as error:
+        wrong = runfile.problems(error.errors(include_url=False), _StudyFile, table, "a study")
+    lines = [("", line) for line in wrong.values()]
+    if ("study",) in wrong:
+        return StudySection.model_construct(runs=()), lines
+    right = runfile.without(table, wrong)["study"]
+    return StudySection.model_construct(**{"runs": ()} | right), lines
+
+
+def _misplaced(entry: Mapping[str, Any]) -> Iterator[str]:
+    """What one run of a study must say, and what only the file can."""
+    if "name" not in entry:
+        yield "name: is missing: each run of a study has one of its own"
+    if "out" in entry:
+        yield "out: is the same for all runs of a study: set it at the top of the file"
+
+
+def _claim_problems(error: ValidationError, entry: Mapping[str, Any]) -> list[str]:
+    errors = error.errors(include_url=False)
+    whole = [str(e["ctx"]["error"]) for e in errors if not e["loc"]]
+    return [*runfile.problems((e for e in errors if e["loc"]), Claim, entry, "a claim").values(), *whole]
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A table with the values of another put into it, section by section."""
+    merged = copy.deepcopy(dict(base))
+    for key, value in changes.items():
+        inner = merged.get(key)
+        merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged

@@ -1,0 +1,212 @@
+"""Token files -> batch number i of worker w, a pure function: where a worker stands in its data is one integer.
+
+Row r of a file is tokens[r * sequence : (r + 1) * sequence + 1]: what is predicted last in one row comes first in the
+next. With one file for all workers, the rows of an epoch stand in one shuffled line that the workers take batches from
+in turn; so what is trained on in a step does not depend on how the workers synchronise.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final, Protocol, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from torch import Tensor
+
+from atoll._util.checks import check_whole
+from atoll.errors import ConfigError, DataError
+
+LARGEST: Final = 2**40
+"""Rows that can be shuffled."""
+RESIDENT_BYTES: Final = 2**28
+"""A token file up to this size is put on a GPU whole, and batches are cut out there."""
+_BLOCK = 1024  # places
+_ROUNDS = 8  # of 8 bytes of key each: one 64-byte digest
+
+
+class HasTokens(Protocol):
+    """A file of tokens."""
+
+    @property
+    def tokens(self) -> npt.NDArray[Any]:
+        """Token ids [tokens], any unsigned type."""
+
+
+Tokens = HasTokens | npt.NDArray[Any]
+
+
+class Batches:
+    """Batches of each worker: all from one file, in turn, or each from a file of its own; they are on `device`."""
+
+    def __init__(
+        self,
+        files: Sequence[Tokens],
+        *,
+        workers: int,
+        batch: int,
+        sequence: int,
+        seed: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        for name, value in (("sync.workers", workers), ("train.batch", batch), ("train.sequence", sequence)):
+            check_whole(name, value)
+        if len(files) not in (1, workers):
+            raise ConfigError(f"{workers} workers need one token file, or one each, got {len(files)}")
+        self._workers, self._batch, self._seed = workers, batch, seed
+        self._device = torch.device(device)
+        self._resident: dict[int, _Resident] = {}
+        self._sharers = workers if len(files) == 1 else 1
+        self._files = [_rows_of(file, sequence) for file in files]
+        for number, (file, rows) in enumerate(zip(files, self._files, strict=True)):
+            if len(rows) < self._sharers:
+                whose = "the training text" if len(files) == 1 else f"the shard of worker {number}"
+                needed = f"{self._sharers * sequence + 1} ({self._sharers} x {sequence} and one more)"
+                raise DataError(
+                    f"{whose} has {len(_array(file))} tokens, but one row for each of its workers takes {needed}: "
+                    f"give more text, fewer workers, or a shorter train.sequence"
+                )
+
+    def batch(self, worker: int, draw: int) -> Tensor:
+        """Batch number `draw` (from 0) of a worker -> [batch, sequence + 1], int64, contiguous, its own memory.
+
+        A GPU is not waited for.
+        """
+        if not 0 <= worker < self._workers or draw < 0:
+            raise ConfigError(f"batch {draw} of worker {worker} does not exist: workers are 0..{self._workers - 1}")
+        file, turn = (0, worker) if self._sharers > 1 else (worker, 0)
+        rows = self._files[file]
+        first = (draw * self._sharers + turn) * self._batch
+        chosen = _line(first, first + self._batch, len(rows), f"{self._seed}/{file}")
+        if self._device.type != "cuda":
+            return torch.from_numpy(rows[chosen].astype(np.int64)).to(self._device)
+        if rows.size * rows.itemsize > RESIDENT_BYTES:
+            return torch.from_numpy(rows[chosen].astype(np.int64)).pin_memory().to(self._device, non_blocking=True)
+        if file not in self._resident:  # not before: a process may have one worker of several, each with its own file
+            self._resident[file] = _Resident(rows, self._device)
+        return self._resident[file].take(chosen)
+
+    def rows(self, worker: int) -> int:
+        """Rows in a worker's shard, rounded down where workers share a file."""
+        return len(self._files[0 if self._sharers > 1 else worker]) // self._sharers
+
+    def weights(self) -> list[float]:
+        """How much each worker counts in an example-weighted mean: its rows."""
+        return [float(self.rows(worker)) for worker in range(self._workers)]
+
+    def epoch(self, worker: int, draw: int) -> float:
+        """How often a worker has gone through its shard after `draw` batches, also in parts."""
+        file = 0 if self._sharers > 1 else worker
+        return draw * self._batch * self._sharers / len(self._files[file])
+
+
+class _Resident:
+    """Rows that lie on a device, of which only the numbers of those wanted travel."""
+
+    def __init__(self, rows: npt.NDArray[Any], device: torch.device) -> None:
+        self._length = rows.shape[1] - 1
+        tokens = np.append(rows[:, :-1].ravel(), rows[-1, -1])
+        # Signed, for which torch has all operations; the mask makes negative ones large again.
+        self._tokens = torch.from_numpy(tokens.view(f"i{tokens.itemsize}")).to(device)
+        self._mask = np.iinfo(tokens.dtype).max
+        self._row = torch.arange(self._length + 1, device=device)
+
+    def take(self, chosen: npt.NDArray[np.int64]) -> Tensor:
+        firsts = torch.from_numpy(chosen * self._length).to(self._row.device, non_blocking=True)
+        return self._tokens[firsts[:, None] + self._row].long().bitwise_and_(self._mask)
+
+
+def _line(first: int, last: int, rows: int, key: str) -> npt.NDArray[np.int64]:
+    """The rows from place `first` up to `last` of an endless line in which each epoch is shuffled anew."""
+    parts = []
+    while first < last:
+        epoch, place = divmod(first, rows)
+        number, skip = divmod(place, _BLOCK)
+        parts.append(_block(number, rows, f"{key}/{epoch}")[skip : skip + last - first])
+        first += len(parts[-1])
+    return np.concatenate(parts)
+
+
+@lru_cache(maxsize=1024)
+def _block(number: int, rows: int, key: str) -> npt.NDArray[np.int64]:
+    """Some places of one epoch at once, kept for the next batches: NumPy is slow on a few numbers."""
+    return shuffled(np.arange(number * _BLOCK, min((number + 1) * _BLOCK, rows)), rows, key)
+
+
+def shuffled(places: npt.NDArray[np.int64], rows: int, key: str) -> npt.NDArray[np.int64]:
+    """Which row stands at each place of a line of all `rows` rows, shuffled by `key`, without writing the line down.
+
+    A Feistel network permutes the numbers of the next power of two; one that is no row goes through it again until it
+    is (cycle walking), so what is left is a permutation of the rows.
+    """
+    if rows > LARGEST:
+        raise DataError(f"{rows} rows of tokens are more than {LARGEST}, the most that can be shuffled")
+    bits = (rows - 1).bit_length()
+    low_bits = np.uint64(bits // 2)
+    low_mask, high_mask = np.uint64((1 << bits // 2) - 1), np.uint64((1 << bits - bits // 2) - 1)
+    digest = hashlib.blake2b(key.encode(), digest_size=8 * _ROUNDS).digest()  # the same for every version of NumPy
+    keys = np.frombuffer(digest, "<u8")
+
+    def permute(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        high, low = numbers >> low_bits, numbers & low_mask
+        for i in range(0, _ROUNDS, 2):
+            high = high ^ (_mixed(low, keys[i]) & high_mask)
+            low = low ^ (_mixed(high, keys[i + 1]) & low_mask)
+        return high << low_bits | low
+
+    numbers = permute(places.astype(np.uint64))
+    while (outside := numbers >= rows).any():
+        numbers[outside] = permute(numbers[outside])
+    return numbers.astype(np.int64)
+
+
+def _mixed(numbers: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.uint64]:
+    """A hash of each number, whose low bits depend on all of its bits."""
+    product = (numbers + key) * np.uint64(0x9E3779B97F4A7C15)
+    product = (product ^ product >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
+    return product ^ product >> np.uint64(32)
+
+
+class HeldOut(Sequence[Tensor]):
+    """The first rows of a file in batches [at most batch, sequence + 1], int64, made when asked for."""
+
+    def __init__(self, rows: npt.NDArray[Any], batch: int) -> None:
+        self._rows, self._batch = rows, batch
+
+    def __len__(self) -> int:
+        return -(-len(self._rows) // self._batch)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        first = range(0, len(self._rows), self._batch)[index]
+        return torch.from_numpy(self._rows[first : first + self._batch].astype(np.int64))
+
+
+def held_out(file: Tokens, *, sequence: int, tokens: int, batch: int) -> HeldOut:
+    """About `tokens` tokens of a held-out file, the same every time: its first rows in order, at least one."""
+    for name, value in (("train.sequence", sequence), ("train.eval_tokens", tokens), ("train.batch", batch)):
+        check_whole(name, value)
+    rows = _rows_of(file, sequence)
+    if not len(rows):
+        problem = f"the held-out text has {len(_array(file))} tokens, but a row takes {sequence + 1}"
+        raise DataError(f"{problem}: give more text, a larger data.held_out, or a shorter train.sequence")
+    return HeldOut(rows[: max(1, round(tokens / sequence))], batch)
+
+
+def _array(file: Tokens) -> npt.NDArray[Any]:
+    return file if isinstance(file, np.ndarray) else file.tokens
+
+
+def _rows_of(file: Tokens, sequence: int) -> npt.NDArray[Any]:
+    """All rows of a file -> [rows, sequence + 1], a view; rows share their ends."""
+    tokens = _array(file)
+    if len(tokens) <= sequence:
+        return np.empty((0, sequence + 1), tokens.dtype)
+    return sliding_window_view(tokens, sequence + 1)[::sequence]

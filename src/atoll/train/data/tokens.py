@@ -1,0 +1,333 @@
+"""Documents -> token files on disk, built once, mapped into memory by all who read them.
+
+    cache/4fa8c6e01b72d935/      named after the corpus, the tokenizer and the share held out
+      train.bin  held_out.bin    tokens, little-endian, 1, 2 or 4 bytes each; a separator ends every document
+      lengths.bin                tokens of each training document with its separator, 8 bytes each
+      tokenizer.json
+      manifest.json
+      clusters-4/                the same training documents, one file for each of four workers
+        worker-0.bin ...  manifest.json
+
+Memory holds some documents at a time and eight bytes for each, so a corpus may be larger than memory.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from array import array
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Literal, Self, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from atoll._util.checks import check_whole
+from atoll._util.disk import sha256_of
+from atoll.errors import ConfigError, DataError
+from atoll.settings.sections import BPE_VOCABULARY
+from atoll.train.data.cache import MANIFEST, Meter, Tell, build_once, check, silent
+from atoll.train.data.clusters import assign
+from atoll.train.data.corpus import documents, identity, missing, text_bytes
+from atoll.train.data.tokenizer import (
+    FILE,
+    Bytes,
+    Ids,
+    Tokenizer,
+    check_vocabulary,
+    dtype_of,
+    open_tokenizer,
+    train_bpe,
+)
+
+VERSION: Final = 1
+"""Of what is on disk; part of a folder's name, so that another version is built anew."""
+BPE_BYTES: Final = 2**28
+"""Bytes of text that a BPE is trained on, at most: more hardly changes it."""
+
+Split = Literal["iid", "clusters"]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenFile:
+    """A file of tokens, mapped into memory, read-only."""
+
+    path: Path
+    tokens: npt.NDArray[Any]
+    """[tokens], uint8, uint16 or uint32."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenData:
+    """A corpus as tokens."""
+
+    tokenizer: Tokenizer
+    train: tuple[TokenFile, ...]
+    """One for all workers, or one per worker."""
+    held_out: TokenFile
+    documents: int
+    """Of training and held-out text together."""
+    folder: Path
+
+
+def prepare(
+    source: str | Sequence[str],
+    *,
+    field: str = "text",
+    tokenizer: str = "bytes",
+    vocabulary: int | None = None,
+    held_out: float = 0.02,
+    split: Split = "iid",
+    workers: int = 1,
+    cache: Path | str,
+    limit: int | None = None,
+    tell: Tell = silent,
+) -> TokenData:
+    """The tokens of a corpus, from the cache, or built into it first.
+
+    `held_out` is the share of documents kept for evaluation. A hash of its text decides for each, so order and
+    neighbours do not matter and copies stay together. If that picks none (or all), one document changes sides: the one
+    whose length fits the share best; and a corpus of one document is cut. If another process builds the same,
+    this one waits and then uses it. Settings are those of the run file's [data]. A source that is such a folder of
+    tokens already is taken as it is, with the tokenizer and the held-out text that it has.
+    """
+    if split not in get_args(Split):
+        raise ConfigError(f"data.split must be one of {', '.join(get_args(Split))}, got {split!r}")
+    if not isinstance(held_out, float) or not 0 < held_out < 1:
+        problem = f"data.held_out must be a share between 0 and 1, got {held_out!r}"
+        raise ConfigError(f"{problem}: both training and evaluation need text")
+    check_whole("sync.workers", workers)
+    ready = _ready(source)
+    folder = ready or Path(cache).expanduser() / _key(source, field, limit, tokenizer, vocabulary, held_out)
+    if ready is None:
+        meter = Meter(tell, "tokens", text_bytes(source, limit))
+        read = partial(documents, source, field=field, limit=limit)
+        make = partial(_make_tokenizer, tokenizer, vocabulary)
+        build_once(folder, folder, meter, partial(_fill, read=read, make=make, share=held_out, meter=meter))
+    manifest = check(folder, tell)
+    made = open_tokenizer(folder)
+    if ready is not None:
+        _refuse_other_tokens(folder, made.vocabulary, vocabulary, limit)
+    open_file = partial(_map, dtype=dtype_of(made.vocabulary))
+    train = open_file(folder / "train.bin")
+    files: tuple[TokenFile, ...] = (train,)
+    if split == "clusters" and workers > 1:
+        clusters = folder / f"clusters-{workers}"
+        meter = Meter(tell, "clusters", train.tokens.nbytes)
+        build_once(clusters, folder, meter, partial(_fill_clusters, train=train, workers=workers, meter=meter))
+        check(clusters, tell)
+        files = tuple(open_file(clusters / f"worker-{i}.bin") for i in range(workers))
+    return TokenData(made, files, open_file(folder / "held_out.bin"), manifest["documents"], folder)
+
+
+def check_there(
+    source: str | Sequence[str], *, field: str, limit: int | None, tokenizer: str, vocabulary: int | None
+) -> None:
+    """Refuse what `prepare` would refuse for not being there, without reading any text."""
+    if _ready(source) is not None:
+        return
+    _tokenizer_identity(tokenizer, vocabulary)
+    identity(source, field, limit)
+
+
+def _key(
+    source: str | Sequence[str], field: str, limit: int | None, tokenizer: str, vocabulary: int | None, share: float
+) -> str:
+    """Name the folder of a corpus after everything that its tokens depend on."""
+    settings = json.dumps([VERSION, identity(source, field, limit), _tokenizer_identity(tokenizer, vocabulary), share])
+    return hashlib.sha256(settings.encode()).hexdigest()[:16]
+
+
+def _ready(source: str | Sequence[str]) -> Path | None:
+    """Return the folder that a source is if it holds tokens already."""
+    if not isinstance(source, str):
+        if len(source) != 1:
+            return None
+        (source,) = source
+    folder = Path(source).expanduser()
+    return folder if source and all(os.path.isfile(folder / name) for name in (MANIFEST, "train.bin")) else None
+
+
+def _refuse_other_tokens(folder: Path, has: int, vocabulary: int | None, limit: int | None) -> None:
+    """Refuse settings that a folder of tokens cannot follow any more."""
+    if vocabulary not in (None, has):
+        problem = f"data.vocabulary is {vocabulary}, but the tokens in {folder} are of a vocabulary of {has}"
+        raise ConfigError(f"{problem}: leave it out, or give the text instead")
+    if limit is not None:
+        raise ConfigError(f"data.limit is for text, but {folder} holds tokens already: leave it out")
+
+
+def _map(path: Path, dtype: np.dtype[Any]) -> TokenFile:
+    # A plain view of the map: slices of np.memmap itself are slow.
+    return TokenFile(path, np.memmap(path, dtype, mode="r").view(np.ndarray))
+
+
+# Which tokenizer.
+
+
+def _tokenizer_identity(name: str, vocabulary: int | None) -> str:
+    """What a tokenizer depends on besides the corpus; refused if it cannot be had."""
+    if vocabulary is not None and name != "bpe":
+        problem = f"data.vocabulary is only for data.tokenizer = 'bpe', got {vocabulary!r} with {name!r}"
+        raise ConfigError(f"{problem}: every other tokenizer brings its own")
+    if name == "bpe":
+        check_vocabulary(vocabulary or BPE_VOCABULARY)
+        return f"bpe {vocabulary or BPE_VOCABULARY}"
+    if name == "bytes":
+        return name
+    path = Path(name).expanduser()
+    if not os.path.exists(path):
+        allowed = "bytes, bpe or the path of a tokenizer.json"
+        raise ConfigError(f"data.tokenizer must be {allowed}, got {name!r}: {missing(path)}")
+    open_tokenizer(path)
+    return f"file {sha256_of(path / FILE if path.is_dir() else path)}"
+
+
+def _make_tokenizer(name: str, vocabulary: int | None, texts: Iterable[str], meter: Meter) -> Tokenizer:
+    """Bytes, a BPE trained on these texts, or the one in a file."""
+    if name == "bytes":
+        return Bytes()
+    if name != "bpe":
+        return open_tokenizer(Path(name).expanduser())
+
+    progress = Meter(meter.tell, "training the tokenizer", meter.total and min(meter.total, BPE_BYTES))
+
+    def some() -> Iterator[str]:
+        for text in texts:
+            yield text
+            progress.add(len(text.encode()))
+            if progress.read >= BPE_BYTES:
+                return
+
+    return train_bpe(some(), vocabulary or BPE_VOCABULARY)
+
+
+# What is in the folder.
+
+
+class _Shard:
+    """A token file that is being written, and the lengths of its documents."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+        self._path, self._dtype = path, dtype_of(tokenizer.vocabulary)
+        self._separator = np.array([tokenizer.separator], self._dtype).tobytes()
+        self._file = path.open("wb", buffering=2**20)
+        self.item_bytes = self._dtype.itemsize
+        self.lengths = array("q")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def add(self, ids: Ids) -> None:
+        """Append a document and its separator."""
+        self._file.write(ids.astype(self._dtype, copy=False).tobytes())
+        self._file.write(self._separator)
+        self.lengths.append(len(ids) + 1)
+
+    def take(self, index: int) -> Ids:
+        """Remove a document and return it, without its separator."""
+        self._file.flush()
+        first = sum(self.lengths[:index]) * self.item_bytes
+        length = self.lengths.pop(index)
+        with self._path.open("rb") as reader:
+            reader.seek(first)
+            ids = np.frombuffer(reader.read(length * self.item_bytes), self._dtype)
+            self._file.seek(first)
+            shutil.copyfileobj(reader, self._file)  # moves what follows down; the reader stays ahead of the writer
+        self._file.truncate()
+        return ids[:-1]
+
+    def nearest(self, length: float) -> int:
+        """The document whose length comes nearest; among several, the one that sorts first, whatever their order."""
+        self._file.flush()
+        tokens = _map(self._path, self._dtype).tokens
+        lengths = np.asarray(self.lengths)
+        ends = np.cumsum(lengths)
+        gaps = np.abs(lengths - length)
+        equal = np.flatnonzero(gaps == gaps.min()).tolist()
+        return int(min(equal, key=lambda i: tokens[ends[i] - lengths[i] : ends[i]].tobytes()))
+
+
+def _fill(
+    folder: Path,
+    read: Callable[[], Generator[str, None, None]],
+    make: Callable[..., Tokenizer],
+    share: float,
+    meter: Meter,
+) -> dict[str, Any]:
+    """Write the files of a corpus; returns what else the manifest should say."""
+    with closing(read()) as texts:
+        tokenizer = make(texts=texts, meter=meter)
+    tokenizer.save(folder)
+    with _Shard(folder / "train.bin", tokenizer) as train, _Shard(folder / "held_out.bin", tokenizer) as held_out:
+        for batch in _batched(read()):
+            raw = [text.encode() for text in batch]
+            tokens = tokenizer.encode_batch(batch)
+            meter.add(sum(map(len, raw)), sum(len(ids) + 1 for ids in tokens) * train.item_bytes)
+            for each, ids in zip(raw, tokens, strict=True):
+                (held_out if _place(each) < share else train).add(ids)
+        count = len(train.lengths) + len(held_out.lengths)
+        _settle(train, held_out, share)
+        (folder / "lengths.bin").write_bytes(np.asarray(train.lengths, "<i8").tobytes())
+    return {"documents": count, "vocabulary": tokenizer.vocabulary}
+
+
+def _batched(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Documents in lists of about a million characters: enough to keep all cores busy, and little memory."""
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= 2**20 or len(batch) == 4096:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _place(raw: bytes) -> float:
+    """Where a text falls in 0..1, by its content alone."""
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big") / 2**64
+
+
+def _settle(train: _Shard, held_out: _Shard, share: float) -> None:
+    """See to it that neither side is empty."""
+    total = sum(train.lengths) + sum(held_out.lengths)
+    if len(train.lengths) + len(held_out.lengths) == 1:
+        ids = (train if train.lengths else held_out).take(0)
+        if len(ids) < 2:
+            raise DataError(f"the only document has {len(ids)} token, which cannot be split: give more text")
+        cut = min(max(1, round(len(ids) * (1 - share))), len(ids) - 1)
+        train.add(ids[:cut])
+        held_out.add(ids[cut:])
+    elif not held_out.lengths:
+        held_out.add(train.take(train.nearest(total * share)))
+    elif not train.lengths:
+        train.add(held_out.take(held_out.nearest(total * (1 - share))))
+
+
+def _fill_clusters(folder: Path, train: TokenFile, workers: int, meter: Meter) -> dict[str, Any]:
+    """Write one file per worker, each with the documents of one cluster in their old order."""
+    lengths = np.fromfile(train.path.with_name("lengths.bin"), "<i8")
+    meter.add(0)
+    assigned = assign(train.tokens, lengths, workers)
+    with ExitStack() as stack:
+        files = [stack.enter_context((folder / f"worker-{i}.bin").open("wb", 2**20)) for i in range(workers)]
+        first = 0
+        for worker, length in zip(assigned.tolist(), lengths.tolist(), strict=True):
+            document = train.tokens[first : first + length].tobytes()
+            meter.add(len(document), len(document))
+            files[worker].write(document)
+            first += length
+    return {"workers": workers}

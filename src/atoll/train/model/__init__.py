@@ -1,0 +1,1 @@
+"""The decoder, models of the hub, export and sampling."""

@@ -1,0 +1,217 @@
+"""A trained model as a folder that needs nothing of the run it came from.
+
+model/
+  config.json          the shape: atoll's own, or for a Hugging Face model the one transformers writes
+  model.safetensors    the parameters
+  tokenizer.json       bytes, or a file of the package tokenizers
+.model.old/            set aside while model/ is replaced; read if that was cut short
+.model.new/            an export under way, or what a crash left of one; the next export sweeps it
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from atoll._util.disk import flush, parse_json, read_limited, sha256_of
+from atoll.errors import ConfigError, DataError
+from atoll.settings.model_presets import ModelConfig
+from atoll.train.data.tokenizer import Tokenizer, open_tokenizer
+from atoll.train.model import hub
+from atoll.train.model.decoder import Decoder
+from atoll.train.model.hub import HubModel
+
+FORMAT: Final = "atoll decoder"
+VERSION: Final = 1
+CONFIG: Final = "config.json"
+WEIGHTS: Final = "model.safetensors"
+
+
+def export(
+    model: Decoder | HubModel, tokenizer: Tokenizer, folder: Path, tensors: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write the model as `folder`; an earlier export there is replaced once the new one is whole on disk.
+
+    Killed at any moment, it leaves the old one or the new one for `load_export`. One process at a time may export
+    to a folder. transformers reads the folder of a HubModel, and its tokenizer.json unless tokens are bytes.
+    `tensors` is the state dict, if the model holds but a part of it.
+    """
+    folder = Path(os.path.realpath(folder))
+    _check_replaceable(folder)
+    try:
+        with _replacing(folder) as new:
+            if isinstance(model, HubModel):
+                hub.save(model, new, tensors=tensors, end=tokenizer.separator)
+            else:
+                _save_decoder(model, model.state_dict() if tensors is None else tensors, new)
+            tokenizer.save(new)
+            if isinstance(model, HubModel):
+                _introduce_tokenizer(new, tokenizer.separator, model.context)
+    except (OSError, SafetensorError) as fault:
+        problem = f"the model cannot be exported to {folder}: {' '.join(str(fault).split())}"
+        raise DataError(f"{problem}; make room or choose another folder, what was there is intact") from fault
+
+
+def load_export(folder: Path) -> tuple[Decoder | HubModel, Tokenizer]:
+    """The model, on the CPU, and the tokenizer that `export` wrote."""
+    folder = Path(os.path.realpath(folder))
+    if not exists(folder):
+        raise DataError(f"{folder} holds no exported model: there is no {CONFIG}")
+    if not folder.exists():  # a replacement died between setting the old one aside and naming the new one
+        folder = _set_aside(folder)
+    config = _read_config(folder / CONFIG)
+    model: Decoder | HubModel
+    if config.get("format") == FORMAT:
+        model = _load_decoder(folder, config)
+        vocabulary = model.config.vocabulary
+    elif "model_type" in config:
+        model = hub.load(str(folder), weights=True)
+        vocabulary = model.vocabulary
+    else:
+        raise DataError(
+            f"{folder / CONFIG} describes neither an {FORMAT} nor a Hugging Face model: its keys are others"
+        )
+    tokenizer = open_tokenizer(folder)
+    if tokenizer.vocabulary > vocabulary:
+        sizes = f"{tokenizer.vocabulary} tokens, the model knows {vocabulary}"
+        raise DataError(f"{folder} is not of one piece: its tokenizer has {sizes}; export it again")
+    return model, tokenizer
+
+
+def exists(folder: Path) -> bool:
+    """Whether there is an export to load, be it one whose replacement was cut short."""
+    return any((place / CONFIG).is_file() for place in (folder, _set_aside(folder)))
+
+
+# --- atoll's own decoder
+
+
+def _save_decoder(model: Decoder, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    dense = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(dense, folder / WEIGHTS, metadata={"format": "pt"})
+    config = {"format": FORMAT, "version": VERSION, **asdict(model.config), "sha256": sha256_of(folder / WEIGHTS)}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _load_decoder(folder: Path, config: Mapping[str, Any]) -> Decoder:
+    shape, weights = _shape(folder / CONFIG, config), folder / WEIGHTS
+    try:
+        if config.get("sha256", digest := sha256_of(weights)) != digest:
+            hint = f"if it was changed on purpose, take sha256 out of {CONFIG}"
+            raise DataError(f"{weights} is damaged: its SHA-256 is not the one in {CONFIG}; {hint}")
+        # Cloned because load_file maps the file, which may change or go.
+        tensors = {name: tensor.clone() for name, tensor in load_file(weights).items()}
+    except (OSError, SafetensorError) as fault:
+        raise DataError(f"{weights} cannot be read: {fault}") from fault
+    return _assemble(shape, tensors, weights)
+
+
+def _assemble(shape: ModelConfig, tensors: dict[str, Tensor], weights: Path) -> Decoder:
+    """A decoder of this shape with these parameters, if they fit."""
+    found = sum(tensor.numel() for tensor in tensors.values())
+    if found != shape.parameters:  # before a model is made, which could be of any size
+        raise DataError(f"{weights} holds {found:,} values where {CONFIG} asks for {shape.parameters:,}")
+    with torch.device("meta"):
+        model = Decoder(shape)
+    for name, parameter in model.state_dict().items():
+        tensor = tensors.get(name)
+        if tensor is None or tensor.shape != parameter.shape or not tensor.is_floating_point():
+            have = "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+            wanted = f"{name} of shape {tuple(parameter.shape)}, in floating point"
+            raise DataError(f"{weights} does not fit {CONFIG}, which asks for {wanted}; it has {have}")
+    model.load_state_dict({name: tensors[name] for name in model.state_dict()}, assign=True)
+    return model
+
+
+def _shape(path: Path, config: Mapping[str, Any]) -> ModelConfig:
+    if (version := config.get("version")) != VERSION:
+        problem = f"{path} is of format version {version!r}, written by a newer atoll"
+        raise DataError(f"{problem}; this one reads version {VERSION}: upgrade it")
+    settings = {name: value for name, value in config.items() if name not in ("format", "version", "sha256")}
+    known = {field.name: field.type for field in fields(ModelConfig)}
+    if wrong := sorted(settings.keys() ^ known.keys()):
+        raise DataError(f"{path} is damaged: {wrong[0]!r} is {'missing' if wrong[0] in known else 'no setting'}")
+    for name, value in settings.items():
+        if known[name] is bool and type(value) is not bool:
+            raise DataError(f"{path} is damaged: {name} must be true or false, got {value!r}")
+    try:
+        return ModelConfig(**settings)
+    except ConfigError as fault:
+        raise DataError(f"{path} is damaged: {fault}") from fault
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = parse_json(read_limited(path, hub.MOST_JSON))
+    except (OSError, ValueError) as fault:
+        raise DataError(f"{path} cannot be read: {getattr(fault, 'strerror', None) or fault}") from fault
+    if not isinstance(config, dict):
+        raise DataError(f"{path} is damaged: it must hold a JSON object")
+    return config
+
+
+# --- for transformers
+
+
+def _introduce_tokenizer(folder: Path, separator: int, context: int | None) -> None:
+    """Say what `transformers.AutoTokenizer` is to make of tokenizer.json, if it is one of the package tokenizers."""
+    added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")).get("added_tokens")
+    if added is None:
+        return  # bytes, which transformers does not know
+    end = next((token["content"] for token in added if token["id"] == separator), None)
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "model_max_length": context}
+    known = {name: value for name, value in about.items() if value is not None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+
+
+# --- one folder in place of another
+
+
+def _set_aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Refuse to delete what is no export."""
+    if folder.is_dir():
+        names = {entry.name for entry in folder.iterdir()}
+        if not names or (CONFIG in names and any(name.endswith(".safetensors") for name in names)):
+            return
+    if folder.exists():
+        raise ConfigError(f"{folder} is there already and is no exported model: choose another folder for the export")
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """A new folder to fill, which then takes the place of `folder`; after a fault all is as it was."""
+    new, old = folder.with_name(f".{folder.name}.new"), _set_aside(folder)
+    if old.exists() and not folder.exists():  # what an earlier export, cut short, owes
+        old.rename(folder)
+    for leftover in (new, old):
+        if leftover.exists():
+            shutil.rmtree(leftover)
+    new.mkdir(parents=True)
+    try:
+        yield new
+        for path in new.iterdir():
+            shutil.copymode(new / CONFIG, path)  # safetensors hides its file from all others, whatever the umask
+            flush(path)
+        flush(new)
+        if folder.exists():  # POSIX renames nothing onto a folder that has files in it
+            folder.rename(old)
+        new.rename(folder)
+        flush(folder.parent)
+    finally:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)

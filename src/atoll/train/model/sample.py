@@ -1,0 +1,76 @@
+"""Text from a trained model."""
+
+from pathlib import Path
+
+import torch
+
+from atoll._util.checks import check_whole
+from atoll.errors import ConfigError, DataError
+from atoll.runs.layout import BEST, MODEL, RUN, worker_folder, worker_folders, worker_of
+from atoll.train.data.tokenizer import Tokenizer
+from atoll.train.model.export import exists, load_export
+
+
+def sample(
+    folder: Path,
+    prompt: str,
+    *,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    seed: int = 0,
+    count: int = 1,
+    best: bool = False,
+) -> list[str]:
+    """`count` texts that begin with the prompt and go on for `tokens` tokens, drawn on the CPU.
+
+    `folder` is that of a finished run or an exported model; with `best`, of a run that has been evaluated, and its best
+    parameters so far are meant. An empty prompt stands for the beginning of a document;
+    where a document ends and the next begins, the text has an empty line. The same seed gives the same texts.
+    """
+    check_whole("tokens", tokens)
+    check_whole("count", count)
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise ConfigError(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}: it names a random sequence")
+    model, tokenizer = load_export(_exported(Path(folder), best=best))
+    if not all(parameter.isfinite().all() for parameter in model.parameters()):
+        raise DataError(f"the model in {folder} holds NaNs or infinities: its training diverged, sample another one")
+    readable = prompt.encode(errors="replace").decode()  # a terminal may hand over what is no Unicode
+    ids = tokenizer.encode(readable).tolist() or [tokenizer.separator]
+    start = torch.tensor(ids, dtype=torch.int64).expand(count, -1)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = model.eval().generate(start, tokens, temperature=temperature, generator=generator)
+    return [_text(tokenizer, row) for row in drawn.tolist()]
+
+
+def _exported(folder: Path, *, best: bool) -> Path:
+    """The export that is meant by a run's folder, or by its own."""
+    if not (folder / RUN).is_file():
+        if not exists(folder) and (workers := worker_folders(folder)):
+            raise DataError(f"{folder} holds the workers of a run: say whose model, as in `atoll sample {workers[0]}`")
+        if not exists(folder):
+            raise DataError(f"{folder} is neither a run nor an exported model: it has no {RUN} and no config.json")
+        return folder
+    meant = folder / (BEST if best else MODEL)
+    if not exists(meant):
+        worker = worker_of(folder)
+        if best and worker:
+            first = folder.parent / worker_folder(0)
+            raise DataError(f"{folder} has no {BEST}/, for only worker 0 evaluates: `atoll sample {first} --best`")
+        problem = (
+            f"the run in {folder} has not {'been evaluated' if best else 'finished'}, so it has no {meant.name}/ yet"
+        )
+        goes_on = f"`atoll train {folder}{'' if worker is None else f' --worker {worker}'} --resume` goes on with it"
+        hint = "" if best or worker else ", and --best takes the best so far"
+        raise DataError(f"{problem}: {goes_on}{hint}")
+    return meant
+
+
+def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The text of documents with separators between them; partial characters become replacement characters."""
+    documents: list[list[int]] = [[]]
+    for token in ids:
+        if token == tokenizer.separator:
+            documents.append([])
+        else:
+            documents[-1].append(token)
+    return "\n\n".join(tokenizer.decode(document) for document in documents if document)

@@ -1,0 +1,1 @@
+"""Events, totals and the view of a run."""

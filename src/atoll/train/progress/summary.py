@@ -1,0 +1,148 @@
+"""What the events of a run amount to at any moment."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from atoll._util.units import loss_text
+from atoll.runs.events import End, Eval, Event, Fault, Resumed, Round, Start, Step, utilisation
+
+KEPT = 18
+"""Evaluations that a curve shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The state of one run, as far as its events tell; a value, because another thread draws it."""
+
+    start: Start | None = None
+    last: Step | None = None
+    end: End | None = None
+    evals: tuple[float, ...] = ()
+    """The last held-out losses, nats per token."""
+    evaluated: Eval | None = None
+    """The last evaluation."""
+    best: float = math.nan
+    faults: int = 0
+    step: int = 0
+    seconds: float = 0.0
+    """Since the run's start, over resumes."""
+    marks: tuple[tuple[int, float], ...] = ()
+    """(step, seconds) of at most three moments: the start or the resume, the first steps after it, the last ones."""
+    heard: float = 0.0
+    """When the last steps were heard of, by the monotonic clock."""
+
+    def after(self, event: Event) -> "Seen":
+        """The state once this has happened, too."""
+        match event:
+            case Start():
+                return Seen(start=event, marks=((0, 0.0),))
+            case Round():
+                return self
+            case Fault():
+                return replace(self, step=event.step, faults=self.faults + 1)
+        now = replace(self, step=event.step, seconds=event.seconds)
+        match event:
+            case Resumed():
+                return replace(now, end=None, marks=((event.step, event.seconds),))
+            case Step():
+                marks = (*self.marks[:2], (event.step, event.seconds))
+                return replace(now, last=event, end=None, marks=marks, heard=time.monotonic())
+            case Eval():
+                best = event.loss if not self.best <= event.loss else self.best
+                return replace(now, evals=(*self.evals, event.loss)[-KEPT:], evaluated=event, best=best)
+            case End():
+                return replace(now, end=event)
+        return now
+
+    @property
+    def steps(self) -> int | None:
+        """Of the whole run, once known."""
+        return self.start.steps if self.start else None
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds a step takes, all included, since the start or the resume; without the first steps (compiling)."""
+        if len(self.marks) < 2:
+            return None
+        (begin, began), (now, seconds) = self.marks[-2:]
+        return (seconds - began) / (now - begin) if now > begin else None
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to the end, counted down between events; None while there is no telling."""
+        if self.end is not None:
+            return 0.0
+        if self.last is None or self.steps is None or self.step_s is None:
+            return None
+        return max(0.0, self.step_s * (self.steps - self.last.step) - (time.monotonic() - self.heard))
+
+    @property
+    def losses(self) -> list[float]:
+        """The last training losses of the workers that have one, nats per token."""
+        losses = self.last.loss if self.last else []
+        return [loss for loss in losses if loss is not None and math.isfinite(loss)]
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process trains one of several workers: what it says is of that one."""
+        return self.start is not None and self.start.worker is not None and self.start.workers > 1
+
+    @property
+    def sent(self) -> float:
+        """Payload bytes that a worker has sent, on average; NaN while unknown."""
+        return self._of_a_worker("bytes_sent")
+
+    @property
+    def wire(self) -> tuple[float, float]:
+        """Bytes that a worker has put on the wire and taken from it, on average; 0 inside one process."""
+        sent, received = self._of_a_worker("wire_sent"), self._of_a_worker("wire_received")
+        return (0.0 if math.isnan(sent) else sent), (0.0 if math.isnan(received) else received)
+
+    @property
+    def waited_s(self) -> float:
+        """For how long a worker has done nothing but wait for rounds, on average, seconds; NaN while unknown."""
+        return self._of_a_worker("wait_s")
+
+    @property
+    def utilisation(self) -> float | None:
+        """The share of its time that a worker did not wait; None while unknown."""
+        source = self.end or self.last
+        return utilisation(self.waited_s, source.seconds) if source else None
+
+    @property
+    def waits(self) -> bool:
+        """Whether waiting is worth a word: there is a wire, or it shows in the time."""
+        return any(self.wire) or (self.utilisation is not None and self.utilisation < 0.995)
+
+    def _of_a_worker(self, name: str) -> float:
+        """A total of the workers of this process, on average."""
+        source = self.end or self.last
+        values: list[float] = getattr(source, name) if source else []
+        mine = self.start.worker if self.start else None
+        return mean(values if mine is None else values[mine : mine + 1])
+
+
+# ---- several numbers in few characters
+
+
+def mean(values: Sequence[float]) -> float:
+    """Of any number of values; NaN of none."""
+    return sum(values) / len(values) if values else math.nan
+
+
+def mean_and_spread(losses: Sequence[float]) -> str:
+    """The mean, and from where to where: 4.321 (4.28-4.36)."""
+    spread = f" ({min(losses):.2f}-{max(losses):.2f})" if len(losses) > 1 else ""
+    return loss_text(mean(losses)) + spread
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Values as a curve of block characters, the lowest of them the lowest."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, high = min(finite), max(finite)
+    scale = 7 / (high - low) if high > low else 0.0
+    return "".join("▁▂▃▄▅▆▇█"[round((value - low) * scale)] if math.isfinite(value) else " " for value in values)

@@ -1,0 +1,1 @@
+"""The ranks of a worker and the worker's place in a run."""

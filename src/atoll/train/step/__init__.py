@@ -1,0 +1,1 @@
+"""One inner step: gradients, optimizer and learning rate."""
