@@ -22,7 +22,7 @@ import harness
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from atoll import Eager, Lockstep, OuterLoop, Streaming, Sync, connect, local
-from atoll._util.device_values import Late
+from atoll._util.device_values import DeviceValues
 from atoll.core.allreduce import Cargo
 from atoll.core.codec import Codec
 from atoll.errors import NonFiniteError
@@ -302,22 +302,22 @@ def test_an_emulated_line_takes_what_is_there() -> None:
 
 
 def test_numbers_may_be_asked_for_by_several_threads_and_again() -> None:
-    late = Late(torch.arange(5))
+    late = DeviceValues(torch.arange(5))
     found: list[Any] = []
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda _: late.values, range(64)))
     assert found == [(0, 1, 2, 3, 4)] * 64
-    for copied in (pickle.loads(pickle.dumps(late)), copy.deepcopy(Late(torch.arange(5)))):
+    for copied in (pickle.loads(pickle.dumps(late)), copy.deepcopy(DeviceValues(torch.arange(5)))):
         assert copied.values == (0, 1, 2, 3, 4)
 
 
 def test_an_inner_step_is_made_before_anybody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     (loop,) = ALONE.loops(STREAMING)
     asked: list[int] = []
-    values = Late.values
+    values = DeviceValues.values
     assert isinstance(values, property) and values.fget is not None
     read = values.fget
-    monkeypatch.setattr(Late, "values", property(lambda self: asked.append(loop.steps) or read(self)))
+    monkeypatch.setattr(DeviceValues, "values", property(lambda self: asked.append(loop.steps) or read(self)))
     for _ in range(9):
         inner_step(loop, PROBLEM.inner)
         loop.step()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-class Late:
+class DeviceValues:
     """What is in a tensor once all that is queued now has been done; to be asked from any thread."""
 
     def __init__(self, numbers: Tensor) -> None:

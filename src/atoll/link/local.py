@@ -1,7 +1,7 @@
 """Workers inside one process: research, tests, the demo. A real link, with faults given as data.
 
-Each worker may run in a thread of its own (`run_local`), or one caller may step them all in turn (`atoll.Lockstep`). The
-result is the same to the bit: nothing depends on who comes first.
+Each worker may run in a thread of its own (`run_local`), or one caller may step them all together (`atoll.Lockstep`).
+The result is the same to the bit: nothing depends on who comes first.
 """
 
 import random

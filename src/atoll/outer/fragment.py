@@ -1,227 +1,297 @@
-"""What one worker remembers between two steps, and how it is written down."""
+"""One worker's replica of one fragment, and everything that changes it: delta, outer step, merge.
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+All vectors are [numel] in the window's dtype. The anchor and the outer optimizer's slots have the same bits on every
+worker; everything else is this worker's own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from atoll.core.flat import Window, pieces
+from atoll.core.flat import fingerprint, pieces
 from atoll.core.guard import DUST, Norms, Size
-from atoll.core.outer import blend
-from atoll.link.base import Contribution, Member, Offer, Pending, RoundId
+from atoll.core.outer import SGD, Adam, Blend, LinearOuter, eager_start
+from atoll.link.base import Contribution, Member, Offer, Round
+from atoll.outer.backend import Backend
+from atoll.outer.presets import Sync
+from atoll.outer.stats import Products
+
+EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-@dataclass(slots=True)
-class Counters:
-    """What one worker's outer loop has done so far."""
+class BlendMerge:
+    """Blends the anchor into the live parameters whenever a round is applied."""
 
-    rounds_sent: int = 0
-    """Rounds that this worker gave something to; with kernels, one that could not be sent is taken back later."""
-    rounds_applied: int = 0
-    rounds_missed: int = 0
-    """Rounds that were completed without the payload this worker had sent."""
-    rounds_left_out: int = 0
-    """Rounds without this worker, because its loss or its delta was not finite, or its delta far too large."""
-    rounds_outlier: int = 0
-    """Rounds that left this worker's delta out because it was far too large."""
-    outliers_seen: int = 0
-    """Deltas of any worker that were left out of applied rounds for that reason."""
-    roll_backs: int = 0
-    """How often this worker gave up its work because something of it was not finite, or far too large."""
-    bytes_sent: int = 0
-    """Payload bytes handed to the link, counted once however many workers receive them."""
-    bytes_received: int = 0
-    """Payload bytes of the other workers."""
-    wait_s: float = 0.0
-    """Seconds spent blocked on the link: the exposed part of what rounds take."""
-    hidden_s: float = 0.0
-    """Seconds for which rounds travelled while this worker trained, summed over rounds."""
-    wire_sent: int = 0
-    """Bytes put on the wire, headers included; inside one process 0, or what an emulated line carries."""
-    wire_received: int = 0
-    """Bytes that came from the wire."""
+    def __init__(self, alpha: float) -> None:
+        self.alpha: float | None = alpha
+        """How much of the live parameters stays, 0 to 1."""
+        self.own: Tensor | None = None
 
+    def start(self, anchor: Tensor, piece: slice) -> Tensor:
+        """Return where the work since the last send began: at the anchor."""
+        return anchor[piece]
 
-@dataclass(slots=True)
-class FragmentState:
-    """One fragment on one worker; all vectors are [numel] in the window's dtype."""
+    def whole_start(self, anchor: Tensor, *, copy: bool) -> Tensor:
+        """Return all of it, as a vector that the caller may change if `copy` is set."""
+        return anchor.clone() if copy else anchor
 
-    window: Window
-    """The live parameters."""
-    anchor: Tensor
-    """The fragment as last agreed by all: the same bits on every worker."""
-    slots: dict[str, Tensor]
-    """The outer optimizer's vectors, such as the velocity: the same bits on every worker."""
-    version: int = 0
-    """Rounds applied to the anchor."""
-    step: int = 0
-    """The inner step after which the last round that moved the anchor was sent."""
-    gap: int = 0
-    """The step of the last round that somebody's payload did not reach; 0 if there was none."""
-    residual: Tensor | None = None
-    """Error feedback: what rounding has lost and the next delta will carry."""
-    own: Tensor | None = None
-    """Eager: the worker's own momentum, fed by its own deltas alone."""
-    newest: Tensor | None = None
-    """Eager: the payload of the worker's newest delta."""
-    share: float = 0.0
-    """Eager: the worker's expected part, 0 to 1, of the mean which that delta enters."""
-    norms: Norms = field(default_factory=Norms)
-    """The norms of the worker's last deltas."""
-    left_out: bool = False
-    """The worker was rolled back since the last send: the next round does without it."""
+    def sent(self, payload: Tensor) -> None:
+        """Note a payload that this worker has just sent."""
 
-    @classmethod
-    def fresh(cls, window: Window, slot_names: Iterable[str], *, eager: bool, feedback: bool) -> Self:
-        """The state before the first step: the anchor is where the live parameters are."""
-        anchor = window.read()
-        return cls(
-            window,
-            anchor,
-            {name: torch.zeros_like(anchor) for name in slot_names},
-            residual=torch.zeros_like(anchor) if feedback else None,
-            own=torch.zeros_like(anchor) if eager else None,
-            norms=Norms(DUST * float(torch.linalg.vector_norm(anchor, dtype=torch.float64))),
-        )
-
-    def hold_back(self, delta: Tensor, decoded: Tensor) -> Tensor | None:
-        """Keep what rounding lost of a delta just sent; returns what undoes that, should the payload be lost.
-
-        If it is, a blending worker's parameters still hold all its work, so the residual must go back to what it was.
-        An eager worker sends exactly what was lost once more, so its residual stays.
-        """
-        if self.residual is None:
-            return None
-        lost = delta - decoded
-        undoes = self.residual - lost if self.own is None else None
-        self.residual.copy_(lost)
-        return undoes
-
-    def restore(self, lost: "Flight") -> None:
-        """The live parameters still hold what a lost payload carried, so rounding has kept nothing back of it."""
-        if self.residual is not None and lost.restore is not None:
-            self.residual.add_(lost.restore)
-
-    def blend(self, alpha: float) -> None:
-        """Mix the anchor into the live parameters, of which `alpha` stays."""
-        if alpha == 0:
-            self.window.write(self.anchor)
-            return
-        local = self.window.read()
-        for piece in pieces(local.numel(), local.device):
-            local[piece] = blend(local[piece], self.anchor[piece], alpha)
-        self.window.write(local)
-
-    def vectors(self) -> dict[str, Tensor]:
-        """All that is needed only when the fragment is due."""
-        own = {"residual": self.residual, "own": self.own}
-        return {"anchor": self.anchor, **self.slots, **{name: v for name, v in own.items() if v is not None}}
-
-    def put(self, vectors: Mapping[str, Tensor]) -> None:
-        """Replace what `vectors` gave by copies of it."""
-        self.anchor = vectors["anchor"]
-        self.slots = {name: vectors[name] for name in self.slots}
-        self.residual, self.own = vectors.get("residual"), vectors.get("own")
+    def begin_period(self, replica: "FragmentReplica", share: float, lost: Tensor | None) -> None:
+        """Start the next period after a send."""
 
     def forget(self) -> None:
-        """Become the state of a worker that has just arrived: it has the anchor and nothing of its own."""
-        for vector in (self.residual, self.own):
-            if vector is not None:
-                vector.zero_()
-        self.newest = None
-        self.window.write(self.anchor)
+        """Drop what is this worker's own."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the live parameters, copied, so that training on does not tear it."""
+        """Return what a resumed run needs."""
+        return {"own": None, "newest": None, "share": 0.0}
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Continue from what state_dict gave."""
+
+
+class EagerMerge(BlendMerge):
+    """Starts every period from the lagging anchor plus what the worker's own newest delta will do to it."""
+
+    def __init__(self, own: Tensor, outer: LinearOuter, backend: Backend) -> None:
+        super().__init__(0.0)
+        self.alpha = None  # an applied round moves the anchor; the live parameters wait for the next send
+        self.own: Tensor | None = own
+        """The worker's own momentum, fed by its own deltas alone."""
+        self._newest: Tensor | None = None  # the payload of its newest delta
+        self._share = 0.0  # its expected part, 0 to 1, of the mean that this delta enters
+        self._outer = outer
+        self._backend = backend
+
+    def start(self, anchor: Tensor, piece: slice) -> Tensor:
+        """Return where the work since the last send began: at the worker's own start."""
+        if self._newest is None or self.own is None:
+            return anchor[piece]
+        newest = self._backend.decode_piece(self._newest, piece)
+        return eager_start(self._outer, anchor[piece], self.own[piece], newest, self._share)
+
+    def whole_start(self, anchor: Tensor, *, copy: bool) -> Tensor:
+        """Return all of it, as a vector that the caller may change if `copy` is set."""
+        if self._newest is None:
+            return super().whole_start(anchor, copy=copy)
+        start = torch.empty_like(anchor)
+        for piece in pieces(start.numel(), start.device):
+            start[piece] = self.start(anchor, piece)
+        return start
+
+    def sent(self, payload: Tensor) -> None:
+        """Keep the payload: decoded, it enters the next start."""
+        self._newest = payload
+
+    def begin_period(self, replica: "FragmentReplica", share: float, lost: Tensor | None) -> None:
+        """Write the next period's start into the live parameters.
+
+        Args:
+            replica: The fragment's replica.
+            share: The worker's part, 0 to 1, of the mean that its newest delta enters.
+            lost: The payload before that, if it never arrived. It leaves the worker's own momentum, which may only know
+                what the others will know, and stays in the live parameters as work not yet sent.
+        """
+        anchor, window = replica.anchor, replica.window
+        if self._newest is None or self.own is None:  # rolled back: nothing of its own is under way
+            window.write(anchor)
+            return
+        self._share = share
+        local = torch.empty_like(anchor)
+        for piece in pieces(local.numel(), local.device):
+            newest = self._backend.decode_piece(self._newest, piece)
+            unsent = None if lost is None else self._backend.decode_piece(lost, piece)
+            known = self.own[piece] if unsent is None else self.own[piece] - unsent
+            own = self._outer.remember(known, newest)
+            start = eager_start(self._outer, anchor[piece], own, newest, self._share)
+            self.own[piece], local[piece] = own, start if unsent is None else start - unsent
+        window.write(local)
+
+    def forget(self) -> None:
+        """Drop the worker's own momentum and its newest delta."""
+        if self.own is not None:
+            self.own.zero_()
+        self._newest = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs, copied."""
+        return {"own": copy_of(self.own), "newest": copy_of(self._newest), "share": self._share}
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Continue from what state_dict gave."""
+        if self.own is not None:
+            self.own.copy_(state["own"])
+        self._newest = copy_of(state["newest"], device)
+        self._share = state["share"]
+
+
+class FragmentReplica:
+    """Owns one worker's state of one fragment: the live parameters, the anchor, the outer optimizer's slots."""
+
+    def __init__(self, backend: Backend, sync: Sync) -> None:
+        anchor = backend.window.read()
+        self.window = backend.window
+        """The live parameters."""
+        self.backend = backend
+        self._outer = sync.outer
+        self.anchor = anchor
+        """The outer parameters as last agreed by all."""
+        self.slots = {name: torch.zeros_like(anchor) for name in sync.outer.slot_names}
+        """The outer optimizer's vectors, such as the velocity."""
+        self.residual = torch.zeros_like(anchor) if sync.codec.feedback else None
+        """Error feedback: what rounding has lost, for the next delta to carry."""
+        self.merge = BlendMerge(sync.merge.alpha) if isinstance(sync.merge, Blend) else self._eager(sync)
+        """How applied rounds reach the live parameters."""
+        self.version = 0
+        """Rounds applied to the anchor."""
+        self.step = 0
+        """The inner step after which the last round that moved the anchor was sent."""
+        self.gap = 0
+        """The step of the last round that lacked somebody's payload; 0 if there was none."""
+        self.norms = Norms(DUST * float(torch.linalg.vector_norm(anchor, dtype=torch.float64)))
+        """The norms of the worker's last deltas."""
+        self.left_out = False
+        """Whether the worker was rolled back since its last send: the next round does without it."""
+
+    def _eager(self, sync: Sync) -> EagerMerge:
+        assert not isinstance(sync.outer, Adam)  # as Sync has checked
+        return EagerMerge(torch.zeros_like(self.anchor), sync.outer, self.backend)
+
+    # ------------------------------------------------------------------ send
+
+    def delta(self) -> Tensor:
+        """Return where the worker started minus where it is, plus what rounding has kept back."""
+        delta = self.window.subtract_from(self.merge.whole_start(self.anchor, copy=True))
+        return delta if self.residual is None else delta.add_(self.residual)
+
+    def prepare(self, member: Member, seed: int, *, wait: bool) -> tuple[Tensor | None, Offer]:
+        """Measure and encode what the worker has to send.
+
+        Args:
+            member: The worker; where it stands is filled in here.
+            seed: Feeds stochastic rounding.
+            wait: Whether to wait until it is known that the payload can be sent.
+
+        Returns:
+            The delta, if it was written down, and the offer for the link.
+
+        Raises:
+            NonFiniteError: A value cannot be sent; the message names its parameter.
+        """
+        if self.residual is None:
+            made = Contribution(self._standing(member), EMPTY)
+            start = self.merge.whole_start
+            encoding = self.backend.encode_live(lambda: start(self.anchor, copy=False), self.anchor, made)
+            # A worker that was rolled back sends nothing, so nobody would ask later. And a rank that holds a part of
+            # the model must know of a value it cannot send before the next forward pass gives it to the other ranks.
+            now = wait or self.left_out or self.window.in_parts
+            offer: Offer | None = encoding.settled() if encoding is not None and now else encoding
+            if offer is not None:
+                return None, offer
+        delta = self.delta()
+        return delta, self.encode(delta, member, seed)
+
+    def encode(self, delta: Tensor, member: Member, seed: int) -> Contribution:
+        """Encode a delta that was measured before."""
+        payload = self.backend.encode(delta, seed)
+        member = self._standing(member)
+        size = member.size._replace(norm=float(torch.linalg.vector_norm(delta, dtype=torch.float64)))
+        return Contribution(replace(member, anchor_fingerprint=fingerprint(self.anchor), size=size), payload)
+
+    def _standing(self, member: Member) -> Member:
+        return replace(member, anchor_version=self.version, size=Size(0.0, self.norms.usual))
+
+    def sent(self, payload: Tensor, delta: Tensor | None) -> Tensor | None:
+        """Note what the worker has sent, and keep what rounding lost of it.
+
+        Returns:
+            What to add to the residual if the payload turns out to be lost. A blending worker's parameters still hold
+            all its work then, so its residual goes back to what it was. An eager worker sends exactly what was lost
+            once more, so its residual stays.
+        """
+        self.merge.sent(payload)
+        if self.residual is None or delta is None:
+            return None
+        lost = delta - self.backend.decode(payload)
+        undo = self.residual - lost if self.merge.own is None else None
+        self.residual.copy_(lost)
+        return undo
+
+    # ------------------------------------------------------------------ apply
+
+    def outer_step(
+        self, completed: Round, products: Products | None, alpha: float | None, *, plain_mean: bool = False
+    ) -> None:
+        """Let a round that has members move the anchor.
+
+        Args:
+            completed: The round.
+            products: Sums up inner products of the members' deltas on the way.
+            alpha: Blends the anchor into the live parameters, of which so much stays; None leaves them alone.
+            plain_mean: Moves the anchor by the mean alone, without momentum.
+        """
+        outer = SGD(1.0) if plain_mean else self._outer
+        self.version, self.step = self.version + 1, completed.round_id.step
+        means, slots = self.backend.means(completed, products), tuple(self.slots.values())
+        self.backend.outer_step(outer, self.anchor, slots, means, self.version, alpha)
+
+    def restore(self, undo: Tensor | None) -> None:
+        """Take back what `sent` kept of a payload that was lost: the live parameters still hold all of its work."""
+        if self.residual is not None and undo is not None:
+            self.residual.add_(undo)
+
+    def forget(self) -> None:
+        """Become the replica of a worker that has just arrived: it has the anchor and nothing of its own."""
+        if self.residual is not None:
+            self.residual.zero_()
+        self.merge.forget()
+        self.window.write(self.anchor)
+
+    # ------------------------------------------------------------------ offload and resume
+
+    def vectors(self) -> dict[str, Tensor]:
+        """Return all vectors that are needed only when the fragment is due."""
+        own = {"residual": self.residual, "own": self.merge.own}
+        return {"anchor": self.anchor, **self.slots, **{name: v for name, v in own.items() if v is not None}}
+
+    def replace_vectors(self, vectors: Mapping[str, Tensor]) -> None:
+        """Use these copies of what `vectors` gave from now on."""
+        self.anchor = vectors["anchor"]
+        self.slots = {name: vectors[name] for name in self.slots}
+        self.residual, self.merge.own = vectors.get("residual"), vectors.get("own")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything but the live parameters, copied, so that training on does not change it."""
         return {
             "anchor": self.anchor.clone(),
             "slots": {name: slot.clone() for name, slot in self.slots.items()},
             "version": self.version,
             "step": self.step,
             "gap": self.gap,
-            "residual": _copy(self.residual),
-            "own": _copy(self.own),
-            "newest": _copy(self.newest),
-            "share": self.share,
+            "residual": copy_of(self.residual),
+            **self.merge.state_dict(),
             "left_out": self.left_out,
             "norms": self.norms.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what state_dict gave, on the device of the live parameters."""
+        """Continue from what state_dict gave."""
         self.anchor.copy_(state["anchor"])
         for name, slot in self.slots.items():
             slot.copy_(state["slots"][name])
         self.version, self.step, self.gap = state["version"], state.get("step", 0), state["gap"]
-        for vector, saved in ((self.residual, state["residual"]), (self.own, state["own"])):
-            if vector is not None:
-                vector.copy_(saved)
-        self.newest = _copy(state["newest"], self.window.device)
-        self.share, self.left_out = state["share"], state["left_out"]
+        if self.residual is not None:
+            self.residual.copy_(state["residual"])
+        self.merge.load_state_dict(state, self.window.device)
+        self.left_out = state["left_out"]
         self.norms.load_state_dict(state.get("norms", ()))
 
 
-class Outgoing(NamedTuple):
-    """A delta on its way out, and what the codec made of it; None while the worker is absent."""
-
-    round_id: RoundId
-    delta: Tensor | None
-    """None if it was never written down: nobody needs it once it is encoded."""
-    offer: Offer | None
-
-
-class Unsent:
-    """An offer of which it is known that it could not be sent, but not yet to the worker that made it."""
-
-    payload = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def settled(self) -> None:
-        """There is none."""
-
-
-@dataclass(slots=True)
-class Flight:
-    """A round this worker has opened and that some worker has yet to apply."""
-
-    offer: Offer | None
-    """What it sent, or tried to; None if it was absent or rolled back, and takes the result all the same."""
-    pending: Pending | None = None
-    """Where the result will come from; None until the link is joined after a resume."""
-    restore: Tensor | None = None
-    """What to add to the residual if the payload turns out to be lost."""
-    applied: bool = False
-    """This worker is done with it, and keeps it only for workers with a longer delay."""
-    held: float = 1.0
-    """How much of the work it sent the live parameters still hold: less once another round has been blended in."""
-    forgotten: bool = False
-    """The worker was away or rolled back after sending, and has started anew."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything but the pending round, which is opened anew on resume with the same contribution."""
-        sent = None if self.offer is None else self.offer.settled()
-        return {
-            "unsent": self.offer is not None and sent is None,
-            "payload": None if sent is None else sent.payload.clone(),
-            "anchor": None if sent is None else (sent.member.anchor_version, sent.member.anchor_fingerprint),
-            "size": None if sent is None else tuple(sent.member.size),
-            "restore": _copy(self.restore),
-            "applied": self.applied,
-            "held": self.held,
-            "forgotten": self.forgotten,
-        }
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], worker: int, weight: float, device: torch.device) -> Self:
-        """A flight as state_dict gave it, sent by this worker."""
-        sent: Offer | None = Unsent() if state.get("unsent") else None
-        if (payload := _copy(state["payload"], device)) is not None:
-            size = Size(*(state.get("size") or (0.0, 0.0)))
-            sent = Contribution(replace(Member(worker, weight, *state["anchor"]), size=size), payload)
-        restore = _copy(state["restore"], device)
-        return cls(sent, None, restore, *(state[key] for key in ("applied", "held", "forgotten")))
-
-
-def _copy(tensor: Tensor | None, device: torch.device | None = None) -> Tensor | None:
+def copy_of(tensor: Tensor | None, device: torch.device | None = None) -> Tensor | None:
+    """Return a copy of a tensor, on another device if one is given."""
     return None if tensor is None else tensor.to(device or tensor.device, copy=True)

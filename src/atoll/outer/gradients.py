@@ -1,26 +1,30 @@
 """The data-parallel baseline: one round of gradients per step, before the inner optimizer uses them."""
 
-from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from atoll.core.flat import Window
-from atoll.errors import AtollError, ConfigError
-from atoll.link.base import RoundId
-from atoll.outer.exchange import Exchange
+from atoll.core.flat import fingerprint
+from atoll.errors import AtollError, ConfigError, NonFiniteError
+from atoll.link.base import Contribution, Pending, RoundId
+from atoll.outer.backend import Backend
+from atoll.outer.rounds import Exchange
 
 
 class GradientAverage:
-    """Keeps the order of calls that data-parallel training needs: average once, then step."""
+    """Averages gradients over the workers, and keeps the order of calls: average once, then step."""
 
-    def __init__(self, exchange: Exchange, window: Window) -> None:
+    def __init__(self, exchange: Exchange, backend: Backend, *, leave_out_nonfinite: bool) -> None:
         self._exchange = exchange
-        self._window = window
+        self._backend = backend
+        self._leave_out_nonfinite = leave_out_nonfinite
         self._averaged = False
-        self._met = False
+        self._met = False  # whether a round of all workers has compared their parameters
+        self._pending: Pending | None = None
 
-    def average(self, step: int) -> Iterator[None]:
-        """Replace the gradients of this step by their mean; yields between sending and waiting."""
+    def send(self, step: int) -> None:
+        """Send the gradients of this step."""
         if self._averaged:
             raise AtollError("average_gradients() was called twice in one step; call step() once an iteration")
         link = self._exchange.link
@@ -28,21 +32,34 @@ class GradientAverage:
             raise ConfigError(
                 f"worker {link.worker} is absent at step {step}: DataParallel has no anchor for it to come back to"
             )
-        # Equal gradients keep equal parameters equal, so the first round with all is the one to compare them in.
-        parameters = None if self._met else self._window.read()
-        round_id, gradients = RoundId(step, 0), self._window.read_gradients()
-        sent = self._exchange.contribution(round_id, gradients, anchor=parameters)
+        round_id = RoundId(step, 0)
+        sent = self._contribution(round_id, self._backend.window.read_gradients())
         self._exchange.counters.rounds_left_out += sent is None
-        pending = self._exchange.open(round_id, sent)
-        yield
-        completed = self._exchange.collect(pending)
-        mean = torch.zeros_like(gradients)  # if every payload was lost, nobody moves
+        self._pending = self._exchange.open(round_id, sent)
+
+    def _contribution(self, round_id: RoundId, gradients: Tensor) -> Contribution | None:
+        # Equal gradients keep equal parameters equal, so the first round with all is the one to compare them in.
+        anchor_fingerprint = 0 if self._met else fingerprint(self._backend.window.read())
+        try:
+            payload = self._backend.encode(gradients, self._exchange.seed(round_id))
+        except NonFiniteError as error:
+            if self._leave_out_nonfinite:
+                return None
+            raise NonFiniteError(f"worker {self._exchange.link.worker}, {round_id}, {error}") from error
+        return Contribution(replace(self._exchange.member, anchor_fingerprint=anchor_fingerprint), payload)
+
+    def apply(self) -> None:
+        """Wait for the round and replace the gradients by their mean; if every payload was lost, by zeros."""
+        assert self._pending is not None
+        completed, self._pending = self._exchange.collect(self._pending), None
+        window = self._backend.window
+        mean = torch.zeros(window.numel, dtype=window.dtype, device=window.device)
         if completed.members:
-            for piece, part in self._exchange.means(completed):
+            for piece, part in self._backend.means(completed):
                 mean[piece] = part
         for residual in self._exchange.mean_residuals:
             residual.drop(None)
-        self._window.write_gradients(mean)
+        window.write_gradients(mean)
         self._averaged = True
         self._met = self._met or self._exchange.is_complete(completed)
 

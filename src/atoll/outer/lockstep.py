@@ -1,14 +1,16 @@
 """Several workers of one process, taken through each operation together by one caller."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import torch
 
 from atoll.core.flat import trainable
 from atoll.errors import ConfigError
-from atoll.outer.loop import OuterLoop, in_turn
+from atoll.outer.loop import OuterLoop
 
 
 class Lockstep:
-    """The workers of one process that one caller steps together: all send, then all apply."""
+    """Steps the workers of one process together: all prepare, then all send, then all apply."""
 
     def __init__(self, loops: Sequence[OuterLoop]) -> None:
         self.loops = list(loops)
@@ -21,13 +23,19 @@ class Lockstep:
                     raise ConfigError(f"{who} train the same parameters: give each its own copy.deepcopy(model)")
 
     def step(self) -> None:
-        """One `OuterLoop.step()` for every worker."""
-        in_turn([loop._step() for loop in self.loops])
+        """Call every worker's `OuterLoop.step()`."""
+        self._run(OuterLoop.STEP)
 
     def average_gradients(self) -> None:
-        """One `OuterLoop.average_gradients()` for every worker."""
-        in_turn([loop._average_gradients() for loop in self.loops])
+        """Call every worker's `OuterLoop.average_gradients()`."""
+        self._run(OuterLoop.AVERAGE_GRADIENTS)
 
     def finish(self) -> None:
-        """One `OuterLoop.finish()` for every worker."""
-        in_turn([loop._finish() for loop in self.loops])
+        """Call every worker's `OuterLoop.finish()`."""
+        self._run(OuterLoop.FINISH)
+
+    def _run(self, phases: Sequence[Callable[[OuterLoop], None]]) -> None:
+        with torch.no_grad():
+            for phase in phases:
+                for loop in self.loops:
+                    phase(loop)

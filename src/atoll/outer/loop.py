@@ -1,4 +1,4 @@
-"""OuterLoop: the one loop that runs the whole family, and the only place where core, link and a live model meet.
+"""OuterLoop: one loop that runs the whole family of algorithms.
 
 After every inner step, on every worker, in this order:
 
@@ -7,29 +7,27 @@ After every inner step, on every worker, in this order:
     merge   blend: local = alpha * local + (1 - alpha) * anchor
             eager: local = anchor + what the worker's own newest delta will do to it
 
-The clock is `step()`, never an optimizer hook: a loss scaler that skips an optimizer step must not shift one
-worker's schedule. The inner optimizer and its state are never touched.
+The clock is `step()`, never an optimizer hook: a loss scaler that skips an optimizer step must not shift one worker's
+schedule. The inner optimizer is never called.
 
-Every operation is a generator, so that one caller can take several workers through it in turn (`Lockstep`). It yields
-twice: when all that can be refused is prepared and nothing of this step has been done, and when it has sent, before it
-waits. What a GPU still encodes when it is sent is refused later, where the next thing is due (`_settle`).
+Every operation has three phases, so that one caller can take several workers through it (`Lockstep`): prepare, in which
+nothing of the step has been done yet and all that can be refused is; send; and apply, which waits for other workers.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from atoll.core.flat import CPU, Window, check_coverage, scatter, state_dtype, trainable
+from atoll.core.flat import Window, check_coverage, scatter, state_dtype, trainable
 from atoll.core.fragments import Whole, describe, split
 from atoll.core.guard import OUTLIER_RATIO
-from atoll.core.outer import Blend
-from atoll.core.schedule import Schedule
-from atoll.errors import AtollError, NonFiniteError
+from atoll.core.schedule import Due, Schedule
+from atoll.errors import AtollError
 from atoll.link.base import Contribution, Link, RoundId
+from atoll.outer import finish as ending
 from atoll.outer.agreement import (
     check_arguments,
     check_saved,
@@ -39,31 +37,38 @@ from atoll.outer.agreement import (
     terms_of,
     warn_of_buffers,
 )
-from atoll.outer.exchange import Exchange
-from atoll.outer.fragment import Counters, FragmentState, Outgoing
+from atoll.outer.backend import backend_for
+from atoll.outer.fragment import FragmentReplica
 from atoll.outer.gradients import GradientAverage
-from atoll.outer.loaded import Loads
-from atoll.outer.offload import shelves
-from atoll.outer.optimizers import InnerOptimizers
+from atoll.outer.offload import Offload
 from atoll.outer.presets import Gradients, Sync
-from atoll.outer.replica import Replica
-from atoll.outer.rounds import Rounds
-from atoll.outer.stats import Observer
-from atoll.outer.undone import MergeWatch
+from atoll.outer.rounds import Exchange, Flight, Rounds
+from atoll.outer.stats import Counters, Observer
+from atoll.outer.watch import ModelWatch
+
+NOTHING = Due((), ())
 
 
 class OuterLoop:
     """Keeps a model in step with the other workers' copies of it.
 
-    Make it once the model has its starting parameters, the same on every worker, and call `step()` once per
-    training iteration, after the inner optimizer's step; call `finish()` at the end. `weight` is this worker's part
-    in every mean, for instance the number of examples in its shard. With `leave_out_nonfinite`, a worker whose delta
-    (or gradient) holds a NaN or an infinity is left out of the round and rolled back instead of stopping with an error.
-    A delta whose norm is more than `outlier_ratio` times what the worker's own last rounds and the other workers'
-    deltas lead to expect is left out as well, and the worker rolled back; None lets every finite delta count. Torch
-    optimizers of a worker that is rolled back forget their state; `on_roll_back` is called then, to reset any other.
-    With `offload`, for a model on a GPU, anchors, velocities and the like are kept in the host's memory and fetched for
-    the fragment that is due. An `observer` is told of every round that this worker applies.
+    Make it once the model has its starting parameters, the same on every worker. Call `step()` once per training
+    iteration, after the inner optimizer's step, and `finish()` at the end.
+
+    Args:
+        model: The model that this worker trains.
+        sync: An algorithm: `DiLoCo(...)`, `Streaming(...)`, `Eager(...)` or another preset.
+        link: This worker's end of a link.
+        weight: This worker's part in every mean, for instance the number of examples in its shard.
+        leave_out_nonfinite: Leaves a worker whose delta (or gradient) holds a NaN or an infinity out of the round and
+            rolls it back, instead of raising NonFiniteError.
+        outlier_ratio: Leaves out, and rolls back, a worker whose delta has more than this many times the norm that its
+            own last rounds and the other workers' deltas lead to expect. None lets every finite delta count.
+        on_roll_back: Is called when this worker is rolled back. Torch optimizers forget their state then; this is for
+            any other state.
+        offload: Keeps anchors, velocities and the like of a model on a GPU in the host's memory and prefetches them for
+            the fragment that is due.
+        observer: Is told of every round that this worker applies.
     """
 
     def __init__(
@@ -87,38 +92,29 @@ class OuterLoop:
         self.steps = 0
         self.fragments = split(model, sync.fragments if isinstance(sync, Sync) else Whole())
         dtype = state_dtype(trainable(model))
-        self._windows = [Window(model, fragment.parameters, dtype) for fragment in self.fragments]
+        windows = [Window(model, fragment.parameters, dtype) for fragment in self.fragments]
         trailing = sync.trailing(link.workers) if isinstance(sync, Sync) else ()
-        self._exchange = Exchange(
-            link,
-            sync.codec,
-            float(weight),
-            self._windows,
-            trailing,
-            tolerant=leave_out_nonfinite,
-            outlier_ratio=outlier_ratio if isinstance(sync, Sync) and link.workers > 1 else None,
-        )
-        self._gradients = GradientAverage(self._exchange, self._windows[0])
-        self._optimizers = InnerOptimizers(model)
-        self._shelves = shelves(offload=offload)
-        self._states: list[FragmentState] = []
-        self._replicas: list[Replica] = []
+        ratio = outlier_ratio if isinstance(sync, Sync) and link.workers > 1 else None
+        exchange = Exchange(link, sync.codec, float(weight), windows, trailing=trailing, outlier_ratio=ratio)
+        self._gradients: GradientAverage | None = None
+        self._schedule: Schedule | None = None
+        self._offload = Offload() if offload and isinstance(sync, Sync) else None
+        replicas: list[FragmentReplica] = []
         if isinstance(sync, Sync):
-            self._schedule = Schedule(sync.period, len(self._windows), sync.delay_of(link.worker, link.workers))
-            self._watch = MergeWatch(self._windows, self._schedule, eager=sync.eager)
-            feedback = sync.codec.feedback
-            for window in self._windows:
-                state = FragmentState.fresh(window, sync.outer.slot_names, eager=sync.eager, feedback=feedback)
-                self._shelves.take(state)
-                self._states.append(state)
-            self._replicas = [Replica(s, self._exchange, n, sync.outer) for n, s in enumerate(self._states)]
-        self._rounds = Rounds(self._exchange, self._replicas, observer)
-        self._loads = Loads(model)
-        self._on_roll_back = on_roll_back
-        self._in_a_row = 0  # roll-backs since the last delta that could be sent
-        self._merged = False
-        self._due: set[int] = set()
-        self._joined = self._lent = self._finished = False
+            self._schedule = Schedule(sync.period, len(windows), sync.delay_of(link.worker, link.workers))
+            for window in windows:
+                replicas.append(FragmentReplica(backend_for(window, sync.codec), sync))
+                if self._offload is not None:
+                    self._offload.add(replicas[-1])
+        else:
+            self._gradients = GradientAverage(
+                exchange, backend_for(windows[0], sync.codec), leave_out_nonfinite=leave_out_nonfinite
+            )
+        self._rounds = Rounds(exchange, replicas, observer, leave_out_nonfinite=leave_out_nonfinite)
+        eager = isinstance(sync, Sync) and sync.eager
+        self._watch = ModelWatch(model, windows, self._schedule, eager=eager, on_roll_back=on_roll_back)
+        self._status = "new"  # then "joined", then "finished"
+        self._sending: dict[RoundId, Flight] = {}
 
     # ------------------------------------------------------------------ what a training script calls
 
@@ -129,15 +125,13 @@ class OuterLoop:
 
     def is_due(self, step: int) -> bool:
         """Whether anything is sent or applied after this inner step (from 1)."""
-        if isinstance(self.sync, Gradients):
-            return False
-        due = self._schedule.due(step)
+        due = self._due(step)
         return bool(due.send or due.apply)
 
     @property
     def counters(self) -> Counters:
         """Rounds, bytes and seconds of waiting so far."""
-        return self._exchange.counters
+        return self._rounds.exchange.counters
 
     @property
     def merged(self) -> bool:
@@ -145,43 +139,54 @@ class OuterLoop:
 
         An optimizer that steps on copies of them must copy them anew then, or it undoes the merge.
         """
-        return self._merged
+        return self._watch.merged
 
     @property
     def anchor_step(self) -> int:
         """The inner step that the outer parameters stand for: their oldest fragment holds what was sent after it."""
-        return min((state.step for state in self._states), default=self.steps)
+        return min((replica.step for replica in self._rounds.replicas), default=self.steps)
 
     def join(self) -> None:
-        """Meet the others, as the first step would (between machines it waits for all); LinkError says what differs."""
-        if self._joined:
+        """Meet the other workers, as the first step would; between machines it waits for all of them.
+
+        Raises:
+            LinkError: Another worker has other settings or other parameters; the message says which.
+        """
+        if self._status != "new":
             return
-        self._loads.check()
+        self._watch.loads.check()
         here = {"inner steps made (load the same checkpoint on all)": str(self.steps), **frozen_terms(self.model)}
         if not self.steps:  # from there on, rounds compare
-            here |= starting_terms([s.anchor for s in self._states] or [w.read() for w in self._windows])
-        self.link.join({**self._terms(), **here}, self._exchange.weight)
-        self._joined = True
-        self._rounds.take_up()
+            anchors = [replica.anchor for replica in self._rounds.replicas]
+            here |= starting_terms(anchors or [window.read() for window in self._windows])
+        self.link.join({**self._terms(), **here}, self._rounds.exchange.member.weight)
+        self._status = "joined"
+        self._rounds.reopen()
 
+    @torch.no_grad()
     def step(self) -> None:
         """Count one inner step; send and apply what is due after it."""
-        in_turn([self._step()])
+        for phase in self.STEP:
+            phase(self)
 
+    @torch.no_grad()
     def average_gradients(self) -> None:
         """Under DataParallel, replace the gradients by their mean over the workers; otherwise do nothing.
 
         Call it between backward() and the inner optimizer's step (after unscaling, before clipping).
         """
-        in_turn([self._average_gradients()])
+        for phase in self.AVERAGE_GRADIENTS:
+            phase(self)
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Bring every worker to the same final model.
 
         Rounds in flight are applied; what was trained since the last send is exchanged once more and plainly
         averaged, so that no work is lost and no momentum overshoots; the live parameters become the anchor.
         """
-        in_turn([self._finish()])
+        for phase in self.FINISH:
+            phase(self)
 
     @torch.no_grad()
     def roll_back(self) -> None:
@@ -191,15 +196,13 @@ class OuterLoop:
         that step them forget their state; `on_roll_back` is for others. Under DataParallel there is nothing to roll
         back.
         """
-        if self._lent:
-            raise AtollError("the model holds the anchor: leave the `with outer.anchor()` block first")
+        self._check_not_lent()
         self.counters.roll_backs += 1
-        self._optimizers.reset()
+        self._watch.optimizers.reset()
         self._start_anew()
-        for state in self._states:
-            state.left_out = True
-        if self._on_roll_back is not None:
-            self._on_roll_back()
+        for replica in self._rounds.replicas:
+            replica.left_out = True
+        self._watch.rolled_back()
 
     @contextmanager
     def anchor(self) -> Iterator[nn.Module]:
@@ -207,119 +210,128 @@ class OuterLoop:
 
         They are those of the last round that was applied, and so up to a period and a delay old: of `anchor_step`.
         """
-        if self._lent:
+        if self._watch.lent:
             raise AtollError("anchor() is already in use: leave the first `with` block before entering another")
+        self._bring_home()
         # The tensors themselves are kept: freezing the model inside must not keep its own values from coming back.
-        self._shelves.settle()
-        own = [(state.window.parameters(), self._shelves.kept(state.window.read())) for state in self._states]
-        self._lent, self._loads.watching = True, False
+        own = [(window.parameters(), self._kept(window.read())) for window in self._windows if self._rounds.replicas]
+        self._watch.lent = True
         try:
-            for state in self._states:
-                state.window.write(state.anchor)
+            for replica in self._rounds.replicas:
+                replica.window.write(replica.anchor)
             yield self.model
         finally:
-            self._lent, self._loads.watching = False, True
+            self._watch.lent = False
             for parameters, values in own:
                 scatter(values, parameters)
 
     def describe(self) -> str:
-        """A readable table of the fragments."""
+        """Return a readable table of the fragments."""
         return describe(self.fragments)
 
-    # ------------------------------------------------------------------ one step
+    # ------------------------------------------------------------------ one step: prepare, send, apply
 
-    def _step(self) -> Iterator[None]:
+    def _prepare_step(self) -> None:
+        """Check everything that can be refused, and encode what is due."""
         self._begin()
-        step = self.steps + 1
-        if isinstance(self.sync, Gradients):
+        if self._gradients is not None:
             self._gradients.end_step()
-            self.steps = step
             return
-        due = self._schedule.due(step)
-        self._merged, is_due = False, bool(due.send or due.apply)
-        if is_due:
-            self._watch.check(self.link)  # of steps before: a GPU may still be at this one
-        self._watch.stepped()
-        if is_due:
+        step = self.steps + 1
+        due = self._due(step)
+        self._watch.merged = False
+        self._watch.stepped(self.link, judge=bool(due.send or due.apply))
+        if due.send or due.apply:
             self._settle(due.send)
         self._leave_runaway(due.send)
         for fragment in due.apply:
             self._windows[fragment].parameters()  # what could not be written later is refused now
         self._use({*due.send, *due.apply})
-        outgoing = self._prepare([RoundId(step, fragment) for fragment in due.send])
-        yield
-        self.steps = step
-        self._send(outgoing)
-        del outgoing  # the deltas' memory
-        yield
-        keep = self.sync.merge.alpha if isinstance(self.sync.merge, Blend) else None
-        self._merged |= self._watch.merging(step)
-        lost = {f: self._rounds.apply(RoundId(step - self._schedule.delay, f), step, keep) for f in due.apply}
+        if due.send:
+            check_coverage(self.model, self._windows)
+            wait = self._schedule is not None and self._schedule.delay == 0  # later on, a GPU has a step to encode in
+            ids = [RoundId(step, fragment) for fragment in due.send]
+            self._sending = {round_id: self._rounds.prepare(round_id, wait=wait) for round_id in ids}
+
+    def _send_step(self) -> None:
+        """Count the step and send what was prepared."""
+        self.steps += 1
+        self._send()
+
+    def _apply_step(self) -> None:
+        """Wait for the rounds that are due, let them move the anchor, and merge it into the live parameters."""
+        if self._schedule is None or not isinstance(self.sync, Sync):
+            return
+        step, due = self.steps, self._due(self.steps)
+        self._watch.merging(step)
+        lost = {f: self._rounds.apply(RoundId(step - self._schedule.delay, f), step) for f in due.apply}
         if due.apply:
             self._leave_outliers()
-        if keep is None and self.link.present(step):
+        if self.sync.eager and self.link.present(step):
             for fragment in due.send:
-                self._replicas[fragment].restart(step, lost.get(fragment))
+                self._rounds.begin_period(fragment, step, lost.get(fragment))
         self._rounds.drop(step - max(self.sync.delays))
         if self.link.present(step + 1) and not self.link.present(step):
             self._start_anew()
-        coming = self._schedule.due(step + 1)
-        self._watch.merged(step)
-        self._shelves.turn_to({*coming.send, *coming.apply})
-
-    def _use(self, fragments: set[int]) -> None:
-        """Have what is remembered of these fragments where it can be worked with."""
-        self._due = fragments
-        self._shelves.use(fragments)
+        self._watch.merged_at(step)
+        if self._offload is not None:
+            coming = self._due(step + 1)
+            self._offload.prefetch({*coming.send, *coming.apply})
 
     def _begin(self) -> None:
         """Check that this is the moment, and meet the other workers if it is the first."""
-        if self._lent:
-            raise AtollError("the model holds the anchor: leave the `with outer.anchor()` block first")
-        if self._finished:
+        self._check_not_lent()
+        if self._status == "finished":
             raise AtollError("finish() has been called: make a new OuterLoop to train on")
-        self._loads.check()
+        self._watch.loads.check()
         self.join()
         self.link.check()
 
-    # ------------------------------------------------------------------ send
+    def _check_not_lent(self) -> None:
+        if self._watch.lent:
+            raise AtollError("the model holds the anchor: leave the `with outer.anchor()` block first")
 
-    def _prepare(self, round_ids: Sequence[RoundId]) -> list[Outgoing]:
-        """Measure and encode what is to be sent; a value that cannot be is refused here, before anything changes."""
-        if round_ids:
-            check_coverage(self.model, self._windows)
-        wait = self._schedule.delay == 0  # later on, a GPU has a step to work on while it is waited for
-        return [self._replicas[round_id.fragment].outgoing(round_id, wait=wait) for round_id in round_ids]
+    def _due(self, step: int) -> Due:
+        return NOTHING if self._schedule is None else self._schedule.due(step)
 
-    def _send(self, outgoing: Sequence[Outgoing]) -> None:
-        if outgoing and self.link.on_any_rank(self._spoilt(outgoing)):
+    @property
+    def _windows(self) -> list[Window]:
+        return list(self._rounds.exchange.windows)
+
+    # ------------------------------------------------------------------ what cannot or must not be sent
+
+    def _send(self) -> None:
+        """Send what was prepared, unless some of it is not finite: then none of this worker's work is any good."""
+        sending, self._sending = self._sending, {}
+        if sending and self.link.on_any_rank(self._spoilt(sending)):
             self._give_up()
         elif any(
-            isinstance(o.offer, Contribution) and not self._states[o.round_id.fragment].left_out for o in outgoing
+            isinstance(flight.offer, Contribution) and not self._rounds.replicas[round_id.fragment].left_out
+            for round_id, flight in sending.items()
         ):
-            self._in_a_row = 0
-        self._rounds.send(outgoing)
+            self._watch.in_a_row = 0
+        self._rounds.send(sending)
 
-    def _spoilt(self, outgoing: Sequence[Outgoing]) -> bool:
-        """Whether a delta could not be sent for not being finite; the work in the other fragments is no better then."""
-        return any(o.offer is None and self.link.present(o.round_id.step) for o in outgoing)
+    def _spoilt(self, sending: Mapping[RoundId, Flight]) -> bool:
+        return any(flight.offer is None and self.link.present(r.step) for r, flight in sending.items())
 
     def _settle(self, sending: Collection[int]) -> None:
         """Learn whether what a GPU was still encoding when it was sent could be; if not, act on it now."""
-        unsent = self._rounds.unsent()
-        spoilt = [(round_id, flight.offer) for round_id, flight in unsent if flight.offer and not flight.forgotten]
+        unsendable = self._rounds.unsendable()
+        spoilt = [(round_id, flight.offer) for round_id, flight in unsendable if flight.offer and not flight.forgotten]
         if spoilt:
-            if not self._exchange.tolerant:
-                raise self._exchange.refusal(*spoilt[0])
+            if not self._rounds.leave_out_nonfinite:
+                raise self._rounds.refusal(*spoilt[0])
             self._give_up([round_id.fragment for round_id, _ in spoilt], sending)
         elif any(flight.offer is not None and not flight.forgotten for _, flight in self._rounds.waiting()):
-            self._in_a_row = 0
-        self._rounds.leave_out(unsent)
+            self._watch.in_a_row = 0
+        self._rounds.leave_out(unsendable)
 
     def _leave_runaway(self, sending: Collection[int]) -> None:
         """Start anew in the step after a delta was sent that is far larger than this worker's last ones."""
-        sent = self._schedule.due(self.steps).send if self.steps else ()
-        if sent and self._schedule.delay and self._exchange.outlier_ratio is not None:
+        if self._schedule is None or not self._schedule.delay or self._rounds.exchange.outlier_ratio is None:
+            return
+        if self.steps and self._due(self.steps).send:
             runaways = self._rounds.runaways(self.steps)
             if self.link.on_any_rank(bool(runaways)):
                 self._roll_back_less(runaways, sending)
@@ -327,159 +339,109 @@ class OuterLoop:
     def _leave_outliers(self) -> bool:
         """Start anew after rounds that have left out this worker's delta, unless it has done so since."""
         outliers, self._rounds.outliers = self._rounds.outliers, {}
-        if self._exchange.outlier_ratio is None or not self.link.on_any_rank(any(outliers.values())):
+        if self._rounds.exchange.outlier_ratio is None or not self.link.on_any_rank(any(outliers.values())):
             return False
         self._roll_back_less([fragment for fragment, holds in outliers.items() if holds])
         return True
 
     def _roll_back_less(self, fragments: Collection[int], sending: Collection[int] = ()) -> None:
-        """Roll back; the rounds of these fragments that do without this worker are under way, so not the next as well.
+        """Roll back, but let the next rounds of these fragments count: those that do without are under way already.
 
         Unless they are among those `sending` now, in which there is nothing since.
         """
         self.roll_back()
         for fragment in fragments:
-            self._states[fragment].left_out = fragment in sending
+            self._rounds.replicas[fragment].left_out = fragment in sending
 
     def _give_up(self, fragments: Collection[int] = (), sending: Collection[int] = ()) -> None:
-        """Roll back, for a delta was not finite; if it is so every time, NonFiniteError says what the cause may be."""
+        """Roll back, for a delta was not finite; if that happens every time, NonFiniteError names the likely cause."""
         self._roll_back_less(fragments, sending)
-        self._in_a_row += 1
-        if self._in_a_row > 1 and self._on_roll_back is None and not self._optimizers.found:
-            raise NonFiniteError(
-                f"worker {self.link.worker}, step {self.steps}: rolled back {self._in_a_row} times in a row, for no "
-                "delta was finite. Its inner optimizer probably keeps NaN in its state: reset it after a roll-back, "
-                "OuterLoop(..., leave_out_nonfinite=True, on_roll_back=inner.state.clear)"
-            )
+        self._watch.count_nonfinite(f"worker {self.link.worker}, step {self.steps}")
 
     def _start_anew(self) -> None:
         """Join, come back or be rolled back: take the anchor, and nothing of one's own."""
-        self._merged = True
-        self._loads.forget()
-        self._shelves.settle()
-        for state in self._states:
-            state.forget()
-        self._shelves.use(self._due)
+        self._watch.merged = True
+        self._watch.loads.forget()
+        self._bring_home()
+        for replica in self._rounds.replicas:
+            replica.forget()
+        if self._offload is not None:
+            self._offload.use_again()
         self._rounds.forsake()
-
-    # ------------------------------------------------------------------ the end
-
-    def _finish(self) -> Iterator[None]:
-        self._begin()
-        if isinstance(self.sync, Gradients):
-            self._finished = True
-            return
-        self._watch.stepped()
-        self._watch.check(self.link)
-        self._settle(range(len(self._states)))
-        check_coverage(self.model, self._windows)
-        everything = [RoundId(self.steps, fragment, last=True) for fragment in range(len(self._states))]
-        deltas, spoilt = [], False
-        for round_id in everything:
-            replica = self._at(round_id)
-            delta = replica.delta()
-            spoilt |= self._spoilt([replica.outgoing_of(round_id, delta)])  # what can be refused is refused now
-            deltas.append(self._shelves.kept(delta))
-        spoilt = self.link.on_any_rank(spoilt)
-        yield
-        self._finished = True
-        if spoilt:
-            self._give_up()
-            deltas = [torch.zeros_like(delta) for delta in deltas]
-        for round_id, flight in self._rounds.waiting():
-            replica, delta = self._at(round_id), self._measured(round_id, deltas)
-            lost = self._rounds.apply(round_id, self.steps)
-            replica.settle(delta, flight, lost=lost is not None)
-            deltas[round_id.fragment] = self._shelves.kept(delta)
-        if self._leave_outliers():
-            deltas = [torch.zeros_like(delta) for delta in deltas]
-        last = [round_id for round_id in everything if self._has_unsent(round_id.fragment)]
-        for round_id in last:
-            self._send([self._at(round_id).outgoing_of(round_id, self._measured(round_id, deltas))])
-        del deltas
-        yield
-        for round_id in last:
-            self._at(round_id)
-            self._rounds.apply_last(round_id, self.steps)
-        self._shelves.settle()
-        for state in self._states:
-            state.window.write(state.anchor)
-        self._merged = True
-        self._rounds.drop(self.steps)
-
-    def _at(self, round_id: RoundId) -> Replica:
-        """The replica of a round's fragment, and nothing of the others where it would need room."""
-        self._shelves.turn_to({round_id.fragment})
-        self._use({round_id.fragment})
-        return self._replicas[round_id.fragment]
-
-    def _measured(self, round_id: RoundId, deltas: Sequence[Tensor]) -> Tensor:
-        return deltas[round_id.fragment].to(self._windows[round_id.fragment].device)
-
-    def _has_unsent(self, fragment: int) -> bool:
-        """Whether some worker holds work of this fragment that has not arrived: the same answer on every worker.
-
-        It was trained since the last send, or lost in one of the last two rounds: an eager worker learns of a loss when
-        it has already sent again.
-        """
-        recent_gap = 0 < self._states[fragment].gap > self.steps - 2 * self._schedule.period
-        return recent_gap or not self._schedule.is_send(fragment, self.steps)
 
     # ------------------------------------------------------------------ data-parallel
 
-    def _average_gradients(self) -> Iterator[None]:
-        if isinstance(self.sync, Gradients):
+    def _send_gradients(self) -> None:
+        if self._gradients is not None:
             self._begin()
             check_coverage(self.model, self._windows)
-            yield from self._gradients.average(self.steps + 1)
+            self._gradients.send(self.steps + 1)
+
+    def _apply_gradients(self) -> None:
+        if self._gradients is not None:
+            self._gradients.apply()
+
+    STEP: ClassVar = (_prepare_step, _send_step, _apply_step)
+    AVERAGE_GRADIENTS: ClassVar = (_send_gradients, _apply_gradients)
+    FINISH: ClassVar = (ending.prepare, ending.send, ending.apply)
+
+    # ------------------------------------------------------------------ offload
+
+    def _use(self, fragments: set[int]) -> None:
+        if self._offload is not None:
+            self._offload.use(fragments)
+
+    def _turn_to(self, fragment: int) -> None:
+        """Have this fragment's state on the device, and no other's."""
+        if self._offload is not None:
+            self._offload.prefetch({fragment})
+            self._offload.use({fragment})
+
+    def _bring_home(self) -> None:
+        if self._offload is not None:
+            self._offload.bring_home()
+
+    def _kept(self, vector: Tensor) -> Tensor:
+        """Return a vector that is needed again later, where there is room for it."""
+        return vector if self._offload is None else vector.cpu()
 
     # ------------------------------------------------------------------ resume
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything the loop is, rounds in flight included; the model and the inner optimizer save themselves."""
-        if self._lent:
+        """Return everything the loop is, rounds in flight included; the model and the inner optimizer save themselves.
+
+        The tensors are copies.
+        """
+        if self._watch.lent:
             raise AtollError("the model holds the anchor: leave the `with outer.anchor()` block before saving")
-        self._shelves.settle()
+        self._bring_home()
         return {
             "steps": self.steps,
-            "finished": self._finished,
+            "finished": self._status == "finished",
             "ahead": self.sync.ahead if self.link.workers > 1 else 0,  # for `checkpoint.save`
-            **self._identity(),
-            "fragments": [state.state_dict() for state in self._states],
-            "flights": self._rounds.state_dict(),
-            "mean_residuals": self._rounds.residuals_state_dict(),
-            "counters": asdict(self.counters),
+            **self._identity(self._watch.frozen_terms()),
+            **self._rounds.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what state_dict gave, to the bit; call it before the first step, with the model restored."""
-        if self._joined:
+        if self._status != "new":
             raise AtollError("load_state_dict() must come before the first step of a new OuterLoop")
-        check_saved(state, self._identity(), self._windows)
-        self._loads.forget()
+        check_saved(state, self._identity(frozen_terms(self.model)), self._windows)
+        self._watch.loads.forget()
         self.steps = state["steps"]
-        self._shelves.settle()
-        for fragment, saved in zip(self._states, state["fragments"], strict=True):
-            fragment.load_state_dict(saved)
-        self._rounds.load_state_dict(state["flights"])
-        for residual, saved in zip(self._exchange.mean_residuals, state.get("mean_residuals", ()), strict=False):
-            residual.load_state_dict(saved, CPU)
-        self._exchange.counters = Counters(**state["counters"])
+        self._bring_home()
+        self._rounds.load_state_dict(state)
 
     def _terms(self) -> dict[str, str]:
-        return terms_of(self.link, self.sync, self._windows, self._exchange.outlier_ratio)
+        return terms_of(self.link, self.sync, self._windows, self._rounds.exchange.outlier_ratio)
 
-    def _identity(self) -> dict[str, Any]:
-        """What a saved state is compared with before it is loaded."""
-        terms = self._terms()
-        live, weight = live_checksums(self._windows), self._exchange.weight
-        own = {"worker": self.link.worker, "weight": weight, "terms": terms}
-        return {**own, "frozen": frozen_terms(self.model), "live": live}
-
-
-def in_turn(parts: list[Iterator[None]]) -> None:
-    """Take each to its next yield, round after round, until all have ended."""
-    ended = object()
-    with torch.no_grad():
-        while parts:
-            parts = [part for part in parts if next(part, ended) is not ended]
+    def _identity(self, frozen: dict[str, str]) -> dict[str, Any]:
+        """Return what a saved state is compared with before it is loaded."""
+        return {
+            "worker": self.link.worker,
+            "weight": self._rounds.exchange.member.weight,
+            "terms": self._terms(),
+            "frozen": frozen,
+            "live": live_checksums(self._windows),
+        }

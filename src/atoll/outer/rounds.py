@@ -1,47 +1,250 @@
-"""One worker's rounds: what it sends goes on its way, and what comes back moves its anchors."""
+"""One worker's rounds: opened on the link, applied to the replicas, saved while they are in flight."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
 
-from atoll.link.base import Round, RoundId
-from atoll.outer.exchange import Exchange
-from atoll.outer.fragment import Flight, FragmentState, Outgoing
-from atoll.outer.replica import Replica
-from atoll.outer.stats import Applied, Observer, Products
+import torch
+from torch import Tensor
+
+from atoll.core.allreduce import MOST_PARTS_EACH, Cargo, MeanResidual
+from atoll.core.codec import Codec
+from atoll.core.flat import CPU, Window
+from atoll.core.guard import SMALLEST, Size
+from atoll.core.shots import sent_bytes
+from atoll.errors import LinkError, NonFiniteError
+from atoll.link.base import Contribution, Link, Member, Offer, Pending, Round, RoundId
+from atoll.outer.fragment import EMPTY, FragmentReplica, copy_of
+from atoll.outer.stats import Applied, Counters, Observer, Products
+
+
+class Unsendable:
+    """An offer that could not be sent, saved before its worker had learned of it."""
+
+    payload = EMPTY
+
+    def settled(self) -> None:
+        """There is nothing to send."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A round of this worker, from its delta until every worker has applied it."""
+
+    offer: Offer | None = None
+    """What the worker sends; None if it is absent or rolled back, and takes the result all the same."""
+    delta: Tensor | None = None
+    """What the payload was encoded from, until it is sent."""
+    pending: Pending | None = None
+    """Where the result comes from; None until the link is joined after a resume."""
+    undo: Tensor | None = None
+    """What to add to the residual if the payload turns out to be lost."""
+    applied: bool = False
+    """This worker is done with it, and keeps it only for workers with a longer delay."""
+    held: float = 1.0
+    """How much of the work it sent the live parameters still hold: less once another round has been blended in."""
+    forgotten: bool = False
+    """The worker was away or rolled back after sending, and has started anew."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything but the pending round, which a resumed run opens again with the same payload."""
+        sent = None if self.offer is None else self.offer.settled()
+        return {
+            "unsent": self.offer is not None and sent is None,
+            "payload": None if sent is None else sent.payload.clone(),
+            "anchor": None if sent is None else (sent.member.anchor_version, sent.member.anchor_fingerprint),
+            "size": None if sent is None else tuple(sent.member.size),
+            "restore": copy_of(self.undo),
+            "applied": self.applied,
+            "held": self.held,
+            "forgotten": self.forgotten,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], member: Member, device: torch.device) -> Self:
+        """Make a flight from what state_dict gave; `member` is the worker that sent it."""
+        offer: Offer | None = Unsendable() if state.get("unsent") else None
+        if (payload := copy_of(state["payload"], device)) is not None:
+            version, fingerprint = state["anchor"]
+            size = Size(*(state.get("size") or (0.0, 0.0)))
+            offer = Contribution(
+                replace(member, anchor_version=version, anchor_fingerprint=fingerprint, size=size), payload
+            )
+        kept = {key: state[key] for key in ("applied", "held", "forgotten")}
+        return cls(offer, undo=copy_of(state["restore"], device), **kept)
+
+
+class Exchange:
+    """Opens rounds of vectors on a link, waits for them, checks them and counts what passes."""
+
+    def __init__(
+        self,
+        link: Link,
+        codec: Codec,
+        weight: float,
+        windows: Sequence[Window],
+        *,
+        trailing: Collection[int] = (),
+        outlier_ratio: float | None = None,
+    ) -> None:
+        self.link = link
+        self.codec = codec
+        self.member = Member(link.worker, weight, 0, 0)
+        """This worker, as every one of its contributions names it."""
+        self.windows = windows
+        self.counters = Counters()
+        self.mean_residuals = [MeanResidual() for _ in windows] if codec.feedback else []
+        """By fragment, what this worker's part in reducing means has lost; empty without error feedback."""
+        self._trailing = trailing  # workers that apply a round only after they have sent the next: one anchor behind
+        self.outlier_ratio = outlier_ratio
+        """How many times larger than expected a delta is left out of a round; None: never."""
+
+    def seed(self, round_id: RoundId) -> int:
+        """Return the seed of this worker's payload in a round: the same when a run is repeated."""
+        return self._seeds(round_id) + self.link.worker
+
+    def _seeds(self, round_id: RoundId) -> int:
+        return (round_id.step * len(self.windows) + round_id.fragment) * self.link.workers
+
+    def share(self, step: int) -> float:
+        """Return this worker's part, 0 to 1, of a mean over all who are present at this step."""
+        return self.member.weight / sum(self.link.weights(step).values())
+
+    def open(self, round_id: RoundId, offer: Offer | None) -> Pending:
+        """Start a round with what this worker offers, and count it."""
+        if offer is not None:
+            self._count_sent(round_id, 1)
+        return self.reopen(round_id, offer)
+
+    def reopen(self, round_id: RoundId, offer: Offer | None) -> Pending:
+        """Start a round that was in flight when a run was saved: it has been counted."""
+        window = self.windows[round_id.fragment]
+        # A seed for each part, higher than any payload's, so that no two things round alike; not higher still, for
+        # torch's generator takes the low 32 bits.
+        seed = 2**31 + MOST_PARTS_EACH * self._seeds(round_id)
+        residual = self.mean_residuals[round_id.fragment] if self.mean_residuals else None
+        ratio = self.ratio_of(round_id.fragment)
+        cargo = Cargo(self.codec, window.numel, window.dtype, seed, window.device, tuple(round_id), residual, ratio)
+        return self.link.open(round_id, offer, cargo)
+
+    def take_back(self, round_id: RoundId) -> None:
+        """Count a round as one without this worker: its offer could not be sent."""
+        self._count_sent(round_id, -1)
+        self.counters.rounds_left_out += 1
+
+    def _count_sent(self, round_id: RoundId, rounds: int) -> None:
+        self.counters.rounds_sent += rounds
+        self.counters.bytes_sent += rounds * self.codec.payload_bytes(self.windows[round_id.fragment].numel)
+
+    def ratio_of(self, fragment: int) -> float | None:
+        """Return the outlier ratio for deltas of this fragment; None if they are not judged."""
+        return self.outlier_ratio if self.windows[fragment].numel >= SMALLEST else None
+
+    def collect(self, pending: Pending) -> Round:
+        """Wait for a round; LinkError if payloads do not fit or the members no longer share one anchor."""
+        began = time.perf_counter()
+        completed = pending.wait()
+        waited_s = time.perf_counter() - began
+        self.counters.wait_s += waited_s
+        if completed.passage is not None:
+            passage = replace(completed.passage, waited_s=waited_s)
+            self.counters.hidden_s += passage.hidden_s
+            self.counters.wire_sent += passage.sent
+            self.counters.wire_received += passage.received
+            completed = replace(completed, passage=passage)
+        payload_bytes = self.codec.payload_bytes(self.windows[completed.round_id.fragment].numel)
+        self._check(completed, payload_bytes)
+        self.counters.bytes_received += self._received(completed, payload_bytes)
+        self.counters.rounds_applied += bool(completed.members)
+        return completed
+
+    def _received(self, completed: Round, payload_bytes: int) -> int:
+        if completed.reduced is None:
+            return payload_bytes * sum(m.worker != self.link.worker for m in completed.members)
+        members = self.link.weights(completed.round_id.step)
+        return sent_bytes(payload_bytes, len(members)) if self.link.worker in members else payload_bytes
+
+    def is_complete(self, completed: Round) -> bool:
+        """Return whether the payloads of all who were present have arrived: the same answer on every worker."""
+        return {member.worker for member in completed.members} == self.link.weights(completed.round_id.step).keys()
+
+    def _check(self, completed: Round, payload_bytes: int) -> None:
+        for member, payload in zip(completed.members, completed.payloads, strict=bool(completed.payloads)):
+            if payload.numel() != payload_bytes:
+                sent = f"worker {member.worker} sent {payload.numel()} bytes where {payload_bytes} were due"
+                raise LinkError(f"{completed.round_id}: {sent}")
+        leaders: dict[bool, Member] = {}
+        for member in completed.members:
+            leader = leaders.setdefault(member.worker in self._trailing, member)
+            if (member.anchor_version, member.anchor_fingerprint) != (leader.anchor_version, leader.anchor_fingerprint):
+                who = f"{completed.round_id}: workers {leader.worker} and {member.worker} have different anchors"
+                if member.anchor_version == leader.anchor_version == 0:
+                    raise LinkError(f"{who}: they started differently; load the same parameters on each")
+                raise LinkError(f"{who}: they have diverged by round {member.anchor_version}")
 
 
 class Rounds:
-    """Of all fragments, `replicas[fragment]`; an `observer` is told of every one that this worker applies."""
+    """Sends and applies one worker's rounds of all fragments; an observer is told of each that is applied."""
 
-    def __init__(self, exchange: Exchange, replicas: Sequence[Replica], observer: Observer | None) -> None:
-        self._exchange = exchange
-        self._replicas = replicas
+    def __init__(
+        self,
+        exchange: Exchange,
+        replicas: Sequence[FragmentReplica],
+        observer: Observer | None,
+        *,
+        leave_out_nonfinite: bool,
+    ) -> None:
+        self.exchange = exchange
+        self.replicas = replicas
         self._observer = observer
+        self.leave_out_nonfinite = leave_out_nonfinite
+        """Whether a delta that is not finite is left out of its round instead of raising NonFiniteError."""
         self._flights: dict[RoundId, Flight] = {}
         self.outliers: dict[int, bool] = {}
-        """Fragments of which rounds have just left out this worker's delta, and whether it still holds that work."""
+        """Fragments whose rounds have just left out this worker's delta, and whether it still holds that work."""
 
-    def waiting(self) -> list[tuple[RoundId, Flight]]:
-        """Those which this worker has sent and not yet applied."""
-        return [(round_id, flight) for round_id, flight in self._flights.items() if not flight.applied]
+    # ------------------------------------------------------------------ send
 
-    def send(self, outgoing: Sequence[Outgoing]) -> None:
-        """Open a round for each; a worker that was rolled back since its last send puts nothing in."""
-        for round_id, delta, offer in outgoing:
-            state = self._state(round_id)
-            sent = None if state.left_out else offer
-            flight = Flight(sent)
-            self._exchange.counters.rounds_left_out += state.left_out
-            state.left_out = False
-            if sent is not None and state.own is not None:
-                state.newest = sent.payload
-            if sent is not None and delta is not None and state.residual is not None:
-                flight.restore = state.hold_back(delta, self._exchange.decode(sent.payload, round_id.fragment))
-            flight.pending = self._exchange.open(round_id, sent)
+    def prepare(self, round_id: RoundId, *, wait: bool = True, delta: Tensor | None = None) -> Flight:
+        """Measure and encode what is to be sent; NonFiniteError before anything has changed.
+
+        Args:
+            round_id: The round.
+            wait: Whether to wait until it is known that the payload can be sent.
+            delta: What to encode, if it was measured before.
+        """
+        exchange, replica = self.exchange, self._replica(round_id)
+        if not exchange.link.present(round_id.step):
+            return Flight()
+        seed = exchange.seed(round_id)
+        try:
+            if delta is None:
+                delta, offer = replica.prepare(exchange.member, seed, wait=wait)
+            else:
+                offer = replica.encode(delta, exchange.member, seed)
+        except NonFiniteError as error:
+            if self.leave_out_nonfinite:
+                return Flight()
+            raise NonFiniteError(f"worker {exchange.link.worker}, {round_id}, {error}") from error
+        return Flight(offer, delta)
+
+    def send(self, flights: Mapping[RoundId, Flight]) -> None:
+        """Open these rounds; a worker that was rolled back since its last send puts nothing in."""
+        for round_id, flight in flights.items():
+            replica = self._replica(round_id)
+            if replica.left_out:
+                flight.offer = None
+                self.exchange.counters.rounds_left_out += 1
+            replica.left_out = False
+            if flight.offer is not None:
+                flight.undo = replica.sent(flight.offer.payload, flight.delta)
+            flight.delta = None
+            flight.pending = self.exchange.open(round_id, flight.offer)
             self._flights[round_id] = flight
 
-    def unsent(self) -> list[tuple[RoundId, Flight]]:
-        """Those whose offer could not be sent after all; waits for what was still encoded when it was sent."""
+    def unsendable(self) -> list[tuple[RoundId, Flight]]:
+        """Return the rounds whose offer could not be sent after all; waits for what a GPU was still encoding."""
         found = []
         for round_id, flight in self._flights.items():
             if flight.offer is not None:
@@ -51,44 +254,83 @@ class Rounds:
                     flight.offer = sent
         return found
 
-    def leave_out(self, unsent: Sequence[tuple[RoundId, Flight]]) -> None:
-        """Note that these are completed without this worker."""
-        for round_id, flight in unsent:
+    def refusal(self, round_id: RoundId, offer: Offer) -> NonFiniteError:
+        """Return the error for an offer that could not be sent: the parameter is looked up in the payload."""
+        window, where = self.exchange.windows[round_id.fragment], ""
+        if offer.payload.numel():
+            values = self.exchange.codec.largest(offer.payload, window.numel)
+            names = dict.fromkeys(window.locate(index) for index in (values.start, values.stop - 1))
+            where = f", parameter {' or '.join(map(repr, names))}"
+        at = f"worker {self.exchange.link.worker}, {round_id}{where}"
+        return NonFiniteError(f"{at}: a value was not finite, or too large to be sent")
+
+    def leave_out(self, unsendable: Sequence[tuple[RoundId, Flight]]) -> None:
+        """Note that these rounds are completed without this worker."""
+        for round_id, flight in unsendable:
             flight.offer = None
-            self._exchange.take_back(round_id)
+            self.exchange.take_back(round_id)
 
-    def take_up(self) -> None:
-        """Open again, in a resumed run, what was in flight when it was saved."""
-        for round_id, flight in self._flights.items():
-            flight.pending = self._exchange.reopen(round_id, flight.offer)
+    def runaways(self, step: int) -> list[int]:
+        """Return the fragments sent after this step whose delta is many times larger than the worker's last ones.
 
-    def apply(self, round_id: RoundId, step: int, keep: float | None = None) -> Flight | None:
-        """Let a round move the anchor after this step; returns the flight if it has lost work of this worker.
-
-        With `keep`, the anchor is blended into the live parameters, of which so much stays; if the round is empty,
-        nothing moves. A worker whose payload was lost does not blend: it keeps its own, and its next delta carries the
-        work. One that sent nothing, or has started anew since, has no such work and takes the result.
+        Whether they count is for all workers to decide; but the worker should not train on from where they led. Waits
+        for a GPU.
         """
-        flight, worker = self._flights[round_id], self._exchange.link.worker
+        found = []
+        for round_id, flight in self._flights.items():
+            ratio = self.exchange.ratio_of(round_id.fragment)
+            if ratio is None or round_id.step != step or flight.offer is None or flight.forgotten:
+                continue
+            sent, norms = flight.offer.settled(), self._replica(round_id).norms
+            if sent is not None and norms.is_runaway(sent.member.size.norm, ratio):
+                found.append(round_id.fragment)
+        return found
+
+    # ------------------------------------------------------------------ apply
+
+    def waiting(self) -> list[tuple[RoundId, Flight]]:
+        """Return the rounds that this worker has sent and not yet applied."""
+        return [(round_id, flight) for round_id, flight in self._flights.items() if not flight.applied]
+
+    def apply(self, round_id: RoundId, step: int, *, merging: bool = True) -> Flight | None:
+        """Wait for a round and let it move the anchor after this step; merge it into the live parameters.
+
+        A worker whose payload was lost does not merge: it keeps its own parameters, and its next delta carries the
+        work. One that sent nothing, or has started anew since, has no such work and takes the result. An empty round
+        moves nothing.
+
+        Returns:
+            The flight, if the round has lost work of this worker.
+        """
+        flight, replica, worker = self._flights[round_id], self._replica(round_id), self.exchange.link.worker
         completed = self._collect(flight)
         flight.applied = True
-        if not self._exchange.is_complete(completed):
-            self._state(round_id).gap = round_id.step
+        if not self.exchange.is_complete(completed):
+            replica.gap = round_id.step
         missed = flight.offer is not None and all(member.worker != worker for member in completed.members)
         outlier = any(member.worker == worker for member in completed.outliers)
-        self._count(round_id, flight, completed, missed=missed, outlier=outlier)
+        self._count(replica, flight, completed, missed=missed, outlier=outlier)
         if outlier:
             self.outliers[round_id.fragment] = not flight.forgotten
         lost = missed and not outlier and not flight.forgotten
-        self._outer_step(completed, step, None if lost else keep)
-        if keep is not None and lost:
-            self._state(round_id).restore(flight)
-        elif keep is not None and completed.members:
-            self._thin_out(round_id.fragment, keep)
+        alpha = replica.merge.alpha if merging else None
+        self._outer_step(completed, step, None if lost else alpha)
+        if alpha is not None and lost:
+            replica.restore(flight.undo)
+        elif alpha is not None and completed.members:
+            self._thin_out(round_id.fragment, alpha)
         return flight if lost else None
 
-    def _count(self, round_id: RoundId, flight: Flight, completed: Round, *, missed: bool, outlier: bool) -> None:
-        counters, norms = self._exchange.counters, self._state(round_id).norms
+    def begin_period(self, fragment: int, step: int, lost: Flight | None) -> None:
+        """Start a fragment's next period after a send, where the merge is eager."""
+        payload = lost.offer.payload if lost and lost.offer else None
+        replica = self.replicas[fragment]
+        replica.merge.begin_period(replica, self.exchange.share(step), payload)
+
+    def _count(
+        self, replica: FragmentReplica, flight: Flight, completed: Round, *, missed: bool, outlier: bool
+    ) -> None:
+        counters, norms = self.exchange.counters, replica.norms
         counters.outliers_seen += len(completed.outliers)
         if outlier:
             counters.rounds_outlier += 1
@@ -99,24 +341,46 @@ class Rounds:
         elif flight.offer is not None and (sent := flight.offer.settled()) is not None:
             norms.counted(sent.member.size.norm)
 
-    def runaways(self, step: int) -> list[int]:
-        """Fragments that this worker sent after this step, many times larger than its last ones; waits for a GPU.
-
-        Whether they count is for all to decide. But where they were trained from is no place to go on from.
-        """
-        found = []
-        for round_id, flight in self._flights.items():
-            ratio = self._exchange.ratio_of(round_id.fragment)
-            if ratio is None or round_id.step != step or flight.offer is None or flight.forgotten:
-                continue
-            sent, norms = flight.offer.settled(), self._state(round_id).norms
-            if sent is not None and norms.is_runaway(sent.member.size.norm, ratio):
-                found.append(round_id.fragment)
-        return found
-
     def apply_last(self, round_id: RoundId, step: int) -> None:
         """Let the round that ends a run move the anchor: by the plain mean, so that no momentum overshoots."""
-        self._outer_step(self._collect(self._flights[round_id]), step, plainly=True)
+        self._outer_step(self._collect(self._flights[round_id]), step, None, plain_mean=True)
+
+    def _collect(self, flight: Flight) -> Round:
+        assert flight.pending is not None
+        return self.exchange.collect(flight.pending)
+
+    def _outer_step(self, completed: Round, step: int, alpha: float | None, *, plain_mean: bool = False) -> None:
+        if not completed.members:
+            if self._observer:
+                outliers = tuple(member.worker for member in completed.outliers)
+                self._observer(Applied(completed.round_id, step, (), completed.passage, outliers=outliers))
+            return
+        products = Products() if self._observer else None
+        self._replica(completed.round_id).outer_step(completed, products, alpha, plain_mean=plain_mean)
+        if self._observer and products:
+            self._observer(products.applied(completed, step))
+
+    def _thin_out(self, fragment: int, alpha: float) -> None:
+        """Note that the live parameters hold less of what is in flight: an anchor was blended in."""
+        for round_id, flight in self.waiting():
+            if round_id.fragment == fragment:
+                flight.held *= alpha
+
+    def unsent_work(self, round_id: RoundId, flight: Flight, delta: Tensor, *, lost: bool) -> None:
+        """Correct a last delta, measured before this round came in, to hold all that has not arrived and no more.
+
+        A blending worker's parameters still held what it had sent (or part of it), and an eager worker had started
+        beyond it.
+        """
+        if flight.offer is None or flight.forgotten:
+            return
+        replica = self._replica(round_id)
+        held = flight.held if replica.merge.own is None else 0.0
+        delta.add_(replica.backend.decode(flight.offer.payload), alpha=lost - held)
+        if flight.undo is not None:
+            delta.add_(flight.undo)
+
+    # ------------------------------------------------------------------ start anew, resume
 
     def forsake(self) -> None:
         """Note that this worker has started anew: what it had sent is no longer in its live parameters."""
@@ -124,53 +388,41 @@ class Rounds:
             flight.forgotten = True
 
     def drop(self, step: int) -> None:
-        """Forget those sent at this step or before, which every worker has applied."""
+        """Forget rounds sent at this step or before, which every worker has applied."""
         self._flights = {round_id: flight for round_id, flight in self._flights.items() if round_id.step > step}
-        for fragment, residual in enumerate(self._exchange.mean_residuals):
+        for fragment, residual in enumerate(self.exchange.mean_residuals):
             residual.drop(self._oldest(fragment))
 
+    def reopen(self) -> None:
+        """Open again, in a resumed run, what was in flight when it was saved."""
+        for round_id, flight in self._flights.items():
+            flight.pending = self.exchange.reopen(round_id, flight.offer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the replicas, all rounds in flight, what reducing means had lost before them, and the counters."""
+        residuals = enumerate(self.exchange.mean_residuals)
+        return {
+            "fragments": [replica.state_dict() for replica in self.replicas],
+            "flights": [{"id": tuple(round_id), **flight.state_dict()} for round_id, flight in self._flights.items()],
+            "mean_residuals": [residual.state_dict(self._oldest(fragment)) for fragment, residual in residuals],
+            "counters": asdict(self.exchange.counters),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what state_dict gave; `reopen` opens the rounds when the link is joined."""
+        for replica, saved in zip(self.replicas, state["fragments"], strict=True):
+            replica.load_state_dict(saved)
+        self._flights = {}
+        for saved in state["flights"]:
+            round_id = RoundId(*saved["id"])
+            device = self._replica(round_id).window.device
+            self._flights[round_id] = Flight.from_state_dict(saved, self.exchange.member, device)
+        for residual, saved in zip(self.exchange.mean_residuals, state.get("mean_residuals", ()), strict=False):
+            residual.load_state_dict(saved, CPU)
+        self.exchange.counters = Counters(**state["counters"])
+
     def _oldest(self, fragment: int) -> RoundId | None:
-        """The first round of this fragment that is in flight."""
         return min((round_id for round_id in self._flights if round_id.fragment == fragment), default=None)
 
-    def _state(self, round_id: RoundId) -> FragmentState:
-        return self._replicas[round_id.fragment].state
-
-    def _collect(self, flight: Flight) -> Round:
-        assert flight.pending is not None
-        return self._exchange.collect(flight.pending)
-
-    def _outer_step(self, completed: Round, step: int, keep: float | None = None, *, plainly: bool = False) -> None:
-        if not completed.members:
-            if self._observer:
-                outliers = tuple(member.worker for member in completed.outliers)
-                self._observer(Applied(completed.round_id, step, (), completed.passage, outliers=outliers))
-            return
-        products = Products() if self._observer else None
-        self._replicas[completed.round_id.fragment].outer_step(completed, products, keep, plainly=plainly)
-        if self._observer and products:
-            self._observer(products.applied(completed, step))
-
-    def _thin_out(self, fragment: int, keep: float) -> None:
-        """Rounds in flight carry work of which the live parameters now hold less: an anchor was blended in."""
-        for round_id, flight in self.waiting():
-            if round_id.fragment == fragment:
-                flight.held *= keep
-
-    def state_dict(self) -> list[dict[str, Any]]:
-        """All that are in flight."""
-        return [{"id": tuple(round_id), **flight.state_dict()} for round_id, flight in self._flights.items()]
-
-    def residuals_state_dict(self) -> list[dict[str, Any]]:
-        """By fragment, what reducing means had lost before the rounds in flight; empty without error feedback."""
-        residuals = enumerate(self._exchange.mean_residuals)
-        return [residual.state_dict(self._oldest(fragment)) for fragment, residual in residuals]
-
-    def load_state_dict(self, flights: Sequence[Mapping[str, Any]]) -> None:
-        """Take back what state_dict gave; `take_up` opens them when the link is joined."""
-        self._flights = {}
-        for saved in flights:
-            round_id = RoundId(*saved["id"])
-            device = self._state(round_id).window.device
-            worker, weight = self._exchange.link.worker, self._exchange.weight
-            self._flights[round_id] = Flight.from_state_dict(saved, worker, weight, device)
+    def _replica(self, round_id: RoundId) -> FragmentReplica:
+        return self.replicas[round_id.fragment]

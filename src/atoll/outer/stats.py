@@ -7,9 +7,40 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from atoll._util.device_values import Late
+from atoll._util.device_values import DeviceValues
 from atoll.core.outer import shares_of
 from atoll.link.base import Passage, Round, RoundId
+
+
+@dataclass(slots=True)
+class Counters:
+    """What one worker's outer loop has done so far."""
+
+    rounds_sent: int = 0
+    """Rounds that this worker gave something to; with kernels, one that could not be sent is taken back later."""
+    rounds_applied: int = 0
+    rounds_missed: int = 0
+    """Rounds that were completed without the payload this worker had sent."""
+    rounds_left_out: int = 0
+    """Rounds without this worker, because its loss or its delta was not finite, or its delta far too large."""
+    rounds_outlier: int = 0
+    """Rounds that left this worker's delta out because it was far too large."""
+    outliers_seen: int = 0
+    """Deltas of any worker that were left out of applied rounds for that reason."""
+    roll_backs: int = 0
+    """How often this worker gave up its work because something of it was not finite, or far too large."""
+    bytes_sent: int = 0
+    """Payload bytes handed to the link, counted once however many workers receive them."""
+    bytes_received: int = 0
+    """Payload bytes of the other workers."""
+    wait_s: float = 0.0
+    """Seconds spent blocked on the link: the exposed part of what rounds take."""
+    hidden_s: float = 0.0
+    """Seconds for which rounds travelled while this worker trained, summed over rounds."""
+    wire_sent: int = 0
+    """Bytes put on the wire, headers included; inside one process 0, or what an emulated line carries."""
+    wire_received: int = 0
+    """Bytes that came from the wire."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -23,7 +54,7 @@ class Applied:
     """Workers whose payloads arrived and counted."""
     passage: Passage | None = field(default=None, compare=False)
     """When and how it travelled."""
-    counted: Late | None = field(default=None, compare=False)
+    counted: DeviceValues | None = field(default=None, compare=False)
     """Where `sums` come from; None if nobody's payload arrived."""
     outliers: tuple[int, ...] = ()
     """Workers whose deltas arrived and were left out: they were many times larger than expected."""
@@ -80,7 +111,7 @@ class Products:
         if self._sums:
             sums = torch.stack(self._sums).sum(0)
         members, outliers = (tuple(m.worker for m in who) for who in (completed.members, completed.outliers))
-        return Applied(completed.round_id, step, members, completed.passage, Late(sums), outliers)
+        return Applied(completed.round_id, step, members, completed.passage, DeviceValues(sums), outliers)
 
 
 def mean_square(inner: Tensor, weights: Sequence[float]) -> Tensor:

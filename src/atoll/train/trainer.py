@@ -17,10 +17,10 @@ from torch import Tensor
 from atoll import checkpoint
 from atoll.errors import CheckpointError, ConfigError, NonFiniteError
 from atoll.link.base import Link
-from atoll.outer.fragment import Counters
 from atoll.outer.lockstep import Lockstep
 from atoll.outer.loop import OuterLoop
 from atoll.outer.presets import Gradients, Sync
+from atoll.outer.stats import Counters
 from atoll.runs.events import Outcome
 from atoll.settings.config import RunConfig
 from atoll.train.data.batches import Batches

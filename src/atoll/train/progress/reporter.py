@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from atoll.outer.fragment import Counters
 from atoll.outer.loop import OuterLoop
 from atoll.outer.presets import Sync
-from atoll.outer.stats import Applied, sizes
+from atoll.outer.stats import Applied, Counters, sizes
 from atoll.runs.events import End, Eval, Event, Fault, Outcome, Round, Sink, Start, Step
 from atoll.runs.sinks import Metrics
 from atoll.settings.config import RunConfig

@@ -1,0 +1,92 @@
+"""The end of a run: rounds in flight are applied, the rest is exchanged once more, and the anchor becomes the model.
+
+These are the phases of `OuterLoop.finish()`.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from atoll.core.flat import check_coverage
+from atoll.core.schedule import Schedule
+from atoll.link.base import RoundId
+from atoll.outer.fragment import FragmentReplica
+from atoll.outer.rounds import Flight
+
+if TYPE_CHECKING:
+    from atoll.outer.loop import OuterLoop
+
+
+def prepare(loop: "OuterLoop") -> None:
+    """Measure what has not been sent, and check that it can be."""
+    loop._begin()
+    if loop._schedule is None:
+        return
+    loop._watch.stepped(loop.link, judge_last=True)
+    loop._settle(range(len(loop.fragments)))
+    check_coverage(loop.model, loop._windows)
+    spoilt = False
+    for fragment, replica in enumerate(loop._rounds.replicas):
+        round_id = RoundId(loop.steps, fragment, last=True)
+        loop._turn_to(fragment)
+        delta = replica.delta()
+        spoilt |= loop._spoilt({round_id: loop._rounds.prepare(round_id, delta=delta)})
+        loop._sending[round_id] = Flight(delta=loop._kept(delta))
+    if loop.link.on_any_rank(spoilt):
+        loop._sending = {round_id: Flight() for round_id in loop._sending}
+
+
+def send(loop: "OuterLoop") -> None:
+    """Apply what is in flight, then send what no round has carried yet."""
+    loop._status = "finished"
+    if loop._schedule is None:
+        return
+    rounds, steps = loop._rounds, loop.steps
+    rest, loop._sending = loop._sending, {}
+    if any(flight.delta is None for flight in rest.values()):
+        loop._give_up()
+    for round_id, flight in rounds.waiting():
+        last, replica = rest[RoundId(steps, round_id.fragment, last=True)], rounds.replicas[round_id.fragment]
+        loop._turn_to(round_id.fragment)
+        delta = _measured(last, replica)
+        lost = rounds.apply(round_id, steps, merging=False)
+        rounds.unsent_work(round_id, flight, delta, lost=lost is not None)
+        last.delta = loop._kept(delta)
+    if loop._leave_outliers():
+        rest = {round_id: Flight() for round_id in rest}
+    for round_id, last in rest.items():
+        replica = rounds.replicas[round_id.fragment]
+        if _has_unsent(replica, loop._schedule, round_id):
+            loop._turn_to(round_id.fragment)
+            loop._sending = {round_id: rounds.prepare(round_id, delta=_measured(last, replica))}
+            loop._send()
+
+
+def apply(loop: "OuterLoop") -> None:
+    """Let the last rounds move the anchor, and make it the model."""
+    if loop._schedule is None:
+        return
+    for round_id, _ in loop._rounds.waiting():
+        loop._turn_to(round_id.fragment)
+        loop._rounds.apply_last(round_id, loop.steps)
+    loop._bring_home()
+    for replica in loop._rounds.replicas:
+        replica.window.write(replica.anchor)
+    loop._watch.merged = True
+    loop._rounds.drop(loop.steps)
+
+
+def _measured(last: Flight, replica: FragmentReplica) -> Tensor:
+    """Return a last delta on its device; zeros for a worker that was rolled back."""
+    return torch.zeros_like(replica.anchor) if last.delta is None else last.delta.to(replica.window.device)
+
+
+def _has_unsent(replica: FragmentReplica, schedule: Schedule, last: RoundId) -> bool:
+    """Return whether some worker holds work of a fragment that has not arrived: the same answer on every worker.
+
+    It was trained since the last send, or lost in one of the last two rounds: an eager worker learns of a loss when it
+    has already sent again.
+    """
+    recent_gap = 0 < replica.gap > last.step - 2 * schedule.period
+    return recent_gap or not schedule.is_send(last.fragment, last.step)

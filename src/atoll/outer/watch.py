@@ -1,0 +1,313 @@
+"""Notices what happens to a model outside the outer loop: loads, undone merges, and which optimizers step it.
+
+An optimizer undoes merges if it steps on a copy of the parameters and writes that back: fp32 masters beside bf16
+parameters are such a copy (Apex O2, DeepSpeed, Megatron, CPU offload of an optimizer). After a merge the parameters are
+W, before it they were V. An inner step moves them from W; one on a copy moves them from V, so they are back at V but
+for a step. A few thousand values per fragment show it, and only in the first merges.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from atoll._util.device_values import DeviceValues
+from atoll.core.flat import Window, checksum, frozen
+from atoll.core.schedule import Schedule
+from atoll.errors import AtollError, NonFiniteError
+from atoll.link.base import Link
+from atoll.outer.agreement import frozen_terms
+
+MERGES = 16
+"""So many are looked at: the copies of several workers drift apart, so it shows more and more."""
+IN_A_ROW = 3
+"""So many must have been undone, one after the other."""
+FAR = 3.0
+"""A merge tells something if it moved the parameters so many times as far as the largest inner step that was seen."""
+NEAR = 0.4
+"""It was undone if an inner step later they are so near to where they were before, as a share of what it moved."""
+STRAIGHT = 0.9
+"""Cosine of a step with the way down the gradient from which on the one explains the other."""
+
+
+class ModelWatch:
+    """Watches one worker's model from outside the loop's own steps."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        windows: Sequence[Window],
+        schedule: Schedule | None,
+        *,
+        eager: bool,
+        on_roll_back: Callable[[], object] | None,
+    ) -> None:
+        self.loads = Loads(model)
+        self.optimizers = InnerOptimizers(model)
+        self._merges = None if schedule is None else MergeWatch(windows, schedule, eager=eager)
+        self._on_roll_back = on_roll_back
+        self._model = model
+        self._frozen: tuple[Any, dict[str, str]] = ((), {})
+        self.merged = False
+        """Whether the last operation wrote into the model's parameters."""
+        self.in_a_row = 0
+        """Roll-backs since the last delta that could be sent."""
+
+    @property
+    def lent(self) -> bool:
+        """Whether the model holds the anchor: what is loaded then does not stay."""
+        return not self.loads.watching
+
+    @lent.setter
+    def lent(self, lent: bool) -> None:
+        self.loads.watching = not lent
+
+    def frozen_terms(self) -> dict[str, str]:
+        """Return the terms of the frozen parameters; checksums are taken anew only where torch has seen a change."""
+        seen = [(name, id(p), p._version) for name, p in frozen(self._model).items()]
+        if self._frozen[0] != seen:
+            self._frozen = (seen, frozen_terms(self._model))
+        return dict(self._frozen[1])
+
+    def stepped(self, link: Link, *, judge: bool = False, judge_last: bool = False) -> None:
+        """Note an inner step.
+
+        Args:
+            link: This worker's end of the link.
+            judge: Whether to judge the merges of earlier steps now, of which a device has worked out what it takes.
+            judge_last: Whether to judge this step as well.
+        """
+        if self._merges is not None:
+            if judge:
+                self._merges.check(link)  # of steps before: a GPU may still be at this one
+            self._merges.stepped()
+            if judge_last:
+                self._merges.check(link)
+
+    def merging(self, step: int) -> None:
+        """Note that the loop is about to merge what is due after this step."""
+        assert self._merges is not None
+        self.merged |= self._merges.merging(step)
+
+    def merged_at(self, step: int) -> None:
+        """Note that the loop has merged what was due after this step."""
+        assert self._merges is not None
+        self._merges.merged(step)
+
+    def rolled_back(self) -> None:
+        """Call what the user wants to be called after a roll-back."""
+        if self._on_roll_back is not None:
+            self._on_roll_back()
+
+    def count_nonfinite(self, where: str) -> None:
+        """Count a roll-back for a delta that was not finite; NonFiniteError if nothing can end a row of them."""
+        self.in_a_row += 1
+        if self.in_a_row > 1 and self._on_roll_back is None and not self.optimizers.found:
+            raise NonFiniteError(
+                f"{where}: rolled back {self.in_a_row} times in a row, for no delta was finite. Its inner optimizer "
+                "probably keeps NaN in its state: reset it after a roll-back, "
+                "OuterLoop(..., leave_out_nonfinite=True, on_roll_back=inner.state.clear)"
+            )
+
+
+class Loads:
+    """What `load_state_dict` has changed of a model's trained parameters since the last `check`.
+
+    The anchor was taken before: all that was loaded would be sent as if it had been trained.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.watching = True
+        """Whether what is loaded stays: inside `OuterLoop.anchor()` it does not."""
+        self._before: dict[str, int] = {}
+        self._changed: dict[str, None] = {}  # in order
+        handles = []
+        for path, module in model.named_modules():  # each by itself, for a part of a model can be loaded too
+            handles.append(module.register_load_state_dict_pre_hook(_Hook(self, Loads._begin, path)))
+            handles.append(module.register_load_state_dict_post_hook(_Hook(self, Loads._end, path)))
+        weakref.finalize(self, lambda: [handle.remove() for handle in handles]).atexit = False
+
+    def _begin(self, path: str, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if parameter.requires_grad and name not in self._before:
+                self._before[name] = checksum(parameter)
+
+    def _end(self, path: str, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if name in self._before:
+                self._changed.pop(name, None)
+                if checksum(parameter) != self._before[name]:  # it may also have been put back
+                    self._changed[name] = None
+
+    def check(self) -> None:
+        """Raise an AtollError that names a parameter that is not what it was."""
+        if self._changed:
+            raise AtollError(
+                f"parameter {next(iter(self._changed))!r} ({len(self._changed)} in all) was loaded into the model "
+                "after the outer loop was made: load first, then make OuterLoop; to resume a run, call "
+                "outer.load_state_dict() after it; to train on from the outer parameters, outer.roll_back()"
+            )
+        self.forget()
+
+    def forget(self) -> None:
+        """Take the parameters as they are: the loop has compared or replaced them."""
+        self._before, self._changed = {}, {}
+
+
+class _Hook:
+    """Tells a model's `Loads` of a module that is loaded; copies of the model, and pickled ones, tell nobody."""
+
+    def __init__(
+        self, loads: Loads | None = None, tell: Callable[[Loads, str, nn.Module], None] | None = None, path: str = ""
+    ) -> None:
+        self._loads = None if loads is None else weakref.ref(loads)
+        self._tell = tell
+        self._path = path
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        loads = self._loads() if self._loads is not None else None
+        if loads is not None and self._tell is not None and loads.watching:
+            self._tell(loads, self._path, module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
+
+
+class MergeWatch:
+    """Looks at one worker's parameters before a merge, after it, and an inner step later.
+
+    Of no use at period 1, where every inner step follows a merge and there is none to compare it with.
+    """
+
+    def __init__(self, windows: Sequence[Window], schedule: Schedule, *, eager: bool) -> None:
+        self._windows = windows
+        self._schedule = schedule
+        self._eager = eager
+        self._left = MERGES
+        self._largest: dict[int, Tensor] = {}  # fragment -> [], square of an inner step's length
+        self._expected = self._samples(range(len(windows)))
+        self._stepped: set[int] = set()  # fragments whose last inner step was measured
+        self._before: dict[int, Tensor] = {}
+        self._merged: dict[int, tuple[Tensor, Tensor]] = {}  # fragment -> before and after
+        self._found: list[list[DeviceValues]] = []  # by merge and fragment
+        self._in_a_row = 0
+
+    def stepped(self) -> None:
+        """An inner step was made: compare with what was kept before it."""
+        expected, self._expected = self._expected, {}
+        for fragment, now in self._samples(expected).items():
+            length = _square(now - expected[fragment])
+            self._largest[fragment] = torch.maximum(self._largest.get(fragment, length), length)
+        self._stepped = set(expected)
+        merged, self._merged = self._merged, {}
+        found = []
+        for fragment, now in self._samples(merged).items():
+            before, after = merged[fragment]
+            gradient = self._windows[fragment].sample(gradients=True)
+            rows = torch.stack([now - before, now - after, gradient])
+            numbers = [_square(after - before), self._largest[fragment], *(rows @ rows.T).flatten()]
+            found.append(DeviceValues(torch.stack(numbers)))
+        if found:
+            self._found.append(found)
+
+    def merging(self, step: int) -> bool:
+        """Whether fragments are merged into after this step; if so, keep a sample of them, unless enough was seen."""
+        merging = self._merging(step)
+        if self._left and (seen := self._stepped & merging):
+            self._left -= 1
+            self._before = self._samples(seen)
+        return bool(merging)
+
+    def merged(self, step: int) -> None:
+        """The merge after this step was made, if there was one."""
+        before, self._before = self._before, {}
+        if before:
+            self._merged = {fragment: (before[fragment], after) for fragment, after in self._samples(before).items()}
+        if self._left:
+            self._expected = self._samples(self._merging(step + 1) - self._merging(step))
+
+    def _merging(self, step: int) -> set[int]:
+        due = self._schedule.due(step)
+        return {*due.apply, *(due.send if self._eager else ())}
+
+    def check(self, link: Link) -> None:
+        """Raise an AtollError if the last merges were undone, as far as is known when the next one is due."""
+        for found in self._found:
+            sums = [sum(numbers) for numbers in zip(*(late.values for late in found), strict=True)]
+            self._in_a_row = self._in_a_row + 1 if _is_undone(*sums) else 0
+        if self._found and link.on_any_rank(self._in_a_row >= IN_A_ROW):
+            raise AtollError(
+                f"worker {link.worker}: an inner step after each of the last {IN_A_ROW} merges, the parameters were "
+                "back where they had been before it. The inner optimizer steps on a copy of its own, such as fp32 "
+                "masters, so what workers exchange never reaches it: copy the parameters into it whenever outer.merged "
+                "is true after outer.step(), or use an optimizer without a copy"
+            )
+        self._found = []
+
+    def _samples(self, fragments: Collection[int]) -> dict[int, Tensor]:
+        return {fragment: self._windows[fragment].sample() for fragment in fragments}
+
+
+def _is_undone(moved: float, inner: float, *products: float) -> bool:
+    """Whether a merge that moved so much was undone, unless the inner step was just a large one down the gradient.
+
+    `inner` is the largest inner step; both squared. The products are those of the way from before the merge, the way
+    from after it, and the gradient, in rows.
+    """
+    from_before, _, before_gradient, _, from_after, after_gradient, _, _, gradient = products
+    if not (moved > FAR**2 * inner and from_before < NEAR**2 * moved):
+        return False
+    down_from_before = max(0.0, -before_gradient) / math.sqrt(from_before * gradient or 1.0)  # cosines
+    down_from_after = max(0.0, -after_gradient) / math.sqrt(from_after * gradient or 1.0)
+    return down_from_after < max(STRAIGHT, down_from_before - 0.01)
+
+
+def _square(difference: Tensor) -> Tensor:
+    return difference.square().sum()
+
+
+class InnerOptimizers:
+    """Notes which torch optimizers step the parameters of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._found: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        me = weakref.ref(self)  # torch keeps the hook for ever, unless it is removed
+
+        def notice(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if (watching := me()) is not None:
+                watching._notice(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_post_hook(notice).remove)
+
+    @property
+    def found(self) -> bool:
+        """Whether a torch optimizer has stepped the model."""
+        return bool(self._found)
+
+    def _notice(self, optimizer: Optimizer) -> None:
+        if optimizer in self._found or optimizer in self._others:
+            return
+        model = self._model()
+        ours = set() if model is None else {id(p) for p in model.parameters()}
+        trains = any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
+        (self._found if trains else self._others).add(optimizer)
+
+    def reset(self) -> None:
+        """Let every optimizer found forget what it remembers of the parameters, as before its first step."""
+        model = self._model()
+        for optimizer in self._found:
+            for parameter in () if model is None else model.parameters():
+                if isinstance(optimizer, torch.optim.Adagrad):  # makes its state once, when it is made
+                    for value in optimizer.state[parameter].values():
+                        value.zero_()
+                else:
+                    optimizer.state.pop(parameter, None)
