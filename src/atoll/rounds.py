@@ -79,7 +79,7 @@ class Rounds:
         self._count(round_id, flight, completed, missed=missed, outlier=outlier)
         if outlier:
             self.outliers[round_id.fragment] = not flight.forgotten
-        lost = missed and not outlier and not flight.forgotten
+        lost = missed and not flight.forgotten  # of an outlier it does not matter: its worker is rolled back
         self._outer_step(completed, step, None if lost else keep)
         if keep is not None and lost:
             self._state(round_id).restore(flight)
