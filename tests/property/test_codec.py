@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
 from amount import examples
-from atoll.core.codec import BLOCK, Codec
+from atoll.core.codec import BLOCK, Codec, nearest_limit
 from atoll.core.flat import PIECE
 from atoll.errors import ConfigError, NonFiniteError
 from oracle import codecs
@@ -204,3 +204,23 @@ def test_the_largest_and_smallest_floats_survive(name: str) -> None:
 def test_refusals(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Codec(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", PLAIN + BLOCKS)
+@given(numel=st.integers(1, 3 * BLOCK), at=st.integers(0, 3 * BLOCK - 1))
+def test_the_largest_value_is_found_in_a_payload(name: str, numel: int, at: int) -> None:
+    at = min(at, numel - 1)
+    vector = torch.ones(numel)
+    vector[at] = -1000.0
+    found = Codec(name).largest(Codec(name).encode(vector), numel)
+    if name in PLAIN:
+        assert found == slice(at, at + 1)
+    else:
+        first = at // BLOCK * BLOCK
+        assert found == slice(first, min(first + BLOCK, numel))
+
+
+def test_formats_with_levels_say_up_to_where_they_round() -> None:
+    assert [nearest_limit(name) for name in PLAIN] == [None] * len(PLAIN)
+    limits = [nearest_limit(name) for name in BLOCKS]
+    assert all(limit is not None and limit > 0 for limit in limits)
