@@ -4,14 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test processes slow check resolve mutants bench wan studies clean
+.PHONY: demo test processes thorough slow check resolve mutants bench wan studies clean
 
 demo: $(READY)
 	$(BIN)/atoll demo
 
 # One thread a process, or they would fight over two cores; three processes, for many tests wait for others.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup -m 'not slow and not processes' --cov=atoll --cov-report= -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup -m 'not slow and not processes and not thorough' --cov=atoll.core --cov-report= -q
 	$(BIN)/python -m coverage report --include='src/atoll/core/*' --show-missing --skip-covered --fail-under=100
 
 check: $(READY)
@@ -23,6 +23,11 @@ check: $(READY)
 # Workers, trainers and savers as processes of their own, killed and interrupted: they wait more than they compute.
 processes: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup -m 'processes and not slow' -q
+
+# All cases and examples of which `make test` takes some, and the kernels in Triton's interpreter.
+thorough: $(READY)
+	ATOLL_TESTS=thorough OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup -m 'thorough and not slow' -q
+	ATOLL_TESTS=thorough OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup -m 'not slow' -q tests/property
 
 # That the set-up resolves from the public index alone, for every Python and system it is for; downloads no wheels.
 resolve: $(READY)

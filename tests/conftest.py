@@ -1,9 +1,13 @@
-"""Hypothesis without deadlines, for the machines that run this are shared; and a disk that is soon full."""
+"""How much is tested: `make test` takes a part of the cases and examples, ATOLL_TESTS=thorough takes them all.
+
+And Hypothesis without deadlines, for the machines that run this are shared, and a disk that is soon full.
+"""
 
 import gc
 import os
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,15 +15,30 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
+from amount import THOROUGH
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: kernels run on the CPU then
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for whatever a script starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-settings.register_profile("shared machines", deadline=None)
-settings.register_profile("any example", deadline=None, phases=(Phase.explicit, Phase.generate))  # not the smallest
+settings.register_profile("shared machines", deadline=None, max_examples=100 if THOROUGH else 20)
+settings.register_profile(
+    "any example", deadline=None, max_examples=100, phases=(Phase.explicit, Phase.generate)
+)  # not the smallest
 settings.load_profile("shared machines")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave cases beyond the first few, where a test says how few, to `make thorough`."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        if (mark := item.get_closest_marker("thorough_after")) is not None:
+            name = item.nodeid.partition("[")[0]
+            seen[name] += 1
+            if seen[name] > mark.args[0]:
+                item.add_marker(pytest.mark.thorough)
 
 
 @pytest.fixture

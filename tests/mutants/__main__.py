@@ -23,6 +23,7 @@ from typing import NoReturn
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["ATOLL_TESTS"] = "thorough"
 
 import pytest  # noqa: E402
 import torch.distributed.tensor  # noqa: E402, F401 - for the forks

@@ -15,7 +15,6 @@ MUTANTS = [
            "            norms.counted(flight.offer.settled().member.size.norm)\n"),
     Mutant("a lasting change keeps a worker out", "core/guard.py", "            self._last.clear()\n",
            "            pass\n"),
-    Mutant("an outlier is sent again", "outer/rounds.py", "lost = missed and not outlier and not", "lost = missed and not"),
     Mutant("an outlier trains on from where it is", "outer/loop.py",
            "self._roll_back_less([fragment for fragment, holds in outliers.items() if holds])", "pass"),
     Mutant("a runaway trains on from where it is", "outer/loop.py", "self._roll_back_less(runaways, sending)", "pass"),

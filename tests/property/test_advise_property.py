@@ -2,14 +2,15 @@
 
 import math
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from amount import examples
 from atoll.plan.advise import advise, candidates
 from atoll.plan.link import Link
 from atoll.plan.method import Method, Model
 
-few = settings(max_examples=6)
+few = examples(6)
 
 models = st.builds(
     Model,

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from amount import examples
 from atoll.checkpoint import MANIFEST, TENSORS, load, save
 from atoll.errors import CheckpointError
 from nests import DTYPES, bits
@@ -69,7 +70,7 @@ states = st.dictionaries(st.text() | st.sampled_from(["a", "a.b"]), st.recursive
 
 
 @given(states, st.integers(0, 10**12))
-@settings(deadline=None, max_examples=150)
+@examples(150)
 def test_any_state_comes_back_exactly(state: dict[str, Any], step: int) -> None:
     with tempfile.TemporaryDirectory() as root:
         save(root, step, state)
@@ -110,7 +111,7 @@ def damages(draw: st.DrawFn) -> tuple[str, bytes]:
 
 
 @given(damages())
-@settings(deadline=None, max_examples=400)
+@examples(400)
 def test_any_damage_to_any_file_is_refused(damage: tuple[str, bytes]) -> None:
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root) / "step-000000001"

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
-from atoll.core.codec import BLOCK, Codec
+from amount import examples
+from atoll.core.codec import BLOCK, Codec, nearest_limit
 from atoll.core.flat import PIECE
 from atoll.errors import ConfigError, NonFiniteError
 from oracle import codecs
@@ -33,7 +34,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("name", PLAIN + BLOCKS)
 @given(vector=vectors(6e4))
-@settings(max_examples=40)
+@examples(40)
 def test_size_idempotence_and_symmetry(name: str, vector: Tensor) -> None:
     codec = Codec(name)
     payload = codec.encode(vector)
@@ -47,7 +48,7 @@ def test_size_idempotence_and_symmetry(name: str, vector: Tensor) -> None:
 
 @pytest.mark.parametrize("name", BLOCKS)
 @given(vector=vectors())
-@settings(max_examples=60)
+@examples(60)
 def test_block_formats_round_as_defined(name: str, vector: Tensor) -> None:
     if name == "lloyd4":  # it ends earlier
         vector = vector.clamp(-2e16, 2e16)
@@ -90,7 +91,7 @@ def test_plain_formats_are_the_dtype(name: str) -> None:
 
 @pytest.mark.parametrize("name", PLAIN + BLOCKS)
 @given(numel=st.integers(1, 5000))
-@settings(max_examples=20)
+@examples(20)
 def test_bits_per_value(name: str, numel: int) -> None:
     values = BITS[name] * numel
     scales = 8 * -(-numel // BLOCK) if name in BLOCKS else 0
@@ -112,7 +113,7 @@ def test_direction_is_kept(name: str, least: float) -> None:
 
 @pytest.mark.parametrize("name", BLOCKS)
 @given(vector=vectors(1e3), seed=st.integers(0, 2**40))
-@settings(max_examples=30)
+@examples(30)
 def test_stochastic_rounding_is_repeatable_and_never_skips_a_level(name: str, vector: Tensor, seed: int) -> None:
     codec = Codec(name, stochastic=True)
     payload = codec.encode(vector, seed)
@@ -203,3 +204,23 @@ def test_the_largest_and_smallest_floats_survive(name: str) -> None:
 def test_refusals(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Codec(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", PLAIN + BLOCKS)
+@given(numel=st.integers(1, 3 * BLOCK), at=st.integers(0, 3 * BLOCK - 1))
+def test_the_largest_value_is_found_in_a_payload(name: str, numel: int, at: int) -> None:
+    at = min(at, numel - 1)
+    vector = torch.ones(numel)
+    vector[at] = -1000.0
+    found = Codec(name).largest(Codec(name).encode(vector), numel)
+    if name in PLAIN:
+        assert found == slice(at, at + 1)
+    else:
+        first = at // BLOCK * BLOCK
+        assert found == slice(first, min(first + BLOCK, numel))
+
+
+def test_formats_with_levels_say_up_to_where_they_round() -> None:
+    assert [nearest_limit(name) for name in PLAIN] == [None] * len(PLAIN)
+    limits = [nearest_limit(name) for name in BLOCKS]
+    assert all(limit is not None and limit > 0 for limit in limits)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from amount import examples
 from atoll.errors import ConfigError
 from atoll.link.local import local
 from atoll.settings import toml as runfile
@@ -173,6 +174,7 @@ def test_the_file_to_corrupt_has_every_setting() -> None:
     buildable(parse(FULL))
 
 
+@pytest.mark.thorough_after(25)
 @pytest.mark.parametrize("key", KEYS, ids=".".join)
 def test_every_setting_corrupted_is_a_run_or_a_config_error_that_names_it(key: tuple[str, ...]) -> None:
     accepted = 0
@@ -205,7 +207,7 @@ def test_every_setting_deleted_or_renamed(key: tuple[str, ...]) -> None:
                 parse(tomllib.loads(FULL) | {renamed: value})
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.data())
 def test_any_value_in_any_place(data: st.DataObject) -> None:
     scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
@@ -219,7 +221,7 @@ def test_any_value_in_any_place(data: st.DataObject) -> None:
     check(table, key)
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=40), st.integers(0, len(FULL)), st.integers(0, 40))
 @example(b"\xff\xfe", 0, 0)
 @example(b"\x00", 10, 0)
@@ -267,7 +269,7 @@ def tables(draw: st.DrawFn) -> dict[str, Any]:
     return table
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(tables())
 def test_leaving_out_what_is_named_makes_a_run(table: dict[str, Any]) -> None:
     """Following the messages, line by line, always ends in a run; and that one comes back from its text."""

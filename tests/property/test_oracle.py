@@ -3,9 +3,10 @@
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from amount import examples
 from atoll import DataParallel, Delayed, DiLoCo, Eager, Nesterov, OuterLoop, Streaming
 from atoll.core.codec import BLOCK, Codec
 from atoll.core.outer import Blend
@@ -53,7 +54,7 @@ def agree(loops: list[OuterLoop], expected: list[tuple[Any, Any, Any]]) -> None:
 
 
 @given(problems(), st.integers(1, 9), LR, MOMENTUM)
-@settings(max_examples=80)
+@examples(80)
 def test_diloco(problem: Problem, period: int, lr: float, momentum: float) -> None:
     loops = problem.loops(DiLoCo(period=period, codec="fp64", outer=Nesterov(lr, momentum)))
     train(loops, problem.steps, problem.inner)
@@ -69,7 +70,7 @@ def test_diloco(problem: Problem, period: int, lr: float, momentum: float) -> No
     st.sampled_from([0.0, 0.3, 0.5, 1.0]),
     st.booleans(),
 )
-@settings(max_examples=100)
+@examples(100)
 def test_streaming(
     data: st.DataObject,
     problem: Problem,
@@ -106,7 +107,7 @@ def test_streaming(
 
 
 @given(problems(), st.integers(1, 9), LR, MOMENTUM)
-@settings(max_examples=60)
+@examples(60)
 def test_delayed(problem: Problem, period: int, lr: float, momentum: float) -> None:
     loops = problem.loops(Delayed(period=period, codec="fp64", outer=Nesterov(lr, momentum)))
     train(loops, problem.steps, problem.inner)
@@ -114,7 +115,7 @@ def test_delayed(problem: Problem, period: int, lr: float, momentum: float) -> N
 
 
 @given(problems(faulty=False), st.integers(1, 9), LR, MOMENTUM)
-@settings(max_examples=60)
+@examples(60)
 def test_eager_as_the_paper_writes_it(problem: Problem, period: int, lr: float, momentum: float) -> None:
     loops = problem.loops(Eager(period=period, codec="fp64", outer=Nesterov(lr, momentum)))
     train(loops, problem.steps, problem.inner)
@@ -123,7 +124,7 @@ def test_eager_as_the_paper_writes_it(problem: Problem, period: int, lr: float, 
 
 
 @given(problems(), st.integers(1, 9), LR, MOMENTUM)
-@settings(max_examples=50)
+@examples(50)
 def test_streaming_eager_with_faults(problem: Problem, period: int, lr: float, momentum: float) -> None:
     sync = Eager(period=period, fragments=by_part(len(problem.sizes)), codec="fp64", outer=Nesterov(lr, momentum))
     loops = problem.loops(sync)
@@ -135,7 +136,7 @@ def test_streaming_eager_with_faults(problem: Problem, period: int, lr: float, m
 
 
 @given(problems(faulty=False), st.sampled_from([0.0, 0.4]))
-@settings(max_examples=40)
+@examples(40)
 def test_data_parallel(problem: Problem, drop: float) -> None:
     problem = Problem(problem.sizes, problem.workers, problem.weights, problem.steps, faults=Faults(drop=drop))
     loops = problem.loops(DataParallel(codec="fp64"))
@@ -144,7 +145,7 @@ def test_data_parallel(problem: Problem, drop: float) -> None:
 
 
 @given(st.data(), problems(), st.integers(1, 9), st.sampled_from(["int8", "e3m0", "e2m1", "lloyd4"]), st.booleans())
-@settings(max_examples=50)
+@examples(50)
 def test_streaming_with_a_lossy_wire(
     data: st.DataObject, problem: Problem, period: int, name: str, feedback: bool
 ) -> None:
@@ -166,7 +167,7 @@ def test_streaming_with_a_lossy_wire(
 
 
 @given(problems(), st.integers(1, 9), st.sampled_from(["int8", "e3m0", "e2m1", "lloyd4"]), st.booleans())
-@settings(max_examples=40)
+@examples(40)
 def test_eager_with_a_lossy_wire(problem: Problem, period: int, name: str, feedback: bool) -> None:
     codec = Codec(name, feedback=feedback)
     loops = problem.loops(Eager(period=period, fragments=by_part(len(problem.sizes)), codec=codec))

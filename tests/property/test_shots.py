@@ -7,12 +7,13 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from torch import Tensor
 
+from amount import examples
 from atoll.core import allreduce as cargo_module
 from atoll.core import shots as shots_module
 from atoll.core.allreduce import MOST_PARTS_EACH, PART_BYTES, Cargo, mean_between, part_of
@@ -99,7 +100,7 @@ def test_members_have_equally_many_parts_and_several_only_where_they_are_large(n
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(numel=lengths, count=members, seed=st.integers(0, 99))
-@settings(max_examples=40)
+@examples(40)
 def test_a_cut_payload_is_the_payload_of_the_cut_and_joins_to_the_whole(
     name: str, numel: int, count: int, seed: int
 ) -> None:
@@ -114,7 +115,7 @@ def test_a_cut_payload_is_the_payload_of_the_cut_and_joins_to_the_whole(
 
 @pytest.mark.parametrize("name", BLOCKS)
 @given(numel=lengths, count=members, seed=st.integers(0, 99))
-@settings(max_examples=20)
+@examples(20)
 def test_what_was_rounded_at_random_can_be_cut_and_joined_too(name: str, numel: int, count: int, seed: int) -> None:
     cargo, vector = Cargo(Codec(name, stochastic=True), numel), gaussian(numel, seed)
     payload = cargo.codec.encode(vector, seed)
@@ -128,7 +129,7 @@ def test_what_was_rounded_at_random_can_be_cut_and_joined_too(name: str, numel: 
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(numel=st.integers(0, 10**10), count=members)
-@settings(max_examples=40)
+@examples(40)
 def test_the_bytes_of_all_parts_are_those_of_the_payload(name: str, numel: int, count: int) -> None:
     cargo = Cargo(Codec(name), numel)
     assert sum(cargo.part_bytes(part, count) for part in range(count)) == cargo.payload_bytes
@@ -154,7 +155,7 @@ def test_a_cut_shares_no_memory_with_the_payload() -> None:
     absent=st.integers(0, 3),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=25)
+@examples(25)
 def test_the_mean_is_the_encoded_weighted_mean_of_what_was_decoded(
     name: str, dtype: str, numel: int, weights: list[float], absent: int, seed: int
 ) -> None:
@@ -172,7 +173,7 @@ def test_the_mean_is_the_encoded_weighted_mean_of_what_was_decoded(
         hnp.arrays(np.float64, 3 * BLOCK, elements=st.floats(-1e9, 1e9, allow_subnormal=False)), min_size=1, max_size=5
     )
 )
-@settings(max_examples=25)
+@examples(25)
 def test_the_mean_in_fp64_loses_nothing(vectors: list[NDArray[np.float64]]) -> None:
     cargo = Cargo(Codec("fp64"), 3 * BLOCK, torch.float64)
     payloads = [cargo.codec.encode(torch.from_numpy(vector)) for vector in vectors]
@@ -202,7 +203,7 @@ def test_the_order_of_the_sum_is_the_order_given(name: str) -> None:
 
 @pytest.mark.parametrize("name", BLOCKS)
 @given(seed=st.integers(0, 2**31), count=st.integers(2, 5))
-@settings(max_examples=10)
+@examples(10)
 def test_noise_depends_on_the_seed_and_on_the_part_and_on_nothing_else(name: str, seed: int, count: int) -> None:
     numel, ramp = count * BLOCK, torch.linspace(0.1, 1, BLOCK).repeat(count)
     payloads, weights = [Codec(name).encode(ramp), Codec(name).encode(1.7 * ramp)], [0.3, 0.4]
@@ -217,7 +218,7 @@ def test_noise_depends_on_the_seed_and_on_the_part_and_on_nothing_else(name: str
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(numel=lengths, count=st.integers(1, 6), part_bytes=st.sampled_from([1, 50, 300]))
-@settings(max_examples=20)
+@examples(20)
 def test_a_mean_in_several_parts_each_is_the_same(name: str, numel: int, count: int, part_bytes: int) -> None:
     cargo = Cargo(Codec(name), numel)
     payloads = [cargo.codec.encode(gaussian(numel, m)) for m in range(3)]
@@ -266,7 +267,7 @@ def test_sent_bytes_are_the_formula(payload: int, count: int) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(numel=lengths, count=st.integers(4, 9))
-@settings(max_examples=20)
+@examples(20)
 def test_sent_bytes_are_the_mean_over_members_of_what_they_really_send(name: str, numel: int, count: int) -> None:
     cargo = Cargo(Codec(name), numel)
     with patch.object(cargo_module, "PART_BYTES", 100):

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from amount import examples
 from atoll.core.codec import Codec
 from atoll.core.shots import sent_bytes
 from atoll.plan import cost, steady
@@ -21,7 +22,7 @@ from atoll.plan.outlook import steady_utilisation
 from atoll.plan.simulate import Layers, Luck, Simulated, simulate
 from oracle import layers as oracle
 
-few = settings(max_examples=25)
+few = examples(25)
 
 # Odd, so that nothing begins at the very moment of an outage: there the exact oracle and floats may disagree.
 times = st.integers(0, 40).map(lambda quarters: quarters / 4 + 0.0712345)

@@ -78,6 +78,7 @@ def trained(sync: object, workers: int) -> list[Tensor]:
     return [model.weight.detach() for model in models]
 
 
+@pytest.mark.thorough_after(6)
 @pytest.mark.parametrize(("dtype", "device"), DEFAULTS)
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize(

@@ -18,11 +18,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from amount import examples
 from atoll.errors import AtollError, ConfigError, DataError
 from atoll.settings.model_presets import ModelConfig
 from atoll.train.data.tokenizer import Bytes, Subwords, train_bpe
@@ -81,7 +82,7 @@ def names(folder: Path) -> set[str]:
 # --- there and back
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     sizes=st.tuples(*[st.integers(1, 5)] * 6),
     tied=st.booleans(),
@@ -429,7 +430,7 @@ def outcome(folder: Path) -> nn.Module | str:
         return str(fault)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_no_damage_ends_in_a_traceback(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("fuzz") / "model"

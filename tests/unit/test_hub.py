@@ -152,6 +152,7 @@ def test_its_layers_become_fragments(kind: str, layers: str, rest: tuple[str, ..
     assert [name.rpartition(".")[0].removeprefix("module.") for name in fragments[-1].parameters] == list(rest)
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("kind", ["llama", "tied llama", "gpt2", "mixtral"])
 def test_workers_far_apart_train_it_together(kind: str) -> None:
     start, workers = tiny(kind), 2
@@ -365,6 +366,7 @@ def test_a_model_that_neither_a_folder_nor_the_hub_has(monkeypatch: pytest.Monke
         assert message.startswith("ConfigError: model.hf: 'nobody/nothing' is no folder here, and the Hugging Face hub")
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("weights", [True, False])
 @pytest.mark.parametrize(
     ("text", "expected"),

@@ -42,7 +42,7 @@ NAMES = ["fp32", pytest.param("bf16", marks=ROUNDED)]
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=4)  # parameters, in stretches of 16 values
 SCALES = st.sampled_from([1e-42, 1e-38, 1e-7, 1e-3, 1.0, 1e5, 1e38])
 # NumPy, which interprets kernels, warns of casts that a GPU just makes.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")]
 
 
 def drawn(sizes: Sequence[int], seed: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -33,6 +33,7 @@ from atoll.outer.stats import Applied
 from harness import PRESETS, Problem, bits, by_part, check_recovered, inner_step, spoil, toy, train
 
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.skipif(torch.cuda.is_available(), reason="kernels on a CPU need Triton's interpreter"),
     pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning"),
 ]

@@ -251,7 +251,8 @@ def test_a_worker_that_cannot_be_started_takes_the_others_along(tmp_path: Path) 
 def test_when_nobody_reads_any_more_all_are_stopped(tmp_path: Path) -> None:
     talks = marked(WAITS + "while True:\n    print('x', flush=True)\n    time.sleep(0.01)", tmp_path)
     line = [sys.executable, "-c", SUPERVISOR, str(tmp_path), "{}", talks, marked(SAVES_ON_TERM, tmp_path)]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=buffered) as process:
         assert process.stdout and process.stdout.readline()
         until = time.monotonic() + 30
         while "\nready\n" not in (tmp_path / "worker-1" / "log.txt").read_text() and time.monotonic() < until:

@@ -108,6 +108,7 @@ def test_anchors_and_velocities_have_the_same_bits_on_every_worker(name: str, wo
             assert all(torch.equal(fragment["slots"][k], first["slots"][k]) for k in first["slots"])
 
 
+@pytest.mark.thorough_after(10)
 @pytest.mark.parametrize("workers", COMING_AND_GOING)
 @pytest.mark.parametrize("name", PRESETS)
 def test_threads_and_turns_give_the_same_bits(name: str, workers: int) -> None:
@@ -182,6 +183,7 @@ def test_what_enters_the_eager_correction_is_the_decoded_delta(name: str, worker
             np.testing.assert_allclose(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.thorough_after(4)
 @pytest.mark.parametrize("workers", [3, 4, 5])
 @pytest.mark.parametrize("feedback", [False, True])
 @pytest.mark.parametrize("eager", [False, True])

@@ -46,6 +46,7 @@ def deltas(workers: int, values: int, generator: torch.Generator) -> list[Tensor
     return [0.01 * (common + torch.randn(values, generator=generator)) for _ in range(workers)]
 
 
+@pytest.mark.thorough_after(6)
 @pytest.mark.parametrize("name", ["e3m0", "e2m1", "int4", "lloyd4"])
 @pytest.mark.parametrize("workers", [2, 3, 4, 8])
 def test_with_feedback_nearly_nothing_is_lost_after_twenty_rounds(workers: int, name: str) -> None:

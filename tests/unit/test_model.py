@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
+from amount import examples
 from atoll.core.fragments import Blocks, find_blocks, split
 from atoll.errors import ConfigError
 from atoll.settings.model_presets import PRESETS, ModelConfig, preset
@@ -76,7 +77,7 @@ def test_the_count_is_that_of_a_model_with_values() -> None:
         assert sum(p.numel() for p in Decoder(preset(name)).parameters()) == preset(name).parameters
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     sizes=st.tuples(*[st.integers(1, 9)] * 6),
     half_head=st.integers(1, 5),

@@ -152,6 +152,7 @@ def syncs(codec: str) -> Iterator[Sync]:
     yield atoll.Delayed(period=10, codec=codec, outer=outer)
 
 
+@pytest.mark.thorough_after(5)
 @pytest.mark.parametrize(
     ("sync", "workers"), [*((sync, 2) for sync in syncs("fp32")), *((sync, 5) for sync in syncs("e3m0"))], ids=str
 )
@@ -193,6 +194,7 @@ def test_a_runaway_starts_anew_in_the_next_step_and_does_not_wait_for_the_round(
     assert max(float(parameter.detach().abs().max()) for parameter in run.models[1].parameters()) < 100
 
 
+@pytest.mark.thorough_after(4)
 @pytest.mark.parametrize("sync", [*syncs("fp32"), *syncs("e3m0")], ids=str)
 def test_what_explodes_just_before_the_end_is_left_out_of_the_last_exchange_too(sync: Sync) -> None:
     run = Run(sync, 2)

@@ -12,11 +12,12 @@ from typing import Any
 import matplotlib
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.collections import PolyCollection
 from rich.console import Console
 
+from amount import examples
 from atoll import report
 from atoll.errors import DataError
 from atoll.plan.link import Link
@@ -214,7 +215,7 @@ def runs(draw: st.DrawFn) -> list[Event]:
     return events
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(runs())
 def test_the_parts_of_a_run_merge_to_the_whole(events: list[Event]) -> None:
     start = events[0]
@@ -229,7 +230,7 @@ def test_the_parts_of_a_run_merge_to_the_whole(events: list[Event]) -> None:
     assert (merged.here, merged.sent_bytes, merged.wait_s) == (whole.here, whole.sent_bytes, whole.wait_s)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(runs(), st.data())
 def test_some_of_the_parts_say_the_same_of_their_workers(events: list[Event], data: st.DataObject) -> None:
     start = events[0]

@@ -79,6 +79,7 @@ def test_functions_say_what_the_command_says(run_file: Path) -> None:
     assert all(said["methods"][planner.OWN][name] == getattr(seen, name) for name in SAME)
 
 
+@pytest.mark.thorough_after(4)
 @pytest.mark.parametrize("own", OWN.values(), ids=list(OWN))
 def test_every_choice_can_be_pasted_and_is_then_the_run(run_file: Path, own: tuple[str, ...]) -> None:
     """From data-parallel to Eager: on lines that need the one, the other, and what is in between."""

@@ -41,6 +41,7 @@ def resume(loop: OuterLoop, folder: Path) -> None:
     loop.load_state_dict(state["outer"])
 
 
+@pytest.mark.thorough_after(6)
 @pytest.mark.parametrize(("problem", "stops"), [(PROBLEM, range(19)), (FOUR, (2, 5, 7, 12, 15))], ids=["three", "four"])
 @pytest.mark.parametrize("name", PRESETS)
 def test_resume_at_every_step_is_exact(name: str, problem: Problem, stops: Sequence[int], tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough_after(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_interrupted_and_resumed_is_the_same_run(make: Any, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = train(make("whole", **METHODS[method]))

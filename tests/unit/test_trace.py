@@ -10,10 +10,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from amount import examples
 from atoll import report
 from atoll.cli.main import app
 from atoll.errors import AtollError, ConfigError
@@ -160,7 +161,7 @@ def test_the_command_writes_it_beside_the_page(far: Path, tmp_path: Path) -> Non
 seconds = st.floats(0, 1e6) | st.just(math.nan)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     st.lists(st.tuples(seconds, seconds, seconds), max_size=12),
     st.lists(seconds, max_size=5),

@@ -157,6 +157,7 @@ def run_both(
     return Compared(folder, read(folder / "metrics.jsonl"), log, evals, outers)
 
 
+@pytest.mark.thorough_after(6)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_what_the_plain_loop_makes_of_it(name: str, tmp_path: Path, corpus: Path) -> None:
     run_both(tmp_path, corpus, RUNS[name]).check(1e-9)

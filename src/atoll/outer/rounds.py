@@ -312,7 +312,7 @@ class Rounds:
         self._count(replica, flight, completed, missed=missed, outlier=outlier)
         if outlier:
             self.outliers[round_id.fragment] = not flight.forgotten
-        lost = missed and not outlier and not flight.forgotten
+        lost = missed and not flight.forgotten  # of an outlier it does not matter: its worker is rolled back
         alpha = replica.merge.alpha if merging else None
         self._outer_step(completed, step, None if lost else alpha)
         if alpha is not None and lost:
