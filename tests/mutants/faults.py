@@ -10,11 +10,11 @@ TESTS = [
 
 MUTANTS = [
     Mutant("a lost round merges anyway", "rounds.py",
-           "lost = missed and not outlier and not flight.forgotten", "lost = False"),
+           "lost = missed and not flight.forgotten", "lost = False"),
     Mutant("who was away when a round was sent does not merge it", "rounds.py",
            "missed = flight.offer is not None and all(", "missed = all("),
     Mutant("what was lost while a worker was away is waited for", "rounds.py",
-           "lost = missed and not outlier and not flight.forgotten", "lost = missed and not outlier"),
+           "lost = missed and not flight.forgotten", "lost = missed and not outlier"),
     Mutant("what was blended away is sent again at the end", "rounds.py", "flight.held *= keep", "pass"),
     Mutant("a lost eager delta is forgotten", "replica.py", "if lost and lost.offer else None", "if False else None"),
     Mutant("a joiner keeps its random parameters", "state.py",
