@@ -153,7 +153,7 @@ def spoil(loop: OuterLoop, value: float = float("nan"), part: int = 0) -> None:
 
 def check_recovered(loops: Sequence[OuterLoop], observed: Sequence[Applied], left_out: int) -> None:
     """Worker 1 of three was spoilt once: it missed so many rounds, and goes on with the others' anchor."""
-    delays = [loop._schedule.delay for loop in loops]
+    delays = [loop.sync.delay_of(loop.link.worker, loop.link.workers) for loop in loops if isinstance(loop.sync, Sync)]
     anchors = {snapshot(loop)[1].tobytes() for loop, delay in zip(loops, delays, strict=True) if delay == delays[0]}
     assert len(anchors) == 1
     assert all(np.isfinite(toy(loop).vector()).all() for loop in loops)

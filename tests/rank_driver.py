@@ -103,7 +103,7 @@ def blot(patch: pytest.MonkeyPatch) -> None:
     def step(self: Lockstep) -> None:
         (loop,) = self.loops
         if RANK == 3 and loop.steps == 7:
-            (sent,) = loop._schedule.due(8).send
+            (sent,) = loop._due(8).send
             local_part(loop._windows[sent].parameters()[0]).view(-1)[0] = math.nan
         original(self)
 

@@ -38,26 +38,26 @@ MUTANTS = [
     Mutant("quantised parts not looked into", "core/flat.py", "for name in inside]", "for name in inside[:1]]"),
     Mutant(
         "loads of a part unnoticed",
-        "outer/loaded.py",
+        "outer/watch.py",
         "for path, module in model.named_modules():",
         'for path, module in [("", model)]:',
     ),
-    Mutant("what is put back counts as loaded", "outer/loaded.py", "self._changed.pop(name, None)", "pass"),
+    Mutant("what is put back counts as loaded", "outer/watch.py", "self._changed.pop(name, None)", "pass"),
     Mutant(
         "a load inside anchor() counts",
-        "outer/loop.py",
-        "self._lent, self._loads.watching = True, False",
-        "self._lent = True",
+        "outer/watch.py",
+        "self.loads.watching = not lent",
+        "self.__dict__.setdefault('_l', lent)",
     ),
     Mutant(
         "what was loaded is remembered for ever",
-        "outer/loaded.py",
+        "outer/watch.py",
         "        self.forget()\n\n    def forget",
         "\n    def forget",
     ),
     Mutant(
         "a copy of the model reports to the loop",
-        "outer/loaded.py",
+        "outer/watch.py",
         "        return type(self)()\n",
         "        return self\n",
     ),
@@ -65,24 +65,24 @@ MUTANTS = [
     Mutant("weight not compared on resume", "outer/agreement.py", ') != here["weight"]:', ") is None:"),
     Mutant("a message's weight is believed", "link/net/mail.py", "brought.member.weight != self._weight:", "False:"),
     Mutant(
-        "masters never found out", "outer/undone.py", "return down_from_after <", "return down_from_after < 0 and 1 <"
+        "masters never found out", "outer/watch.py", "return down_from_after <", "return down_from_after < 0 and 1 <"
     ),
     Mutant(
         "a newton step taken for masters",
-        "outer/undone.py",
+        "outer/watch.py",
         "return down_from_after < max(STRAIGHT, down_from_before - 0.01)",
         "return True",
     ),
     Mutant(
         "small merges judged",
-        "outer/undone.py",
+        "outer/watch.py",
         "FAR = 3.0",
         "FAR = 0.0",
-        also=("outer/undone.py", "return down_from_after < max(STRAIGHT, down_from_before - 0.01)", "return True"),
+        also=("outer/watch.py", "return down_from_after < max(STRAIGHT, down_from_before - 0.01)", "return True"),
     ),
-    Mutant("every merge sampled", "outer/undone.py", "self._left -= 1", "pass"),
+    Mutant("every merge sampled", "outer/watch.py", "self._left -= 1", "pass"),
     Mutant(
-        "merged never told", "outer/loop.py", "self._merged |= self._watch.merging(step)", "self._watch.merging(step)"
+        "merged never told", "outer/watch.py", "self.merged |= self._merges.merging(step)", "self._merges.merging(step)"
     ),
     Mutant(
         "a group of all workers allowed",
@@ -91,21 +91,21 @@ MUTANTS = [
         "or distributed.get_world_size() > 0:",
     ),
     Mutant("a group of one refused", "link/net/torchrun.py", " or distributed.get_world_size() == 1:", ":"),
-    Mutant("rolled back for ever", "outer/loop.py", "if self._in_a_row > 1 and", "if False and"),
+    Mutant("rolled back for ever", "outer/watch.py", "if self.in_a_row > 1 and", "if False and"),
     Mutant(
         "one good round does not count",
         "outer/loop.py",
-        "            self._in_a_row = 0\n        self._rounds.send",
+        "            self._watch.in_a_row = 0\n        self._rounds.send",
         "            pass\n        self._rounds.send",
     ),
-    Mutant("the optimizer is not reset", "outer/loop.py", "            self._on_roll_back()\n", "            pass\n"),
+    Mutant("the optimizer is not reset", "outer/watch.py", "            self._on_roll_back()\n", "            pass\n"),
     Mutant("the last error is not told", "link/net/link.py", 'getattr(sys, "last_value", None)', "None"),
     Mutant(
         "an anchor is as old as its newest fragment",
         "outer/loop.py",
-        "return min((state.step",
-        "return max((state.step",
+        "return min((replica.step",
+        "return max((replica.step",
     ),
-    Mutant("an anchor is as old as its apply", "outer/replica.py", "completed.round_id.step\n", "state.step + 1\n"),
+    Mutant("an anchor is as old as its apply", "outer/fragment.py", "completed.round_id.step\n", "self.step + 1\n"),
     Mutant("the age of an anchor is not saved", "outer/fragment.py", 'state.get("step", 0)', "0"),
 ]

@@ -105,7 +105,7 @@ def test_a_table_that_is_parsed_is_not_changed() -> None:
 def test_checking_a_file_does_not_import_torch() -> None:
     script = (
         "import sys\n"
-        "from atoll import config\n"
+        "from atoll.settings import config\n"
         "assert config.parse(config.template()) == config.RunConfig()\n"
         "assert 'torch' not in sys.modules"
     )

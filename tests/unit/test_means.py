@@ -115,4 +115,4 @@ def test_gradients_keep_one_loss_and_no_more() -> None:
             model.values.grad = torch.randn(300, generator=generator)
         crew.average_gradients()
         crew.step()
-    assert len(loops[0]._exchange.mean_residuals[0]._kept) == 1
+    assert len(loops[0]._rounds.exchange.mean_residuals[0]._kept) == 1
