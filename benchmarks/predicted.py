@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atoll.core.allreduce import sent_bytes
 from atoll.core.codec import Codec
-from atoll.core.shots import sent_bytes
 from atoll.plan.job import Job, transfer_s
 from atoll.plan.lines import Exchange, Place
 from atoll.plan.link import GOODPUT, Link

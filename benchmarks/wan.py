@@ -57,8 +57,8 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
+from atoll.core.allreduce import sent_bytes
 from atoll.core.fragments import Fragment, split
-from atoll.core.shots import sent_bytes
 from atoll.report.canvas import Palette, dress, to_png
 from atoll.train.model.decoder import Decoder
 from sites import Sites, available

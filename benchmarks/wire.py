@@ -27,10 +27,9 @@ from typing import Any
 import torch
 
 import atoll
-from atoll.core.allreduce import Cargo
+from atoll.core.allreduce import Cargo, sent_bytes, shots
 from atoll.core.codec import Codec
 from atoll.core.outer import weighted_mean
-from atoll.core.shots import sent_bytes, shots
 from atoll.link.base import Contribution, Member, RoundId
 from atoll.link.net.wire import HEADER_BYTES
 from sites import LINE, Sites, bits_per_second

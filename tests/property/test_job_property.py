@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.core.allreduce import sent_bytes
 from atoll.core.schedule import Schedule
-from atoll.core.shots import sent_bytes
 from atoll.plan.job import Job, time_of, transfer_s
 from atoll.plan.link import Link
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.shots import sent_bytes, shots
+from atoll.core.allreduce import sent_bytes, shots
 from atoll.link.base import RoundId
 from atoll.link.shaped import PACKET_BYTES, Line, Outage, Shape, Transit
 from atoll.plan.job import transfer_s

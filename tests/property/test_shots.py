@@ -15,12 +15,11 @@ from torch import Tensor
 
 from amount import examples
 from atoll.core import allreduce as cargo_module
-from atoll.core import shots as shots_module
-from atoll.core.allreduce import MOST_PARTS_EACH, PART_BYTES, Cargo, mean_between, part_of
+from atoll.core import allreduce as shots_module
+from atoll.core.allreduce import MOST_PARTS_EACH, PART_BYTES, Cargo, mean_between, part_of, sent_bytes, shots
 from atoll.core.codec import BLOCK, Codec
 from atoll.core.flat import PIECE
 from atoll.core.outer import weighted_mean
-from atoll.core.shots import sent_bytes, shots
 from atoll.errors import ConfigError
 
 PLAIN = ["fp64", "fp32", "bf16", "fp16"]

@@ -11,8 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from amount import examples
+from atoll.core.allreduce import sent_bytes
 from atoll.core.codec import Codec
-from atoll.core.shots import sent_bytes
 from atoll.plan import cost, steady
 from atoll.plan.job import Job, stops, time_of
 from atoll.plan.lines import Array, Place

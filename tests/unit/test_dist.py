@@ -26,7 +26,7 @@ from atoll.link.net import link as dist
 from atoll.link.net import transfer as crossing
 from atoll.link.net import wire
 from atoll.link.net.link import DistLink
-from atoll.link.net.mail import Mail, Outgoing
+from atoll.link.net.wire import Mail, Outgoing
 from atoll.outer.presets import Gradients
 from atoll.train.ranks import site
 from fleet import Ending, Fleet, Me, Worker

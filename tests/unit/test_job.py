@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from atoll import Lockstep
-from atoll.core.shots import sent_bytes
+from atoll.core.allreduce import sent_bytes
 from atoll.errors import ConfigError
 from atoll.outer.presets import DataParallel, Gradients, Sync
 from atoll.plan.job import Job, RunTime, stops, time_of, transfer_s

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from atoll import DataParallel, DiLoCo, Eager, Lockstep, Nesterov, OuterLoop, Streaming, Sync
-from atoll.core import shots
+from atoll.core import allreduce
 from atoll.core.allreduce import MOST_PARTS_EACH
 from atoll.core.codec import BLOCK, Codec
 from atoll.core.outer import SGD, Blend, EagerMerge, Momentum
@@ -133,7 +133,7 @@ def test_a_second_shot_changes_nothing_but_the_rounding(
     problem = Problem(sizes=(700, 9), workers=workers, steps=24, faults=faults, dtype=torch.float32)
     sync = Streaming(period=4, fragments=by_part(2), delay=1, codec=codec)
     two = [bits(loop) for loop in run(sync, problem)]
-    monkeypatch.setattr(shots, "ONE_SHOT_MEMBERS", workers)
+    monkeypatch.setattr(allreduce, "ONE_SHOT_MEMBERS", workers)
     one = [bits(loop) for loop in run(sync, problem)]
     assert (two == one) == (codec == "fp32")
 

@@ -8,8 +8,7 @@ import torch
 from atoll.core.allreduce import Cargo
 from atoll.core.codec import Codec
 from atoll.link.base import Contribution, Member, RoundId
-from atoll.link.net.mail import CHUNK_BYTES, Incoming, LostError
-from atoll.link.net.wire import HEADER_BYTES, Envelope, seal
+from atoll.link.net.wire import CHUNK_BYTES, HEADER_BYTES, Envelope, Incoming, LostError, seal
 
 CARGO = Cargo(Codec("fp32"), 300_000)
 ENVELOPE = Envelope.whole(RoundId(7, 2), 3, CARGO)

@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from atoll import DataParallel, DiLoCo, Eager, Lockstep, OuterLoop, Streaming, Sync, local
-from atoll.core.allreduce import Cargo
+from atoll.core.allreduce import Cargo, sent_bytes
 from atoll.core.codec import Codec
-from atoll.core.shots import sent_bytes
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Contribution, Link, Member, Offer, Passage, Pending, Round, RoundId
 from atoll.link.local import Absence, Faults, run_local

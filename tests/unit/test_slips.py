@@ -21,8 +21,7 @@ from atoll.core.flat import checksum
 from atoll.core.fragments import Balanced
 from atoll.errors import AtollError, ConfigError, LinkError, NonFiniteError
 from atoll.link.base import Contribution, Member, RoundId
-from atoll.link.net.mail import Incoming, LostError
-from atoll.link.net.wire import Envelope, Kind, seal
+from atoll.link.net.wire import Envelope, Incoming, Kind, LostError, seal
 from atoll.outer.agreement import MOST_TERMS, frozen_terms
 from atoll.outer.presets import Gradients
 from fleet import Fleet, Me, free_port

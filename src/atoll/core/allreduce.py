@@ -1,5 +1,8 @@
-"""What the payloads of a round are made of, and how they are summed up in two shots (`core.shots`).
+"""How a round is averaged between its members: in one shot up to three of them, in two shots between more.
 
+One shot: every member sends its payload to every other. Two shots: the vector is cut into parts, one or more per
+member; each member gets everybody's payload of its own parts, takes their mean, encodes that like a delta, and sends it
+to all (a reduce-scatter and an all-gather). It costs 2 (M-1)/M payloads instead of M-1, and all decode the same bytes.
 Parts end on block boundaries, so encoding a part gives the same bytes as cutting the encoded whole.
 """
 
@@ -10,13 +13,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atoll._util.checks import check_whole
 from atoll.core.codec import BLOCK, Codec
 from atoll.core.flat import CPU, pieces
 from atoll.core.outer import weighted_mean
 
+ONE_SHOT_MEMBERS = 3
+"""Up to here one shot costs no more bytes than 1.5 times two, takes one latency instead of two, and rounds once."""
 PART_BYTES = 1 << 16
 """Of the payload of a part, at least, where a member reduces several."""
 MOST_PARTS_EACH = 64
+
+
+def shots(members: int) -> int:
+    """How often a round of this many members crosses the link: 0 for one alone, 1 or 2."""
+    check_whole("members", members)
+    return 0 if members == 1 else 1 if members <= ONE_SHOT_MEMBERS else 2
+
+
+def sent_bytes(payload_bytes: int, members: int) -> int:
+    """What one member puts on its link in a round, in bytes, headers aside.
+
+    More than three: a slice for every other one to reduce, then a reduced slice to all; together 2 (M-1)/M payloads,
+    here rounded up to a whole byte.
+    """
+    check_whole("payload_bytes", payload_bytes, least=0)
+    if shots(members) < 2:
+        return (members - 1) * payload_bytes
+    return -(-2 * (members - 1) * payload_bytes // members)
 
 
 def part_of(numel: int, part: int, count: int) -> slice:

@@ -15,8 +15,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from atoll._util.checks import check_whole
-from atoll.core.allreduce import Cargo, mean_between
-from atoll.core.shots import shots
+from atoll.core.allreduce import Cargo, mean_between, shots
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Offer, Passage, Pending, Round, RoundId, admitted, difference
 

@@ -17,8 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 from atoll._util.checks import check_number, check_whole
-from atoll.core.allreduce import Cargo
-from atoll.core.shots import sent_bytes, shots
+from atoll.core.allreduce import Cargo, sent_bytes, shots
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Contribution, Link, Offer, Passage, Pending, Round, RoundId
 

@@ -8,11 +8,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from atoll.core.allreduce import MOST_PARTS_EACH, Cargo, MeanResidual
+from atoll.core.allreduce import MOST_PARTS_EACH, Cargo, MeanResidual, sent_bytes
 from atoll.core.codec import Codec
 from atoll.core.flat import CPU, Window
 from atoll.core.guard import SMALLEST, Size
-from atoll.core.shots import sent_bytes
 from atoll.errors import LinkError, NonFiniteError
 from atoll.link.base import Contribution, Link, Member, Offer, Pending, Round, RoundId
 from atoll.outer.fragment import EMPTY, FragmentReplica, copy_of

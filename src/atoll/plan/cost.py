@@ -11,8 +11,8 @@ from math import gcd
 
 import numpy as np
 
+from atoll.core.allreduce import ONE_SHOT_MEMBERS, sent_bytes, shots
 from atoll.core.schedule import Schedule
-from atoll.core.shots import ONE_SHOT_MEMBERS, sent_bytes, shots
 from atoll.plan.lines import Array
 from atoll.plan.method import Method, Model
 

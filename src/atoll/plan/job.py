@@ -12,8 +12,8 @@ from itertools import count
 from typing import NamedTuple
 
 from atoll._util.checks import check_whole
+from atoll.core.allreduce import sent_bytes, shots
 from atoll.core.schedule import Due, Schedule
-from atoll.core.shots import sent_bytes, shots
 from atoll.errors import ConfigError
 from atoll.plan.link import Link
 

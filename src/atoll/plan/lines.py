@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll._util.checks import check_number
-from atoll.core.shots import shots
+from atoll.core.allreduce import shots
 from atoll.errors import ConfigError
 
 Array = NDArray[np.float64]

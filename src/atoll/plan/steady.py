@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from atoll.core.shots import shots
+from atoll.core.allreduce import shots
 from atoll.plan import cost
 from atoll.plan.lines import Array
 from atoll.plan.method import Method, Model

@@ -27,13 +27,12 @@ from torch import distributed
 from atoll.core.allreduce import Cargo
 from atoll.errors import AtollError, ConfigError, LinkError
 from atoll.link.base import Offer, Pending, RoundId, difference
-from atoll.link.net.mail import TAGS, LostError, Mail
 from atoll.link.net.rendezvous import Meeting, begun, parse_address
 from atoll.link.net.root_cause import Report, verdict
 from atoll.link.net.seat import Seat
 from atoll.link.net.torchrun import refuse_a_group_of_workers, torchrun_address
 from atoll.link.net.transfer import Crossing, Ticket
-from atoll.link.net.wire import MAX_WEIGHT, VERSION
+from atoll.link.net.wire import MAX_WEIGHT, TAGS, VERSION, LostError, Mail
 from atoll.version import __version__
 
 _BEFORE = "before the first round"

@@ -14,13 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from atoll.core.allreduce import Cargo
-from atoll.core.shots import shots
+from atoll.core.allreduce import Cargo, shots
 from atoll.errors import LinkError
 from atoll.link.base import Contribution, Member, Offer, Passage, Round, RoundId, admitted
-from atoll.link.net.mail import Incoming, LostError, Mail, Outgoing
 from atoll.link.net.staging import stage
-from atoll.link.net.wire import HEADER_BYTES, Envelope, Kind, seal
+from atoll.link.net.wire import HEADER_BYTES, Envelope, Incoming, Kind, LostError, Mail, Outgoing, seal
 
 OVERLAP_BYTES = 1 << 20
 """What may be missing of one turn when the next begins, so that no line falls silent for a latency."""
