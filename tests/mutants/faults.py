@@ -22,8 +22,8 @@ MUTANTS = [
     Mutant("a joiner keeps its old momentum", "outer/fragment.py", "            self.own.zero_()\n", "            pass\n"),
     Mutant("residual kept when the payload is lost", "outer/fragment.py", "self.residual.add_(undo)", "pass"),
     Mutant("residual undone under eager too", "outer/fragment.py", "undo = self.residual - lost if self.merge.own is None else None",
-           "undo = self.residual - lost", ("outer/rounds.py", "        replica = self.replicas[fragment]\n",
-            "        replica = self.replicas[fragment]\n        if lost and lost.undo is not None:\n"
+           "undo = self.residual - lost", ("outer/rounds.py", "        payload = lost.offer.payload if lost and lost.offer else None\n",
+            "        payload = lost.offer.payload if lost and lost.offer else None\n        if lost and lost.undo is not None:\n"
             "            replica.residual.add_(lost.undo)\n")),
     Mutant("finish sends twice what is in flight", "outer/rounds.py", "alpha=lost - held)", "alpha=lost - 0.0)"),
     Mutant("finish forgets what was lost last", "outer/finish.py", "return recent_gap or not", "return not"),

@@ -27,7 +27,6 @@ MOST_PARTS_EACH = 64
 
 def shots(members: int) -> int:
     """How often a round of this many members crosses the link: 0 for one alone, 1 or 2."""
-    check_whole("members", members)
     return 0 if members == 1 else 1 if members <= ONE_SHOT_MEMBERS else 2
 
 
@@ -37,6 +36,7 @@ def sent_bytes(payload_bytes: int, members: int) -> int:
     More than three: a slice for every other one to reduce, then a reduced slice to all; together 2 (M-1)/M payloads,
     here rounded up to a whole byte.
     """
+    check_whole("members", members)
     check_whole("payload_bytes", payload_bytes, least=0)
     if shots(members) < 2:
         return (members - 1) * payload_bytes

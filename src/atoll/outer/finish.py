@@ -74,7 +74,7 @@ def apply(loop: "OuterLoop") -> None:
     for replica in loop._rounds.replicas:
         replica.window.write(replica.anchor)
     loop._watch.merged = True
-    loop._rounds.drop(loop.steps)
+    loop._rounds.drop(loop.steps + loop._schedule.period)
 
 
 def _measured(last: Flight, replica: FragmentReplica) -> Tensor:

@@ -110,7 +110,13 @@ class OuterLoop:
             self._gradients = GradientAverage(
                 exchange, backend_for(windows[0], sync.codec), leave_out_nonfinite=leave_out_nonfinite
             )
-        self._rounds = Rounds(exchange, replicas, observer, leave_out_nonfinite=leave_out_nonfinite)
+        self._rounds = Rounds(
+            exchange,
+            replicas,
+            observer,
+            leave_out_nonfinite=leave_out_nonfinite,
+            longest_delay=max(sync.delays) if isinstance(sync, Sync) else 0,
+        )
         eager = isinstance(sync, Sync) and sync.eager
         self._watch = ModelWatch(model, windows, self._schedule, eager=eager, on_roll_back=on_roll_back)
         self._status = "new"  # then "joined", then "finished"
@@ -260,17 +266,17 @@ class OuterLoop:
 
     def _apply_step(self) -> None:
         """Wait for the rounds that are due, let them move the anchor, and merge it into the live parameters."""
-        if self._schedule is None or not isinstance(self.sync, Sync):
+        if self._schedule is None:
             return
         step, due = self.steps, self._due(self.steps)
         self._watch.merging(step)
         lost = {f: self._rounds.apply(RoundId(step - self._schedule.delay, f), step) for f in due.apply}
         if due.apply:
             self._leave_outliers()
-        if self.sync.eager and self.link.present(step):
+        if self.link.present(step):
             for fragment in due.send:
                 self._rounds.begin_period(fragment, step, lost.get(fragment))
-        self._rounds.drop(step - max(self.sync.delays))
+        self._rounds.drop(step)
         if self.link.present(step + 1) and not self.link.present(step):
             self._start_anew()
         self._watch.merged_at(step)

@@ -193,12 +193,14 @@ class Rounds:
         observer: Observer | None,
         *,
         leave_out_nonfinite: bool,
+        longest_delay: int,
     ) -> None:
         self.exchange = exchange
         self.replicas = replicas
         self._observer = observer
         self.leave_out_nonfinite = leave_out_nonfinite
         """Whether a delta that is not finite is left out of its round instead of raising NonFiniteError."""
+        self._longest_delay = longest_delay  # inner steps, of any worker
         self._flights: dict[RoundId, Flight] = {}
         self.outliers: dict[int, bool] = {}
         """Fragments whose rounds have just left out this worker's delta, and whether it still holds that work."""
@@ -322,8 +324,10 @@ class Rounds:
 
     def begin_period(self, fragment: int, step: int, lost: Flight | None) -> None:
         """Start a fragment's next period after a send, where the merge is eager."""
-        payload = lost.offer.payload if lost and lost.offer else None
         replica = self.replicas[fragment]
+        if replica.merge.alpha is not None:
+            return
+        payload = lost.offer.payload if lost and lost.offer else None
         replica.merge.begin_period(replica, self.exchange.share(step), payload)
 
     def _count(
@@ -387,8 +391,9 @@ class Rounds:
             flight.forgotten = True
 
     def drop(self, step: int) -> None:
-        """Forget rounds sent at this step or before, which every worker has applied."""
-        self._flights = {round_id: flight for round_id, flight in self._flights.items() if round_id.step > step}
+        """Forget rounds that every worker has applied at this step."""
+        kept = {r: flight for r, flight in self._flights.items() if r.step > step - self._longest_delay}
+        self._flights = kept
         for fragment, residual in enumerate(self.exchange.mean_residuals):
             residual.drop(self._oldest(fragment))
 

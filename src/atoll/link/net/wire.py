@@ -2,8 +2,8 @@
 
 `docs/wire.md` has the layout. What comes from the network is compared with what is due, field by field, before any of
 it is used; nothing in it decides how much is read, allocated or run. Messages travel through a process group, in chunks
-that share a connection. Receives are posted before sends: gloo announces a receive on the same connection that carries data
-the other way, so one that is posted late waits behind it, and the two directions take turns.
+that share a connection. Receives are posted before sends: gloo announces a receive on the same connection that carries
+data the other way, so one that is posted late waits behind it, and the two directions take turns.
 """
 
 import math
