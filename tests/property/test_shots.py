@@ -282,7 +282,7 @@ def test_sent_bytes_are_the_mean_over_members_of_what_they_really_send(name: str
 @pytest.mark.parametrize("count", [0, -1, 2.0])
 def test_a_round_has_a_whole_number_of_members(count: int) -> None:
     with pytest.raises(ConfigError, match="members must be a whole number of at least 1"):
-        shots(count)
+        sent_bytes(1, count)
 
 
 def test_a_payload_has_no_less_than_no_bytes() -> None:
