@@ -163,8 +163,9 @@ class Exchange:
         return Cargo(self.codec, window.numel, window.dtype, seed, window.device, tuple(round_id), residual, ratio)
 
     def ratio_of(self, fragment: int) -> float | None:
-        """The outlier ratio by which deltas of this fragment are judged; None if they are not."""
-        return self.outlier_ratio if self._windows[fragment].numel >= SMALLEST else None
+        """The outlier ratio by which deltas of this fragment are judged, a larger one if it is small; None: not."""
+        ratio, small = self.outlier_ratio, self._windows[fragment].numel < SMALLEST
+        return ratio**3 if ratio is not None and small else ratio
 
     def collect(self, pending: Pending) -> Round:
         """Wait for a round; LinkError if payloads do not fit or the members no longer share one anchor."""

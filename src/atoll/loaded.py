@@ -19,6 +19,8 @@ class Loads:
     def __init__(self, model: nn.Module) -> None:
         self.watching = True
         """Whether what is loaded stays: inside `OuterLoop.anchor()` it does not."""
+        self.frozen = False
+        """Whether parameters that are not trained were loaded."""
         self._before: dict[str, int] = {}
         self._changed: dict[str, None] = {}  # in order
         handles = []
@@ -34,6 +36,7 @@ class Loads:
 
     def _end(self, path: str, module: nn.Module) -> None:
         for name, parameter in module.named_parameters(path, recurse=False):
+            self.frozen |= not parameter.requires_grad
             if name in self._before:
                 self._changed.pop(name, None)
                 if checksum(parameter) != self._before[name]:  # it may also have been put back

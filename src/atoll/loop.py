@@ -114,6 +114,7 @@ class OuterLoop:
             self._replicas = [Replica(s, self._exchange, n, sync.outer) for n, s in enumerate(self._states)]
         self._rounds = Rounds(self._exchange, self._replicas, observer)
         self._loads = Loads(model)
+        self._frozen = frozen_terms(model)  # at the start: a worker's running average of its parameters is its own
         self._on_roll_back = on_roll_back
         self._in_a_row = 0  # roll-backs since the last delta that could be sent
         self._merged = False
@@ -157,7 +158,9 @@ class OuterLoop:
         if self._joined:
             return
         self._loads.check()
-        here = {"inner steps made (load the same checkpoint on all)": str(self.steps), **frozen_terms(self.model)}
+        if self._loads.frozen:
+            self._frozen = frozen_terms(self.model)
+        here = {"inner steps made (load the same checkpoint on all)": str(self.steps), **self._frozen}
         if not self.steps:  # from there on, rounds compare
             here |= starting_terms([s.anchor for s in self._states] or [w.read() for w in self._windows])
         self.link.join({**self._terms(), **here}, self._exchange.weight)
@@ -445,6 +448,7 @@ class OuterLoop:
             "finished": self._finished,
             "ahead": self.sync.ahead if self.link.workers > 1 else 0,  # for `checkpoint.save`
             **self._identity(),
+            "base": self._frozen,
             "fragments": [state.state_dict() for state in self._states],
             "flights": self._rounds.state_dict(),
             "mean_residuals": self._rounds.residuals_state_dict(),
@@ -455,8 +459,11 @@ class OuterLoop:
         """Continue from what state_dict gave, to the bit; call it before the first step, with the model restored."""
         if self._joined:
             raise AtollError("load_state_dict() must come before the first step of a new OuterLoop")
-        check_saved(state, self._identity(), self._windows)
+        identity = self._identity()
+        check_saved(state, identity, self._windows)
+        self._frozen = dict(state.get("base", identity["frozen"]))
         self._loads.forget()
+        self._loads.frozen = False
         self.steps = state["steps"]
         self._shelves.settle()
         for fragment, saved in zip(self._states, state["fragments"], strict=True):

@@ -89,10 +89,8 @@ class Rounds:
 
     def _count(self, round_id: RoundId, flight: Flight, completed: Round, *, missed: bool, outlier: bool) -> None:
         counters, norms = self._exchange.counters, self._state(round_id).norms
-        counters.outliers_seen += len(completed.outliers)
+        counters.count_outliers(len(completed.outliers), own=outlier)
         if outlier:
-            counters.rounds_outlier += 1
-            counters.rounds_left_out += 1
             norms.left_out()
         elif missed:
             counters.rounds_missed += 1
@@ -116,7 +114,10 @@ class Rounds:
 
     def apply_last(self, round_id: RoundId, step: int) -> None:
         """Let the round that ends a run move the anchor: by the plain mean, so that no momentum overshoots."""
-        self._outer_step(self._collect(self._flights[round_id]), step, plainly=True)
+        completed = self._collect(self._flights[round_id])
+        outlier = any(member.worker == self._exchange.link.worker for member in completed.outliers)
+        self._exchange.counters.count_outliers(len(completed.outliers), own=outlier)
+        self._outer_step(completed, step, plainly=True)
 
     def forsake(self) -> None:
         """Note that this worker has started anew: what it had sent is no longer in its live parameters."""

@@ -4,7 +4,9 @@ from mutants.seed import Mutant
 
 TESTS = ["tests/unit/test_slips.py"]
 MUTANTS = [
-    Mutant("frozen parameters not compared", "loop.py", ", **frozen_terms(self.model)}\n", "}\n"),
+    Mutant("frozen parameters not compared", "loop.py", ", **self._frozen}\n", "}\n"),
+    Mutant("frozen parameters loaded later not compared", "loop.py", "if self._loads.frozen:", "if False:"),
+    Mutant("averages of each worker compared on resume", "loop.py", '            "base": self._frozen,\n', ""),
     Mutant("frozen parameters compared by layout only", "agreement.py", "checksum {checksum(p):08x}", "checksum 0"),
     Mutant(
         "a base model not compared on resume",
