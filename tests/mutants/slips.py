@@ -4,7 +4,11 @@ from mutants.seed import Mutant
 
 TESTS = ["tests/unit/test_slips.py"]
 MUTANTS = [
-    Mutant("frozen parameters not compared", "outer/loop.py", ", **frozen_terms(self.model)}\n", "}\n"),
+    Mutant("frozen parameters not compared", "outer/loop.py", ", **self._watch.base}\n", "}\n"),
+    Mutant("frozen parameters loaded later not compared", "outer/watch.py", "if self.loads.frozen:", "if False:"),
+    Mutant(
+        "averages of each worker compared on resume", "outer/loop.py", '            "base": self._watch.base,\n', ""
+    ),
     Mutant(
         "frozen parameters compared by layout only", "outer/agreement.py", "checksum {checksum(p):08x}", "checksum 0"
     ),

@@ -11,9 +11,9 @@ from torch import nn
 
 import atoll
 from atoll.core.fragments import Balanced
-from atoll.core.guard import Norms, Size, outliers
+from atoll.core.guard import SMALLEST, Norms, Size, outliers
 from atoll.errors import ConfigError, LinkError
-from atoll.link.local import Faults
+from atoll.link.local import Absence, Faults
 from atoll.outer.presets import Sync
 from atoll.outer.stats import Applied
 
@@ -29,12 +29,13 @@ def test_a_delta_as_large_as_its_own_last_ones_always_counts(found: list[float],
 
 
 @given(st.lists(st.tuples(norms, norms), min_size=1, max_size=6), st.floats(1.1, 100))
-def test_the_smallest_is_never_left_out_and_nobody_is_without_a_ratio(
+def test_the_smallest_is_only_left_out_for_its_own_past_and_nobody_is_without_a_ratio(
     found: list[tuple[float, float]], ratio: float
 ) -> None:
     sizes = [Size(*size) for size in found]
     smallest = min(range(len(sizes)), key=lambda number: sizes[number].norm)
-    assert not outliers(sizes, ratio)[smallest]
+    norm, usual = sizes[smallest]
+    assert outliers(sizes, ratio)[smallest] == (0 < ratio**3 * usual < norm)
     assert not any(outliers(sizes, None))
 
 
@@ -47,7 +48,11 @@ def test_the_smallest_is_never_left_out_and_nobody_is_without_a_ratio(
         ([(50, 1), (1, 1), (1, 1), (50, 1)], [True, False, False, True]),
         ([(999, 0), (1, 1)], [False, False]),  # no past: only beyond the third power
         ([(1001, 0), (1, 1)], [True, False]),
-        ([(1e30, 0)], [False]),  # one alone
+        ([(1e30, 0)], [False]),  # one alone, without a past
+        ([(999, 1)], [False]),
+        ([(1001, 1)], [True]),
+        ([(999, 1), (999, 1)], [False, False]),  # all together, up to the third power
+        ([(1001, 1), (1001, 1), (1001, 0)], [True, True, False]),
         ([(5, 0), (0, 0)], [False, False]),  # nothing to compare with
         ([(1e6, 1), (0, 0)], [True, False]),
     ],
@@ -178,6 +183,46 @@ def test_one_exploding_delta_is_left_out_and_the_run_goes_on(sync: Sync, workers
             assert torch.equal(mine, first)
 
 
+@pytest.mark.parametrize("workers", [2, 4])
+def test_when_nearly_all_explode_at_once_none_counts(workers: int) -> None:
+    run = Run(next(syncs("fp32")), workers)
+    run.train(36)
+    with torch.no_grad():
+        for model in run.models[: max(2, workers - 1)]:
+            for parameter in model.parameters():
+                parameter.add_(1e6)
+    run.train(24)
+    assert run.held_out() < 0.1
+    assert sum(loop.counters.rounds_outlier for loop in run.loops) == run.loops[0].counters.outliers_seen > 1
+
+
+@pytest.mark.parametrize("sync", list(syncs("fp32")), ids=str)
+def test_one_that_is_alone_is_judged_by_its_past(sync: Sync) -> None:
+    run = Run(sync, 2, faults=Faults(absences=(Absence(worker=0, first=31, last=55),)))
+    run.train(70, spoil=37)
+    run.crew.finish()
+    assert run.held_out() < 10
+
+
+def test_a_small_fragment_is_judged_less_strictly() -> None:
+    sync = atoll.Streaming(period=10, fragments=Balanced(count=3), outer=atoll.Nesterov(0.5, 0.5))
+    run = Run(sync, 2)
+    assert min(window.numel for window in run.loops[0]._windows) < SMALLEST
+    for spoil in range(51, 61):
+        run = Run(sync, 2)
+        run.train(70, spoil=spoil)
+        assert run.held_out() < 1
+
+
+def test_an_outlier_of_the_last_exchange_is_counted() -> None:
+    run = Run(next(syncs("fp32")), 2)
+    run.train(45, spoil=44)
+    run.crew.finish()
+    assert [loop.counters.outliers_seen for loop in run.loops] == [1, 1]
+    assert [loop.counters.rounds_outlier for loop in run.loops] == [0, 1]
+    assert [loop.counters.rounds_left_out for loop in run.loops] == [0, 1]
+
+
 def test_an_outlier_is_not_usual_afterwards() -> None:
     run = Run(next(syncs("fp32")), 2)
     run.train(40, spoil=37)
@@ -228,7 +273,7 @@ def test_with_the_guard_off_an_explosion_counts() -> None:
     assert run.held_out() > 1e3
 
 
-@pytest.mark.parametrize("ratio", [1.0, 0, -3, float("nan"), float("inf"), "10"])
+@pytest.mark.parametrize("ratio", [1.0, 0, -3, float("nan"), float("inf"), 1e200, "10"])
 def test_a_ratio_that_makes_no_sense_is_refused(ratio: object) -> None:
     with pytest.raises(ConfigError, match="outlier_ratio must be a number above 1"):
         Run(next(syncs("fp32")), 2, outlier_ratio=ratio)
@@ -243,6 +288,13 @@ def test_workers_with_different_ratios_are_refused() -> None:
     loops[0].join()
     with pytest.raises(LinkError, match=r"outlier_ratio: None against 10\.0"):
         loops[1].join()
+
+
+def test_a_ratio_may_be_a_whole_number() -> None:
+    for link, ratio in zip(atoll.local(2), (10, 10.0), strict=True):
+        model = nn.Linear(2, 2)
+        nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
+        atoll.OuterLoop(model, atoll.DiLoCo(period=2), link, outlier_ratio=ratio).join()
 
 
 def test_a_lost_payload_is_not_a_past_and_no_outlier() -> None:

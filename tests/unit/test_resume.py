@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from atoll import DataParallel, DiLoCo, Eager, OuterLoop, Streaming, checkpoint, local
+from atoll.core.codec import Codec
 from atoll.errors import AtollError, ConfigError
 from atoll.link.local import Absence, Faults
 from harness import PRESETS, Problem, bits, by_part, preset, toy, train, train_data_parallel
@@ -83,6 +84,22 @@ def test_resume_data_parallel(workers: int, tmp_path: Path) -> None:
         resume(b, tmp_path)
     train_data_parallel(second, 2, problem.inner)
     assert [bits(loop) for loop in second] == [bits(loop) for loop in whole]
+
+
+@pytest.mark.parametrize("stop", [8, 9])
+def test_a_reducer_that_was_away_knows_after_a_resume_too_what_others_have_reduced(stop: int) -> None:
+    """What it kept of a mean is then of an older round than the last, and is not added."""
+    problem = replace(FOUR, workers=5, weights=(), faults=Faults(absences=(Absence(worker=4, first=5, last=9),)))
+    sync = DiLoCo(period=2, codec=Codec("e3m0", feedback=True))
+    whole = problem.loops(sync)
+    train(whole, stop, problem.inner)
+    resumed = problem.loops(sync)
+    for old, new in zip(whole, resumed, strict=True):
+        new.model.load_state_dict(old.model.state_dict())
+        new.load_state_dict(old.state_dict())
+    for loops in (whole, resumed):
+        train(loops, problem.steps - stop, problem.inner)
+    assert [bits(loop) for loop in resumed] == [bits(loop) for loop in whole]
 
 
 def test_a_state_is_not_torn_by_training_on() -> None:

@@ -82,6 +82,35 @@ class TestFrozenParameters:
             other.load_state_dict(state)
         OuterLoop(lora(0), DiLoCo(period=2), local(1)[0]).load_state_dict(state)
 
+    def test_what_each_worker_averages_for_itself_need_not_be_alike(self) -> None:
+        """A teacher, or a target network: a frozen copy that follows the parameters of its worker."""
+
+        def loops() -> list[OuterLoop]:
+            return [OuterLoop(lora(0), DiLoCo(period=2), link) for link in local(2, timeout_s=20)]
+
+        def step(crew: Sequence[OuterLoop]) -> None:
+            for loop in crew:
+                weight(loop.model).add_(0.1 * (1 + loop.link.worker))
+                weight(loop.model, "0.weight").lerp_(weight(loop.model), 0.1)
+            Crew(crew).step()
+
+        first, resumed = loops(), loops()
+        for _ in range(3):
+            step(first)
+        for old, new in zip(first, resumed, strict=True):
+            new.model.load_state_dict(old.model.state_dict())
+            new.load_state_dict(old.state_dict())
+        for crew in (first, resumed):
+            step(crew)
+        assert [bits(loop) for loop in resumed] == [bits(loop) for loop in first]
+
+    def test_a_base_that_one_worker_loads_later_is_refused_when_they_meet(self) -> None:
+        first, second = (OuterLoop(lora(0), DiLoCo(period=2), link) for link in local(2))
+        second.model.get_submodule("0").load_state_dict(other_state(second.model.get_submodule("0")))
+        first.join()
+        with pytest.raises(LinkError, match=r"differ in frozen parameter '0\.weight'"):
+            second.join()
+
     def test_many_take_few_bytes_and_the_place_is_still_told(self) -> None:
         model = nn.ParameterDict({f"p{n:05}": nn.Parameter(torch.tensor([float(n)])) for n in range(2000)})
         model.requires_grad_(False)

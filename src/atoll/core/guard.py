@@ -10,7 +10,7 @@ from typing import NamedTuple
 OUTLIER_RATIO = 10.0
 """How many times larger than expected a delta is when it is left out, unless the user says otherwise."""
 SMALLEST = 64
-"""Values that a fragment must have to be judged: the norm of a few says too little."""
+"""Values that a fragment must have to be judged as strictly: the norm of a few says little."""
 DUST = 1e-6
 """Deltas that are smaller than this part of the parameters are of rounding alone."""
 _REMEMBERED = 8  # rounds
@@ -33,15 +33,18 @@ def outliers(sizes: Sequence[Size], ratio: float | None) -> list[bool]:
 
     What is expected is the larger of the member's own usual norm and the (lower) median of the others' norms now. So
     all may grow together, as after a warm-up, and one may always have been larger than the rest. A member without a
-    past is only left out beyond the third power of the ratio; one that is alone never is.
+    past is only left out beyond the third power of the ratio. So is one that is alone, or that has grown with the
+    others, compared with its own past: beyond that, even all of them are left out.
     """
-    if ratio is None or len(sizes) < 2:
+    if ratio is None:
         return [False] * len(sizes)
     found = []
     for number, (norm, usual) in enumerate(sizes):
-        others = sorted(size.norm for other, size in enumerate(sizes) if other != number)
-        expected = max(usual, others[(len(others) - 1) // 2])
-        found.append(expected > 0 and norm > (ratio if usual else ratio**3) * expected)
+        exploded = 0 < ratio**3 * usual < norm
+        if others := sorted(size.norm for other, size in enumerate(sizes) if other != number):
+            expected = max(usual, others[(len(others) - 1) // 2])
+            exploded |= expected > 0 and norm > (ratio if usual else ratio**3) * expected
+        found.append(exploded)
     return found
 
 

@@ -150,6 +150,8 @@ class _Board:
             if counted and shots(len(members)) == 2 and round_id not in self.reduced:
                 here = [payload.to(cargo.device) for payload in payloads]
                 self.reduced[round_id] = mean_between(self.reducers(round_id), here, [m.weight for m in who])
+            if round_id in self.reduced and cargo.residual is not None:  # one that is away saves it, too
+                cargo.residual.note(tuple(round_id), tuple(members))
             passage = Passage(opened_s, self.last_s[round_id])
             completed = Round(round_id, who, payloads, self.reduced.get(round_id), outliers, passage=passage)
             self.taken.setdefault(round_id, set()).add(worker)

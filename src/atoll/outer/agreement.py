@@ -1,6 +1,5 @@
 """What all workers, and a run and its continuation, must agree on; errors name what differs."""
 
-import math
 import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,8 +29,10 @@ def check_arguments(model: object, sync: object, link: Link, weight: float, outl
         )
     if not hasattr(weight, "__float__") or not 0 < weight <= 1e18:
         raise ConfigError(f"weight of worker {link.worker} must be a number above 0, at most 1e18, got {weight!r}")
-    if outlier_ratio is not None and not (hasattr(outlier_ratio, "__float__") and 1 < outlier_ratio < math.inf):
-        raise ConfigError(f"outlier_ratio must be a number above 1, or None for no limit, got {outlier_ratio!r}")
+    if outlier_ratio is not None and not (hasattr(outlier_ratio, "__float__") and 1 < outlier_ratio <= 1e9):
+        raise ConfigError(
+            f"outlier_ratio must be a number above 1, at most 1e9, or None for no limit, got {outlier_ratio!r}"
+        )
 
 
 def warn_of_buffers(model: nn.Module) -> None:
@@ -49,7 +50,8 @@ def terms_of(
 ) -> dict[str, str]:
     """What all workers, and a run and its continuation, must have alike."""
     layouts = {f"layout of fragment {number}": window.layout() for number, window in enumerate(windows)}
-    return {"workers": str(link.workers), **sync.terms(), **layouts, "outlier_ratio": str(outlier_ratio)}
+    ratio = None if outlier_ratio is None else float(outlier_ratio)
+    return {"workers": str(link.workers), **sync.terms(), **layouts, "outlier_ratio": str(ratio)}
 
 
 def starting_terms(starts: Iterable[Tensor]) -> dict[str, str]:

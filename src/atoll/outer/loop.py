@@ -161,7 +161,7 @@ class OuterLoop:
         if self._status != "new":
             return
         self._watch.loads.check()
-        here = {"inner steps made (load the same checkpoint on all)": str(self.steps), **frozen_terms(self.model)}
+        here = {"inner steps made (load the same checkpoint on all)": str(self.steps), **self._watch.base}
         if not self.steps:  # from there on, rounds compare
             anchors = [replica.anchor for replica in self._rounds.replicas]
             here |= starting_terms(anchors or [window.read() for window in self._windows])
@@ -426,6 +426,7 @@ class OuterLoop:
             "finished": self._status == "finished",
             "ahead": self.sync.ahead if self.link.workers > 1 else 0,  # for `checkpoint.save`
             **self._identity(self._watch.frozen_terms()),
+            "base": self._watch.base,
             **self._rounds.state_dict(),
         }
 
@@ -433,7 +434,9 @@ class OuterLoop:
         """Continue from what state_dict gave, to the bit; call it before the first step, with the model restored."""
         if self._status != "new":
             raise AtollError("load_state_dict() must come before the first step of a new OuterLoop")
-        check_saved(state, self._identity(frozen_terms(self.model)), self._windows)
+        identity = self._identity(frozen_terms(self.model))
+        check_saved(state, identity, self._windows)
+        self._watch.base = state.get("base", identity["frozen"])
         self._watch.loads.forget()
         self.steps = state["steps"]
         self._bring_home()

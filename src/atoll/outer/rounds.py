@@ -137,8 +137,9 @@ class Exchange:
         self.counters.bytes_sent += rounds * self.codec.payload_bytes(self.windows[round_id.fragment].numel)
 
     def ratio_of(self, fragment: int) -> float | None:
-        """Return the outlier ratio for deltas of this fragment; None if they are not judged."""
-        return self.outlier_ratio if self.windows[fragment].numel >= SMALLEST else None
+        """Return the outlier ratio for deltas of this fragment, a larger one if it is small; None: not judged."""
+        ratio, small = self.outlier_ratio, self.windows[fragment].numel < SMALLEST
+        return ratio**3 if ratio is not None and small else ratio
 
     def collect(self, pending: Pending) -> Round:
         """Wait for a round; LinkError if payloads do not fit or the members no longer share one anchor."""
@@ -334,10 +335,8 @@ class Rounds:
         self, replica: FragmentReplica, flight: Flight, completed: Round, *, missed: bool, outlier: bool
     ) -> None:
         counters, norms = self.exchange.counters, replica.norms
-        counters.outliers_seen += len(completed.outliers)
+        counters.count_outliers(len(completed.outliers), own=outlier)
         if outlier:
-            counters.rounds_outlier += 1
-            counters.rounds_left_out += 1
             norms.left_out()
         elif missed:
             counters.rounds_missed += 1
@@ -346,7 +345,10 @@ class Rounds:
 
     def apply_last(self, round_id: RoundId, step: int) -> None:
         """Let the round that ends a run move the anchor: by the plain mean, so that no momentum overshoots."""
-        self._outer_step(self._collect(self._flights[round_id]), step, None, plain_mean=True)
+        completed = self._collect(self._flights[round_id])
+        outlier = any(member.worker == self.exchange.link.worker for member in completed.outliers)
+        self.exchange.counters.count_outliers(len(completed.outliers), own=outlier)
+        self._outer_step(completed, step, None, plain_mean=True)
 
     def _collect(self, flight: Flight) -> Round:
         assert flight.pending is not None

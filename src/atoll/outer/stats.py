@@ -42,6 +42,12 @@ class Counters:
     wire_received: int = 0
     """Bytes that came from the wire."""
 
+    def count_outliers(self, seen: int, *, own: bool) -> None:
+        """Count the deltas that a round has left out for their size, with this worker's `own` or without."""
+        self.outliers_seen += seen
+        self.rounds_outlier += own
+        self.rounds_left_out += own
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Applied:

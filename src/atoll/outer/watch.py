@@ -8,7 +8,7 @@ for a step. A few thousand values per fragment show it, and only in the first me
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -52,6 +52,7 @@ class ModelWatch:
         self._on_roll_back = on_roll_back
         self._model = model
         self._frozen: tuple[Any, dict[str, str]] = ((), {})
+        self._base = self.frozen_terms()  # at the start: a worker's running average of its parameters is its own
         self.merged = False
         """Whether the last operation wrote into the model's parameters."""
         self.in_a_row = 0
@@ -72,6 +73,17 @@ class ModelWatch:
         if self._frozen[0] != seen:
             self._frozen = (seen, frozen_terms(self._model))
         return dict(self._frozen[1])
+
+    @property
+    def base(self) -> dict[str, str]:
+        """What all must agree on of the frozen parameters: as they were when the loop was made, or loaded since."""
+        if self.loads.frozen:
+            self.base = frozen_terms(self._model)
+        return self._base
+
+    @base.setter
+    def base(self, terms: Mapping[str, str]) -> None:
+        self._base, self.loads.frozen = dict(terms), False
 
     def stepped(self, link: Link, *, judge: bool = False, judge_last: bool = False) -> None:
         """Note an inner step.
@@ -123,6 +135,8 @@ class Loads:
     def __init__(self, model: nn.Module) -> None:
         self.watching = True
         """Whether what is loaded stays: inside `OuterLoop.anchor()` it does not."""
+        self.frozen = False
+        """Whether parameters that are not trained were loaded."""
         self._before: dict[str, int] = {}
         self._changed: dict[str, None] = {}  # in order
         handles = []
@@ -138,6 +152,7 @@ class Loads:
 
     def _end(self, path: str, module: nn.Module) -> None:
         for name, parameter in module.named_parameters(path, recurse=False):
+            self.frozen |= not parameter.requires_grad
             if name in self._before:
                 self._changed.pop(name, None)
                 if checksum(parameter) != self._before[name]:  # it may also have been put back
