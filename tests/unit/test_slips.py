@@ -92,7 +92,7 @@ class TestFrozenParameters:
             for loop in crew:
                 weight(loop.model).add_(0.1 * (1 + loop.link.worker))
                 weight(loop.model, "0.weight").lerp_(weight(loop.model), 0.1)
-            Crew(crew).step()
+            Lockstep(crew).step()
 
         first, resumed = loops(), loops()
         for _ in range(3):
