@@ -425,7 +425,7 @@ class OuterLoop:
             "steps": self.steps,
             "finished": self._status == "finished",
             "ahead": self.sync.ahead if self.link.workers > 1 else 0,  # for `checkpoint.save`
-            **self._identity(self._watch.frozen_terms()),
+            **self._identity(),
             "base": self._watch.base,
             **self._rounds.state_dict(),
         }
@@ -434,7 +434,7 @@ class OuterLoop:
         """Continue from what state_dict gave, to the bit; call it before the first step, with the model restored."""
         if self._status != "new":
             raise AtollError("load_state_dict() must come before the first step of a new OuterLoop")
-        identity = self._identity(frozen_terms(self.model))
+        identity = self._identity()
         check_saved(state, identity, self._windows)
         self._watch.base = state.get("base", identity["frozen"])
         self._watch.loads.forget()
@@ -445,12 +445,12 @@ class OuterLoop:
     def _terms(self) -> dict[str, str]:
         return terms_of(self.link, self.sync, self._windows, self._rounds.exchange.outlier_ratio)
 
-    def _identity(self, frozen: dict[str, str]) -> dict[str, Any]:
+    def _identity(self) -> dict[str, Any]:
         """Return what a saved state is compared with before it is loaded."""
         return {
             "worker": self.link.worker,
             "weight": self._rounds.exchange.member.weight,
             "terms": self._terms(),
-            "frozen": frozen,
+            "frozen": frozen_terms(self.model),
             "live": live_checksums(self._windows),
         }

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from atoll._util.device_values import DeviceValues
-from atoll.core.flat import Window, checksum, frozen
+from atoll.core.flat import Window, checksum
 from atoll.core.schedule import Schedule
 from atoll.errors import AtollError, NonFiniteError
 from atoll.link.base import Link
@@ -51,8 +51,7 @@ class ModelWatch:
         self._merges = None if schedule is None else MergeWatch(windows, schedule, eager=eager)
         self._on_roll_back = on_roll_back
         self._model = model
-        self._frozen: tuple[Any, dict[str, str]] = ((), {})
-        self._base = self.frozen_terms()  # at the start: a worker's running average of its parameters is its own
+        self._base = frozen_terms(model)  # at the start: a worker's running average of its parameters is its own
         self.merged = False
         """Whether the last operation wrote into the model's parameters."""
         self.in_a_row = 0
@@ -66,13 +65,6 @@ class ModelWatch:
     @lent.setter
     def lent(self, lent: bool) -> None:
         self.loads.watching = not lent
-
-    def frozen_terms(self) -> dict[str, str]:
-        """Return the terms of the frozen parameters; checksums are taken anew only where torch has seen a change."""
-        seen = [(name, id(p), p._version) for name, p in frozen(self._model).items()]
-        if self._frozen[0] != seen:
-            self._frozen = (seen, frozen_terms(self._model))
-        return dict(self._frozen[1])
 
     @property
     def base(self) -> dict[str, str]:
