@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 import atoll
-from atoll.core.allreduce import Cargo, sent_bytes, shots
+from atoll.core.allreduce import Reduction, sent_bytes, shots
 from atoll.core.codec import Codec
 from atoll.core.outer import weighted_mean
 from atoll.link.base import Contribution, Member, RoundId
@@ -66,10 +66,10 @@ def main() -> None:
     name.write_text(json.dumps({"values": arguments.values, "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
 
 
-def formula_bytes(cargo: Cargo, members: int) -> int:
+def formula_bytes(reduction: Reduction, members: int) -> int:
     """What one member puts on its line in a round, messages' headers included (docs/wire.md)."""
-    messages = members - 1 if shots(members) == 1 else 2 * (members - 1) * cargo.part_count(members) // members
-    return sent_bytes(cargo.payload_bytes, members) + messages * HEADER_BYTES
+    messages = members - 1 if shots(members) == 1 else 2 * (members - 1) * reduction.part_count(members) // members
+    return sent_bytes(reduction.payload_bytes, members) + messages * HEADER_BYTES
 
 
 def measure(
@@ -95,8 +95,8 @@ def measure(
             raise RuntimeError("a member failed")
         found = [json.loads(Path(folder, f"{worker}.json").read_text()) for worker in range(members)]
     for codec in codecs:
-        cargo = Cargo(Codec(codec), values)
-        ideal_s = 8 * sent_bytes(cargo.payload_bytes, members) / bits_per_second(rate)
+        reduction = Reduction(Codec(codec), values)
+        ideal_s = 8 * sent_bytes(reduction.payload_bytes, members) / bits_per_second(rate)
         times = {
             key: statistics.median(max(each) for each in zip(*(f[codec][key] for f in found), strict=True))
             for key in ("round_s", "whole_s")
@@ -111,7 +111,7 @@ def measure(
             "ratio": times["round_s"] / ideal_s,
             "whole_ratio": times["whole_s"] / ideal_s,
             "interface_bytes": interface,
-            "bytes_ratio": interface / formula_bytes(cargo, members),
+            "bytes_ratio": interface / formula_bytes(reduction, members),
         }
 
 
@@ -153,22 +153,22 @@ class Bench:
         """Let all begin at the same time: a round of next to nothing."""
         self.number += 1
         nothing = Contribution(self._member(), torch.zeros(4, dtype=torch.uint8))
-        self.link.open(RoundId(self.number, 9), nothing, Cargo(Codec("fp32"), 1)).wait()
+        self.link.open(RoundId(self.number, 9), nothing, Reduction(Codec("fp32"), 1)).wait()
 
     def rounds(self, codec: str, rounds: int) -> dict[str, Any]:
         """Seconds of the round alone, and with what is computed around it; bytes that the line has sent."""
-        cargo = Cargo(Codec(codec), self.delta.numel())
+        reduction = Reduction(Codec(codec), self.delta.numel())
         round_s, whole_s, interface = [], [], 0
         for number in range(rounds + 1):  # the first is a warm-up
             began = time.perf_counter()
-            payload = cargo.codec.encode(self.delta)
+            payload = reduction.codec.encode(self.delta)
             encode_s = time.perf_counter() - began
             before = _interface_bytes()
             self.meet()
             sent = time.perf_counter()
-            got = self._collective(payload) if self.group is not None else self._round(payload, cargo)
+            got = self._collective(payload) if self.group is not None else self._round(payload, reduction)
             there = time.perf_counter()
-            decoded = [cargo.codec.decode(one, cargo.numel) for one in got]
+            decoded = [reduction.codec.decode(one, reduction.numel) for one in got]
             if len(decoded) > 1:
                 weighted_mean(decoded, [1.0] * len(decoded))
             ended = time.perf_counter()
@@ -179,8 +179,8 @@ class Bench:
                 interface += _interface_bytes() - before
         return {"round_s": round_s, "whole_s": whole_s, "interface": interface}
 
-    def _round(self, payload: torch.Tensor, cargo: Cargo) -> Sequence[torch.Tensor]:
-        pending = self.link.open(RoundId(self.number, 0), Contribution(self._member(), payload), cargo)
+    def _round(self, payload: torch.Tensor, reduction: Reduction) -> Sequence[torch.Tensor]:
+        pending = self.link.open(RoundId(self.number, 0), Contribution(self._member(), payload), reduction)
         completed = pending.wait()
         return completed.payloads if completed.reduced is None else [completed.reduced]
 

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from amount import examples
-from atoll.core import allreduce as cargo_module
+from atoll.core import allreduce as allreduce_module
 from atoll.core import allreduce as shots_module
-from atoll.core.allreduce import MOST_PARTS_EACH, PART_BYTES, Cargo, mean_between, part_of, sent_bytes, shots
+from atoll.core.allreduce import MOST_PARTS_EACH, PART_BYTES, Reduction, mean_between, part_of, sent_bytes, shots
 from atoll.core.codec import BLOCK, Codec
 from atoll.core.flat import PIECE
 from atoll.core.outer import weighted_mean
@@ -42,21 +42,21 @@ def gaussian(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tenso
     return torch.randn(numel, generator=generator, dtype=dtype) * 2.0**scales
 
 
-def mean_by_parts(cargo: Cargo, payloads: list[Tensor], weights: list[float], count: int) -> Tensor:
+def mean_by_parts(reduction: Reduction, payloads: list[Tensor], weights: list[float], count: int) -> Tensor:
     """As members that have a part each find it."""
-    cuts = [[cargo.cut(payload, part, count) for payload in payloads] for part in range(count)]
-    return cargo.joined([cargo.reduced(cut, weights, part, count) for part, cut in enumerate(cuts)])
+    cuts = [[reduction.cut(payload, part, count) for payload in payloads] for part in range(count)]
+    return reduction.joined([reduction.reduced(cut, weights, part, count) for part, cut in enumerate(cuts)])
 
 
-def mean_of(cargo: Cargo, payloads: Sequence[Tensor], weights: Sequence[float], members: int) -> Tensor:
+def mean_of(reduction: Reduction, payloads: Sequence[Tensor], weights: Sequence[float], members: int) -> Tensor:
     """As so many members find it, none of whom keeps anything."""
-    return mean_between(dict.fromkeys(range(members), cargo), payloads, weights)
+    return mean_between(dict.fromkeys(range(members), reduction), payloads, weights)
 
 
-def encoded_mean(cargo: Cargo, payloads: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+def encoded_mean(reduction: Reduction, payloads: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Straight from the definition, with no parts at all."""
-    decoded = [cargo.codec.decode(payload, cargo.numel, cargo.dtype) for payload in payloads]
-    return cargo.codec.for_mean.encode(weighted_mean(decoded, weights), cargo.seed)
+    decoded = [reduction.codec.decode(payload, reduction.numel, reduction.dtype) for payload in payloads]
+    return reduction.codec.for_mean.encode(weighted_mean(decoded, weights), reduction.seed)
 
 
 # ---------------------------------------------------------------------- parts
@@ -87,11 +87,11 @@ def test_a_vector_of_fewer_blocks_than_members_leaves_some_with_nothing() -> Non
 
 @given(st.integers(0, 10**12), members)
 def test_members_have_equally_many_parts_and_several_only_where_they_are_large(numel: int, count: int) -> None:
-    cargo = Cargo(Codec("int8"), numel)
-    each, left = divmod(cargo.part_count(count), count)
+    reduction = Reduction(Codec("int8"), numel)
+    each, left = divmod(reduction.part_count(count), count)
     assert left == 0 and 1 <= each <= MOST_PARTS_EACH
-    assert each == 1 or cargo.payload_bytes >= each * count * PART_BYTES
-    assert each == MOST_PARTS_EACH or cargo.payload_bytes < (each + 1) * count * PART_BYTES
+    assert each == 1 or reduction.payload_bytes >= each * count * PART_BYTES
+    assert each == MOST_PARTS_EACH or reduction.payload_bytes < (each + 1) * count * PART_BYTES
 
 
 # ---------------------------------------------------------------------- payloads of parts
@@ -103,42 +103,43 @@ def test_members_have_equally_many_parts_and_several_only_where_they_are_large(n
 def test_a_cut_payload_is_the_payload_of_the_cut_and_joins_to_the_whole(
     name: str, numel: int, count: int, seed: int
 ) -> None:
-    cargo, vector = Cargo(Codec(name), numel), gaussian(numel, seed)
-    payload = cargo.codec.encode(vector)
-    cuts = [cargo.cut(payload, part, count) for part in range(count)]
+    reduction, vector = Reduction(Codec(name), numel), gaussian(numel, seed)
+    payload = reduction.codec.encode(vector)
+    cuts = [reduction.cut(payload, part, count) for part in range(count)]
     for part, (cut, place) in enumerate(zip(cuts, parts(numel, count), strict=True)):
-        assert torch.equal(cut, cargo.codec.encode(vector[place]))
-        assert cut.numel() == cargo.part_bytes(part, count)
-    assert torch.equal(cargo.joined(cuts), payload)
+        assert torch.equal(cut, reduction.codec.encode(vector[place]))
+        assert cut.numel() == reduction.part_bytes(part, count)
+    assert torch.equal(reduction.joined(cuts), payload)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 @given(numel=lengths, count=members, seed=st.integers(0, 99))
 @examples(20)
 def test_what_was_rounded_at_random_can_be_cut_and_joined_too(name: str, numel: int, count: int, seed: int) -> None:
-    cargo, vector = Cargo(Codec(name, stochastic=True), numel), gaussian(numel, seed)
-    payload = cargo.codec.encode(vector, seed)
-    cuts = [cargo.cut(payload, part, count) for part in range(count)]
+    reduction, vector = Reduction(Codec(name, stochastic=True), numel), gaussian(numel, seed)
+    payload = reduction.codec.encode(vector, seed)
+    cuts = [reduction.cut(payload, part, count) for part in range(count)]
     decoded = [
-        cargo.codec.decode(cut, place.stop - place.start) for cut, place in zip(cuts, parts(numel, count), strict=True)
+        reduction.codec.decode(cut, place.stop - place.start)
+        for cut, place in zip(cuts, parts(numel, count), strict=True)
     ]
-    assert torch.equal(torch.cat(decoded), cargo.codec.decode(payload, numel))
-    assert torch.equal(cargo.joined(cuts), payload)
+    assert torch.equal(torch.cat(decoded), reduction.codec.decode(payload, numel))
+    assert torch.equal(reduction.joined(cuts), payload)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(numel=st.integers(0, 10**10), count=members)
 @examples(40)
 def test_the_bytes_of_all_parts_are_those_of_the_payload(name: str, numel: int, count: int) -> None:
-    cargo = Cargo(Codec(name), numel)
-    assert sum(cargo.part_bytes(part, count) for part in range(count)) == cargo.payload_bytes
+    reduction = Reduction(Codec(name), numel)
+    assert sum(reduction.part_bytes(part, count) for part in range(count)) == reduction.payload_bytes
 
 
 def test_a_cut_shares_no_memory_with_the_payload() -> None:
     """It is handed over to be sent; the payload may belong to the model's own memory."""
-    cargo = Cargo(Codec("fp32"), 4 * BLOCK)
-    payload = cargo.codec.encode(torch.zeros(4 * BLOCK))
-    cut = cargo.cut(payload, 1, 4)
+    reduction = Reduction(Codec("fp32"), 4 * BLOCK)
+    payload = reduction.codec.encode(torch.zeros(4 * BLOCK))
+    cut = reduction.cut(payload, 1, 4)
     payload.fill_(1)
     assert not cut.any()
 
@@ -159,12 +160,12 @@ def test_the_mean_is_the_encoded_weighted_mean_of_what_was_decoded(
     name: str, dtype: str, numel: int, weights: list[float], absent: int, seed: int
 ) -> None:
     """Whoever reduces which part: also where some of the members' payloads are lost."""
-    cargo = Cargo(Codec(name), numel, DTYPES[dtype])
-    payloads = [cargo.codec.encode(gaussian(numel, seed + m, cargo.dtype)) for m in range(len(weights))]
-    mean = mean_of(cargo, payloads, weights, len(weights) + absent)
-    assert mean.numel() == cargo.payload_bytes
-    assert torch.equal(mean, encoded_mean(cargo, payloads, weights))
-    assert torch.equal(mean, mean_by_parts(cargo, payloads, weights, len(weights) + absent))
+    reduction = Reduction(Codec(name), numel, DTYPES[dtype])
+    payloads = [reduction.codec.encode(gaussian(numel, seed + m, reduction.dtype)) for m in range(len(weights))]
+    mean = mean_of(reduction, payloads, weights, len(weights) + absent)
+    assert mean.numel() == reduction.payload_bytes
+    assert torch.equal(mean, encoded_mean(reduction, payloads, weights))
+    assert torch.equal(mean, mean_by_parts(reduction, payloads, weights, len(weights) + absent))
 
 
 @given(
@@ -174,30 +175,32 @@ def test_the_mean_is_the_encoded_weighted_mean_of_what_was_decoded(
 )
 @examples(25)
 def test_the_mean_in_fp64_loses_nothing(vectors: list[NDArray[np.float64]]) -> None:
-    cargo = Cargo(Codec("fp64"), 3 * BLOCK, torch.float64)
-    payloads = [cargo.codec.encode(torch.from_numpy(vector)) for vector in vectors]
-    mean = cargo.codec.for_mean.decode(mean_of(cargo, payloads, [1.0] * len(vectors), 5), 3 * BLOCK, torch.float64)
+    reduction = Reduction(Codec("fp64"), 3 * BLOCK, torch.float64)
+    payloads = [reduction.codec.encode(torch.from_numpy(vector)) for vector in vectors]
+    mean = reduction.codec.for_mean.decode(
+        mean_of(reduction, payloads, [1.0] * len(vectors), 5), 3 * BLOCK, torch.float64
+    )
     exact = np.mean(vectors, axis=0)
     np.testing.assert_allclose(mean.numpy(), exact, rtol=1e-12, atol=1e-15 * np.abs(vectors).max())
 
 
 def test_parts_longer_than_a_piece_have_the_same_mean() -> None:
-    cargo = Cargo(Codec("int8"), 4 * PIECE + 3 * BLOCK + 7)
-    payloads = [cargo.codec.encode(gaussian(cargo.numel, m)) for m in range(2)]
-    assert parts(cargo.numel, 2)[0].stop > PIECE
-    mean = mean_by_parts(cargo, payloads, [1.0, 3.0], 2)
-    assert torch.equal(mean, encoded_mean(cargo, payloads, [1.0, 3.0]))
-    assert torch.equal(mean, mean_of(cargo, payloads, [1.0, 3.0], 2))
+    reduction = Reduction(Codec("int8"), 4 * PIECE + 3 * BLOCK + 7)
+    payloads = [reduction.codec.encode(gaussian(reduction.numel, m)) for m in range(2)]
+    assert parts(reduction.numel, 2)[0].stop > PIECE
+    mean = mean_by_parts(reduction, payloads, [1.0, 3.0], 2)
+    assert torch.equal(mean, encoded_mean(reduction, payloads, [1.0, 3.0]))
+    assert torch.equal(mean, mean_of(reduction, payloads, [1.0, 3.0], 2))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_order_of_the_sum_is_the_order_given(name: str) -> None:
     """Not even a sum that rounds may depend on who reduces it, so it is taken in worker order."""
-    cargo = Cargo(Codec(name), 1)
-    payloads = [cargo.codec.encode(torch.tensor([value])) for value in (6e4, 1e-2, -6e4)]
-    there, back = (mean_of(cargo, list(p), [1.0] * 3, 4) for p in (payloads, payloads[::-1]))
-    assert torch.equal(there, encoded_mean(cargo, payloads, [1.0] * 3))
-    assert torch.equal(back, encoded_mean(cargo, payloads[::-1], [1.0] * 3))
+    reduction = Reduction(Codec(name), 1)
+    payloads = [reduction.codec.encode(torch.tensor([value])) for value in (6e4, 1e-2, -6e4)]
+    there, back = (mean_of(reduction, list(p), [1.0] * 3, 4) for p in (payloads, payloads[::-1]))
+    assert torch.equal(there, encoded_mean(reduction, payloads, [1.0] * 3))
+    assert torch.equal(back, encoded_mean(reduction, payloads[::-1], [1.0] * 3))
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -206,11 +209,11 @@ def test_the_order_of_the_sum_is_the_order_given(name: str) -> None:
 def test_noise_depends_on_the_seed_and_on_the_part_and_on_nothing_else(name: str, seed: int, count: int) -> None:
     numel, ramp = count * BLOCK, torch.linspace(0.1, 1, BLOCK).repeat(count)
     payloads, weights = [Codec(name).encode(ramp), Codec(name).encode(1.7 * ramp)], [0.3, 0.4]
-    cargo, again, other = (Cargo(Codec(name, stochastic=True), numel, seed=s) for s in (seed, seed, seed + 100))
-    mean = mean_of(cargo, payloads, weights, count)
+    reduction, again, other = (Reduction(Codec(name, stochastic=True), numel, seed=s) for s in (seed, seed, seed + 100))
+    mean = mean_of(reduction, payloads, weights, count)
     assert torch.equal(mean, mean_of(again, payloads, weights, count))
     assert not torch.equal(mean, mean_of(other, payloads, weights, count))
-    reduced = [cargo.cut(mean, part, count) for part in range(count)]
+    reduced = [reduction.cut(mean, part, count) for part in range(count)]
     # All blocks hold the same values, so parts that round alike have used the same noise.
     assert len({tuple(part.tolist()) for part in reduced}) == count
 
@@ -219,11 +222,11 @@ def test_noise_depends_on_the_seed_and_on_the_part_and_on_nothing_else(name: str
 @given(numel=lengths, count=st.integers(1, 6), part_bytes=st.sampled_from([1, 50, 300]))
 @examples(20)
 def test_a_mean_in_several_parts_each_is_the_same(name: str, numel: int, count: int, part_bytes: int) -> None:
-    cargo = Cargo(Codec(name), numel)
-    payloads = [cargo.codec.encode(gaussian(numel, m)) for m in range(3)]
+    reduction = Reduction(Codec(name), numel)
+    payloads = [reduction.codec.encode(gaussian(numel, m)) for m in range(3)]
     weights = [1.0, 0.5, 2.0]
-    with patch.object(cargo_module, "PART_BYTES", part_bytes):
-        assert torch.equal(mean_of(cargo, payloads, weights, count), encoded_mean(cargo, payloads, weights))
+    with patch.object(allreduce_module, "PART_BYTES", part_bytes):
+        assert torch.equal(mean_of(reduction, payloads, weights, count), encoded_mean(reduction, payloads, weights))
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -233,8 +236,8 @@ def test_the_mean_is_right_on_average_when_rounded_at_random(name: str) -> None:
     exact = weighted_mean([Codec(name).decode(p, numel, torch.float64) for p in payloads], [1.0] * 4)
     means = []
     for draw in range(draws):
-        cargo = Cargo(Codec(name, stochastic=True), numel, torch.float64, seed=4 * draw)
-        means.append(cargo.codec.for_mean.decode(mean_of(cargo, payloads, [1.0] * 4, 4), numel, torch.float64))
+        reduction = Reduction(Codec(name, stochastic=True), numel, torch.float64, seed=4 * draw)
+        means.append(reduction.codec.for_mean.decode(mean_of(reduction, payloads, [1.0] * 4, 4), numel, torch.float64))
     got = torch.stack(means)
     assert ((got.mean(0) - exact).abs() <= 5 * got.std(0) / draws**0.5 + 1e-6).all()
 
@@ -242,12 +245,12 @@ def test_the_mean_is_right_on_average_when_rounded_at_random(name: str) -> None:
 @pytest.mark.parametrize("numel", [0, 1, 3])
 @pytest.mark.parametrize("name", FORMATS)
 def test_vectors_with_fewer_values_than_members(name: str, numel: int) -> None:
-    cargo = Cargo(Codec(name), numel)
-    payloads = [cargo.codec.encode(torch.full((numel,), float(m))) for m in range(5)]
-    mean = mean_of(cargo, payloads, [1.0] * 5, 5)
-    assert mean.dtype == torch.uint8 and mean.numel() == cargo.payload_bytes
-    assert torch.equal(mean, encoded_mean(cargo, payloads, [1.0] * 5))
-    assert (cargo.codec.for_mean.decode(mean, numel) - 2).abs().le(0.25).all()
+    reduction = Reduction(Codec(name), numel)
+    payloads = [reduction.codec.encode(torch.full((numel,), float(m))) for m in range(5)]
+    mean = mean_of(reduction, payloads, [1.0] * 5, 5)
+    assert mean.dtype == torch.uint8 and mean.numel() == reduction.payload_bytes
+    assert torch.equal(mean, encoded_mean(reduction, payloads, [1.0] * 5))
+    assert (reduction.codec.for_mean.decode(mean, numel) - 2).abs().le(0.25).all()
 
 
 # ---------------------------------------------------------------------- how often, how many bytes
@@ -268,13 +271,13 @@ def test_sent_bytes_are_the_formula(payload: int, count: int) -> None:
 @given(numel=lengths, count=st.integers(4, 9))
 @examples(20)
 def test_sent_bytes_are_the_mean_over_members_of_what_they_really_send(name: str, numel: int, count: int) -> None:
-    cargo = Cargo(Codec(name), numel)
-    with patch.object(cargo_module, "PART_BYTES", 100):
-        parts_in_all = cargo.part_count(count)
-    parts_bytes = [cargo.part_bytes(part, parts_in_all) for part in range(parts_in_all)]
+    reduction = Reduction(Codec(name), numel)
+    with patch.object(allreduce_module, "PART_BYTES", 100):
+        parts_in_all = reduction.part_count(count)
+    parts_bytes = [reduction.part_bytes(part, parts_in_all) for part in range(parts_in_all)]
     sizes = [sum(parts_bytes[member::count]) for member in range(count)]
     sent = [sum(sizes) - own + (count - 1) * own for own in sizes]  # the others' parts to them, the own mean to all
-    assert 0 <= sent_bytes(cargo.payload_bytes, count) - Fraction(sum(sent), count) < 1
+    assert 0 <= sent_bytes(reduction.payload_bytes, count) - Fraction(sum(sent), count) < 1
     received = [(count - 1) * own + sum(sizes) - own for own in sizes]
     assert sum(received) == sum(sent)
 
@@ -291,11 +294,13 @@ def test_a_payload_has_no_less_than_no_bytes() -> None:
 
 
 def test_a_reducer_sums_up_the_inner_products_of_what_it_reduces() -> None:
-    cargo = Cargo(Codec("int8"), 5 * BLOCK)
-    vectors = [gaussian(cargo.numel, m) for m in range(3)]
-    payloads = [cargo.codec.encode(vector) for vector in vectors]
+    reduction = Reduction(Codec("int8"), 5 * BLOCK)
+    vectors = [gaussian(reduction.numel, m) for m in range(3)]
+    payloads = [reduction.codec.encode(vector) for vector in vectors]
     inner = torch.zeros(3, 3, dtype=torch.float64)
     for part in range(4):
-        cargo.reduced([cargo.cut(payload, part, 4) for payload in payloads], [1.0] * 3, part, 4, (0, 1, 2, 3), inner)
-    rows = torch.stack([cargo.codec.decode(payload, cargo.numel) for payload in payloads]).double()
+        reduction.reduced(
+            [reduction.cut(payload, part, 4) for payload in payloads], [1.0] * 3, part, 4, (0, 1, 2, 3), inner
+        )
+    rows = torch.stack([reduction.codec.decode(payload, reduction.numel) for payload in payloads]).double()
     torch.testing.assert_close(inner, rows @ rows.T, rtol=1e-12, atol=0)

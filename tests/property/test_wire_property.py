@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.allreduce import Cargo
+from atoll.core.allreduce import Reduction
 from atoll.core.codec import Codec
 from atoll.link.base import Contribution, Member, RoundId
 from atoll.link.net.wire import CODECS, HEADER_BYTES, MAGIC, VERSION, BadMessage, Envelope, Kind, seal, unseal
@@ -18,14 +18,14 @@ BROKEN = 10_000
 
 
 def envelopes(random: random.Random) -> Envelope:
-    cargo = Cargo(Codec(random.choice(list(CODECS))), random.randrange(1, 400))
+    reduction = Reduction(Codec(random.choice(list(CODECS))), random.randrange(1, 400))
     at = RoundId(random.randrange(2**20), random.randrange(8), random.random() < 0.1)
     kind = random.choice(list(Kind))
     if kind is Kind.WHOLE:
-        return Envelope.whole(at, random.randrange(4), cargo)
+        return Envelope.whole(at, random.randrange(4), reduction)
     if kind is Kind.PART:
-        return Envelope.of_part(at, random.randrange(4), cargo, random.randrange(4), 4)
-    return Envelope.of_mean(at, cargo, random.randrange(4), 4, 4)
+        return Envelope.of_part(at, random.randrange(4), reduction, random.randrange(4), 4)
+    return Envelope.of_mean(at, reduction, random.randrange(4), 4, 4)
 
 
 def broken(message: bytearray, random: random.Random) -> bytearray:
@@ -83,6 +83,6 @@ def test_ten_thousand_broken_messages_are_refused_or_are_what_was_sent() -> None
 
 @given(st.binary(max_size=3 * HEADER_BYTES))
 def test_any_bytes_at_all_are_refused(data: bytes) -> None:
-    due = Envelope.whole(RoundId(1, 0), 1, Cargo(Codec("fp32"), 8))
+    due = Envelope.whole(RoundId(1, 0), 1, Reduction(Codec("fp32"), 8))
     with pytest.raises(BadMessage):
         unseal(torch.tensor(list(data), dtype=torch.uint8), due)

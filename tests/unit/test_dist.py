@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from atoll import DataParallel, DiLoCo, Lockstep, OuterLoop, Streaming, Sync, connect, local
-from atoll.core.allreduce import Cargo
+from atoll.core.allreduce import Reduction
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Contribution, Link, Member, RoundId
@@ -143,12 +143,12 @@ def test_processes_end_with_the_same_bits_as_workers_of_one_process(workers: int
 
 # ---------------------------------------------------------------------- a worker is lost
 
-CARGO = Cargo(Codec("fp32"), 1000)
-BIG = Cargo(Codec("fp32"), 10_000_000)  # 16 s on a line of 20 Mbit/s
+REDUCTION = Reduction(Codec("fp32"), 1000)
+BIG = Reduction(Codec("fp32"), 10_000_000)  # 16 s on a line of 20 Mbit/s
 
 
-def part(worker: int, cargo: Cargo = CARGO) -> Contribution:
-    return Contribution(Member(worker, 1.0, 0, 0), torch.zeros(cargo.payload_bytes, dtype=torch.uint8))
+def part(worker: int, reduction: Reduction = REDUCTION) -> Contribution:
+    return Contribution(Member(worker, 1.0, 0, 0), torch.zeros(reduction.payload_bytes, dtype=torch.uint8))
 
 
 def joined(me: Me, rounds: int = 2) -> DistLink:
@@ -156,7 +156,7 @@ def joined(me: Me, rounds: int = 2) -> DistLink:
     link = me.link()
     link.join({"period": "5"}, 1.0)
     for step in range(rounds):
-        assert len(link.open(RoundId(step, 0), part(me.worker), CARGO).wait().members) == me.workers
+        assert len(link.open(RoundId(step, 0), part(me.worker), REDUCTION).wait().members) == me.workers
     return link
 
 
@@ -174,7 +174,7 @@ def go_on(me: Me, how: str) -> None:
     me.hear()
     if how == "idle":
         until_it_fails(link)
-    pending = link.open(RoundId(2, 0), part(me.worker), CARGO)
+    pending = link.open(RoundId(2, 0), part(me.worker), REDUCTION)
     if how == "train":
         until_it_fails(link)
     pending.wait()
@@ -274,8 +274,8 @@ def test_two_lost_at_once_are_not_waited_for_either(strike: signal.Signals, tmp_
             assert "LinkError" in ending.error and ("worker 0" in ending.error or "worker 2" in ending.error)
 
 
-class Deadly(Cargo):
-    """Cargo whose handling stops the process: when its own parts are cut, or when the parts of all are reduced."""
+class Deadly(Reduction):
+    """Reduction whose handling stops the process: when its own parts are cut, or when the parts of all are reduced."""
 
     strike = signal.SIGKILL
     phase = 1
@@ -296,11 +296,11 @@ class Deadly(Cargo):
 
 def die_inside(me: Me, victim: int, strike: signal.Signals, phase: int) -> None:
     link = joined(me)
-    cargo = CARGO
+    reduction = REDUCTION
     if me.worker == victim:
         Deadly.strike, Deadly.phase = strike, phase
-        cargo = Deadly(CARGO.codec, CARGO.numel)
-    link.open(RoundId(2, 0), part(me.worker), cargo).wait()
+        reduction = Deadly(REDUCTION.codec, REDUCTION.numel)
+    link.open(RoundId(2, 0), part(me.worker), reduction).wait()
 
 
 @pytest.mark.parametrize("strike", [signal.SIGKILL, signal.SIGSTOP])
@@ -332,7 +332,7 @@ def send_some(me: Me, victim: int) -> None:
             return send(mail, message, receiver, tag)
 
         pytest.MonkeyPatch().setattr(Mail, "send", sometimes)
-    pending = link.open(RoundId(2, 0), part(me.worker), CARGO)
+    pending = link.open(RoundId(2, 0), part(me.worker), REDUCTION)
     if me.worker == victim:
         time.sleep(1000)
     pending.wait()
@@ -389,7 +389,7 @@ def send_garbage(me: Me, victim: int, how: str) -> None:
     if me.worker == victim:
         pytest.MonkeyPatch().setattr(crossing, "seal", corrupting(how))
     link = joined(me)
-    link.open(RoundId(2, 0), part(me.worker), CARGO).wait()
+    link.open(RoundId(2, 0), part(me.worker), REDUCTION).wait()
     until_it_fails(link)
 
 
@@ -609,7 +609,7 @@ def finish_and_exit(me: Me) -> int:
     return len(members)
 
 
-SLOW = Cargo(Codec("fp32"), 1_000_000)
+SLOW = Reduction(Codec("fp32"), 1_000_000)
 
 
 @far_apart
@@ -832,7 +832,7 @@ def test_a_link_of_one_worker_carries_rounds_of_its_own(tmp_path: Path) -> None:
 
 def _alone(me: Me) -> int:
     link = joined(me)
-    members = link.open(RoundId(5, 0), part(0), CARGO).wait().members
+    members = link.open(RoundId(5, 0), part(0), REDUCTION).wait().members
     link.close()
     return len(members)
 
@@ -840,14 +840,14 @@ def _alone(me: Me) -> int:
 def misused(me: Me) -> None:
     link = me.link()
     with pytest.raises(LinkError, match="has not joined"):
-        link.open(RoundId(1, 0), part(me.worker), CARGO)
+        link.open(RoundId(1, 0), part(me.worker), REDUCTION)
     link.join({}, 1.0)
     with pytest.raises(LinkError, match="has joined already"):
         link.join({}, 1.0)
     link.close()
     link.close()
     link.close("again")
-    for call in (link.check, link.meeting, lambda: link.open(RoundId(1, 0), part(me.worker), CARGO)):
+    for call in (link.check, link.meeting, lambda: link.open(RoundId(1, 0), part(me.worker), REDUCTION)):
         with pytest.raises(LinkError, match=f"the link of worker {me.worker} is closed"):
             call()
     me.link().close()  # one that has met nobody
@@ -870,7 +870,7 @@ def many_rounds(me: Me) -> list[tuple[int, int]]:
     link = joined(me)
     seen = []
     for step in range(2, 203):
-        link.open(RoundId(step, 0), part(me.worker), CARGO).wait()
+        link.open(RoundId(step, 0), part(me.worker), REDUCTION).wait()
         if step in (20, 200):
             time.sleep(0.2)
             seen.append(footprint())
@@ -912,7 +912,7 @@ def interrupted(me: Me) -> str:
     link = joined(me)
     if me.worker == 1:
         until_it_fails(link)
-    pending = link.open(RoundId(2, 0), part(me.worker), CARGO)
+    pending = link.open(RoundId(2, 0), part(me.worker), REDUCTION)
     me.say("ready")
     with pytest.raises(KeyboardInterrupt), link:
         pending.wait()

@@ -23,7 +23,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from atoll import Eager, Lockstep, OuterLoop, Streaming, Sync, connect, local
 from atoll._util.device_values import DeviceValues
-from atoll.core.allreduce import Cargo
+from atoll.core.allreduce import Reduction
 from atoll.core.codec import Codec
 from atoll.errors import NonFiniteError
 from atoll.link.base import Contribution, Link, Member, Round, RoundId
@@ -203,8 +203,8 @@ def test_payloads_that_are_lost_are_lost_as_without_kernels(name: str, monkeypat
 class Slow:
     """An offer that is not known before it is let go."""
 
-    def __init__(self, worker: int, cargo: Cargo, *, sound: bool = True) -> None:
-        payload = cargo.codec.encode(torch.full((cargo.numel,), 1.0 + worker))
+    def __init__(self, worker: int, reduction: Reduction, *, sound: bool = True) -> None:
+        payload = reduction.codec.encode(torch.full((reduction.numel,), 1.0 + worker))
         self._made = Contribution(Member(worker, 1.0, 0, 0), payload) if sound else None
         self.payload = payload
         self.known, self.asked = threading.Event(), threading.Event()
@@ -215,7 +215,7 @@ class Slow:
         return self._made
 
 
-CARGO = Cargo(Codec("int8"), 1000, torch.float32, 0, torch.device("cpu"))
+REDUCTION = Reduction(Codec("int8"), 1000, torch.float32, 0, torch.device("cpu"))
 AT = RoundId(1, 0)
 
 
@@ -239,13 +239,13 @@ def test_where_a_block_is_of_two_parameters_both_are_named() -> None:
 @pytest.mark.parametrize("kind", ["local", "dist"])
 @pytest.mark.parametrize("sound", [True, False])
 def test_a_round_is_opened_before_its_offer_is_known(kind: str, sound: bool) -> None:
-    offers = [Slow(0, CARGO), Slow(1, CARGO, sound=sound)]
+    offers = [Slow(0, REDUCTION), Slow(1, REDUCTION, sound=sound)]
     opened = threading.Barrier(3)
 
     def work(end: AbstractContextManager[Link]) -> Round:
         with end as link:
             link.join({}, 1.0)
-            pending = link.open(AT, offers[link.worker], CARGO)
+            pending = link.open(AT, offers[link.worker], REDUCTION)
             opened.wait(30)
             return pending.wait()
 
@@ -264,13 +264,13 @@ def test_who_waits_for_an_offer_keeps_nobody_from_opening_a_round() -> None:
     here, there = local(2)
     for link in (here, there):
         link.join({}, 1.0)
-    offers = [Slow(0, CARGO), Slow(1, CARGO)]
+    offers = [Slow(0, REDUCTION), Slow(1, REDUCTION)]
     offers[0].known.set()
-    pending = [link.open(AT, offer, CARGO) for link, offer in zip((here, there), offers, strict=True)]
+    pending = [link.open(AT, offer, REDUCTION) for link, offer in zip((here, there), offers, strict=True)]
     with ThreadPoolExecutor(2) as threads:
         waiting = threads.submit(pending[0].wait)
         assert offers[1].asked.wait(30)
-        threads.submit(there.open, RoundId(2, 0), None, CARGO).result(30)
+        threads.submit(there.open, RoundId(2, 0), None, REDUCTION).result(30)
         offers[1].known.set()
         assert len(waiting.result(30).members) == 2
 
@@ -289,7 +289,7 @@ def test_an_emulated_line_takes_what_is_there() -> None:
     """Its passage begins when there is something to carry: the line is not blamed for what was not ready."""
     (link,) = shaped(local(1), Shape(latency_s=1e-3))
     link.join({}, 1.0)
-    offer = Slow(0, CARGO)
+    offer = Slow(0, REDUCTION)
     known_s = []
 
     def tell() -> None:
@@ -297,7 +297,7 @@ def test_an_emulated_line_takes_what_is_there() -> None:
         offer.known.set()
 
     threading.Timer(0.1, tell).start()
-    passage = link.open(AT, offer, CARGO).wait().passage
+    passage = link.open(AT, offer, REDUCTION).wait().passage
     assert passage is not None and passage.opened_s >= known_s[0]
     link.close()
 

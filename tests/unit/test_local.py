@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from atoll import DataParallel, DiLoCo, Eager, Lockstep, OuterLoop, Streaming, Sync, local
-from atoll.core.allreduce import Cargo
+from atoll.core.allreduce import Reduction
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Contribution, Member, RoundId
@@ -18,17 +18,17 @@ from atoll.link.local import Absence, Faults, LocalLink, run_local
 from atoll.outer.presets import Gradients
 from harness import Problem, Toy, by_part, inner_step, train, train_data_parallel
 
-CARGO = Cargo(Codec("fp32"), 1)
+REDUCTION = Reduction(Codec("fp32"), 1)
 
 
 def contribution(worker: int, value: float = 0.0) -> Contribution:
-    return Contribution(Member(worker, 1.0, 0, 0), CARGO.codec.encode(torch.tensor([value])))
+    return Contribution(Member(worker, 1.0, 0, 0), REDUCTION.codec.encode(torch.tensor([value])))
 
 
 def test_members_come_in_worker_order_whoever_sends_first() -> None:
     links = local(3)
     at = RoundId(1, 0)
-    pending = {w: links[w].open(at, contribution(w), CARGO) for w in (2, 0, 1)}
+    pending = {w: links[w].open(at, contribution(w), REDUCTION) for w in (2, 0, 1)}
     for w in range(3):
         assert [m.worker for m in pending[w].wait().members] == [0, 1, 2]
 
@@ -36,7 +36,7 @@ def test_members_come_in_worker_order_whoever_sends_first() -> None:
 def test_rounds_are_forgotten_once_everybody_has_them() -> None:
     for links in (local(2), local(4)):
         for step in range(50):
-            pending = [link.open(RoundId(step, 0), contribution(link.worker), CARGO) for link in links]
+            pending = [link.open(RoundId(step, 0), contribution(link.worker), REDUCTION) for link in links]
             for p in pending:
                 p.wait()
         # No public door shows this; a leak would hold every payload of a run.
@@ -217,7 +217,7 @@ def test_a_worker_that_fails_takes_the_others_down_with_its_reason() -> None:
 def test_a_worker_that_never_comes_is_named() -> None:
     links = local(2, timeout_s=0.05)
     with pytest.raises(LinkError, match=r"step 7, fragment 2: nothing from worker 1 in 0.05 s"):
-        links[0].open(RoundId(7, 2), contribution(0), CARGO).wait()
+        links[0].open(RoundId(7, 2), contribution(0), REDUCTION).wait()
 
 
 def test_an_eager_worker_waits_for_late_comers_to_know_its_share() -> None:
@@ -290,7 +290,7 @@ def test_a_closed_link_and_a_second_loop_on_one_link_are_refused() -> None:
 def test_an_interrupt_stops_all_workers() -> None:
     script = """
 import signal, time
-from atoll.core.allreduce import Cargo
+from atoll.core.allreduce import Reduction
 from atoll.core.codec import Codec
 from atoll.link.base import RoundId
 from atoll.link.local import local, run_local
@@ -299,7 +299,7 @@ signal.setitimer(signal.ITIMER_REAL, 1.0)
 def work(link):
     for _ in range(2000):
         time.sleep(0.05)
-        link.open(RoundId(1, 0), None, Cargo(Codec(), 6))
+        link.open(RoundId(1, 0), None, Reduction(Codec(), 6))
 run_local(work, local(2))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)

@@ -5,13 +5,13 @@ from datetime import timedelta
 import pytest
 import torch
 
-from atoll.core.allreduce import Cargo
+from atoll.core.allreduce import Reduction
 from atoll.core.codec import Codec
 from atoll.link.base import Contribution, Member, RoundId
 from atoll.link.net.wire import CHUNK_BYTES, HEADER_BYTES, Envelope, Incoming, LostError, seal
 
-CARGO = Cargo(Codec("fp32"), 300_000)
-ENVELOPE = Envelope.whole(RoundId(7, 2), 3, CARGO)
+REDUCTION = Reduction(Codec("fp32"), 300_000)
+ENVELOPE = Envelope.whole(RoundId(7, 2), 3, REDUCTION)
 
 
 class Work:
@@ -33,7 +33,7 @@ def arriving(message: torch.Tensor, *works: Work) -> Incoming:
 
 def sealed() -> tuple[Contribution, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    payload = torch.randint(256, (CARGO.payload_bytes,), dtype=torch.uint8, generator=generator)
+    payload = torch.randint(256, (REDUCTION.payload_bytes,), dtype=torch.uint8, generator=generator)
     sent = Contribution(Member(3, 2.5, 4, 99), payload)
     return sent, seal(ENVELOPE, sent)
 
@@ -41,7 +41,7 @@ def sealed() -> tuple[Contribution, torch.Tensor]:
 def test_a_message_of_several_chunks_is_whole_and_good() -> None:
     sent, message = sealed()
     incoming = arriving(message, Work(), Work(), Work())
-    assert incoming.left_bytes == HEADER_BYTES + CARGO.payload_bytes > 2 * CHUNK_BYTES
+    assert incoming.left_bytes == HEADER_BYTES + REDUCTION.payload_bytes > 2 * CHUNK_BYTES
     incoming.advance()
     assert incoming.left_bytes == message.numel() - CHUNK_BYTES
     came = incoming.wait()

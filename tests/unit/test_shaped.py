@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from atoll import DataParallel, DiLoCo, Eager, Lockstep, OuterLoop, Streaming, Sync, local
-from atoll.core.allreduce import Cargo, sent_bytes
+from atoll.core.allreduce import Reduction, sent_bytes
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Contribution, Link, Member, Offer, Passage, Pending, Round, RoundId
@@ -30,7 +30,7 @@ from atoll.plan.link import Link as PlannedLink
 from harness import PRESETS, Problem, Toy, bits, by_part, inner_step, train, train_data_parallel
 
 QUICK = Shape(bits_per_s=1e7, latency_s=2e-4, jitter_s=2e-4, loss=0.1)
-CARGO = Cargo(Codec("fp32"), 1000)
+REDUCTION = Reduction(Codec("fp32"), 1000)
 SECOND = RoundId(2, 0)
 
 
@@ -45,7 +45,7 @@ def loops_on(
 
 
 def contribution(worker: int, value: int = 0) -> Contribution:
-    return Contribution(Member(worker, 1.0, 0, 0), torch.full((CARGO.payload_bytes,), value, dtype=torch.uint8))
+    return Contribution(Member(worker, 1.0, 0, 0), torch.full((REDUCTION.payload_bytes,), value, dtype=torch.uint8))
 
 
 def joined(workers: int, shape: Shape, **options: Any) -> list[ShapedLink]:
@@ -164,9 +164,9 @@ def test_rounds_travel_while_workers_train(sync: Sync) -> None:
 
 
 def test_opening_does_not_wait_and_rounds_share_the_line() -> None:
-    links = joined(2, Shape(bits_per_s=8 * CARGO.payload_bytes / 0.05))
+    links = joined(2, Shape(bits_per_s=8 * REDUCTION.payload_bytes / 0.05))
     began = time.perf_counter()
-    pending = [[link.open(RoundId(1, f), contribution(link.worker, f), CARGO) for f in range(3)] for link in links]
+    pending = [[link.open(RoundId(1, f), contribution(link.worker, f), REDUCTION) for f in range(3)] for link in links]
     completed = [p.wait() for p in pending[1]]
     assert time.perf_counter() - began >= 3 * 0.05
     for fragment, one in enumerate(completed):
@@ -181,7 +181,7 @@ def test_what_others_send_is_late_not_what_one_has() -> None:
     links = [ShapedLink(quick, Shape()), ShapedLink(slow, Shape(latency_s=0.2))]
     for link in links:
         link.join({}, 1.0)
-    completed = [p.wait() for p in [link.open(SECOND, contribution(link.worker), CARGO) for link in links]]
+    completed = [p.wait() for p in [link.open(SECOND, contribution(link.worker), REDUCTION) for link in links]]
     for one in completed:
         assert one.passage is not None and one.passage.done_s - one.passage.opened_s >= 0.19
 
@@ -189,7 +189,7 @@ def test_what_others_send_is_late_not_what_one_has() -> None:
 def test_nothing_leaves_in_an_outage() -> None:
     began = time.perf_counter()
     (link, other) = joined(2, Shape(outages=(Outage(start_s=0, length_s=0.3),)))
-    pending = [end.open(SECOND, contribution(end.worker), CARGO) for end in (link, other)]
+    pending = [end.open(SECOND, contribution(end.worker), REDUCTION) for end in (link, other)]
     pending[0].wait()
     assert time.perf_counter() - began >= 0.3
 
@@ -199,20 +199,20 @@ def test_absent_and_lonely_workers_wait_for_no_line() -> None:
     links = joined(2, forever, faults=Faults(absences=(Absence(worker=0, first=2, last=2),)))
     (lonely,) = joined(1, forever)
     for link in (links[1], lonely):
-        pending = link.open(SECOND, contribution(link.worker), CARGO)
-        absent = links[0].open(SECOND, None, CARGO)
+        pending = link.open(SECOND, contribution(link.worker), REDUCTION)
+        absent = links[0].open(SECOND, None, REDUCTION)
         completed = pending.wait()
         assert [m.worker for m in completed.members] == [link.worker]
         assert completed.passage is not None and completed.passage.sent == completed.passage.received == 0
     seen = absent.wait().passage
-    assert seen is not None and (seen.sent, seen.received) == (0, CARGO.payload_bytes)
+    assert seen is not None and (seen.sent, seen.received) == (0, REDUCTION.payload_bytes)
 
 
 def test_an_absent_worker_sends_nothing_and_hears_of_all() -> None:
     links = joined(3, Shape(), faults=Faults(absences=(Absence(worker=0, first=2, last=2),)))
-    pending = [link.open(SECOND, contribution(link.worker) if link.worker else None, CARGO) for link in links]
+    pending = [link.open(SECOND, contribution(link.worker) if link.worker else None, REDUCTION) for link in links]
     seen = [one.wait().passage for one in pending]
-    size = CARGO.payload_bytes
+    size = REDUCTION.payload_bytes
     assert [(one.sent, one.received) for one in seen if one is not None] == [(0, 2 * size), (size, size), (size, size)]
 
 
@@ -259,7 +259,7 @@ class Stub:
     def weights(self, step: int) -> Mapping[int, float]:
         return {0: 1.0, 1: 3.0}
 
-    def open(self, round_id: RoundId, offer: Offer | None, cargo: Cargo) -> Pending:
+    def open(self, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
         self.blocked.wait()
         self.threads.append(threading.current_thread())
         if self.open_error:
@@ -290,7 +290,7 @@ def test_all_calls_that_note_their_thread_come_from_one() -> None:
     link = ShapedLink(stub, Shape())
     link.join({}, 1.0)
     for step in range(2, 4):
-        link.open(RoundId(step, 0), None, CARGO).wait()
+        link.open(RoundId(step, 0), None, REDUCTION).wait()
     (thread,) = set(stub.threads)
     assert thread is not threading.current_thread() and thread.daemon
     assert (link.worker, link.workers, link.weights(1)) == (0, 2, {0: 1.0, 1: 3.0})
@@ -306,13 +306,13 @@ def test_bytes_that_the_inner_link_has_counted_stay() -> None:
     link = ShapedLink(Stub(passage=counted), Shape())
     link.join({}, 1.0)
     before = time.perf_counter()
-    passage = link.open(SECOND, None, CARGO).wait().passage
+    passage = link.open(SECOND, None, REDUCTION).wait().passage
     assert passage is not None and (passage.sent, passage.received, passage.done_s) == (0, 7, math.inf)
     assert before <= passage.opened_s <= time.perf_counter()
     bare = ShapedLink(Stub(), Shape())
     bare.join({}, 1.0)
-    filled = bare.open(SECOND, contribution(0), CARGO).wait().passage
-    assert filled is not None and (filled.sent, filled.received) == (CARGO.payload_bytes, 0)
+    filled = bare.open(SECOND, contribution(0), REDUCTION).wait().passage
+    assert filled is not None and (filled.sent, filled.received) == (REDUCTION.payload_bytes, 0)
     assert filled.opened_s <= filled.done_s <= time.perf_counter()
 
 
@@ -324,13 +324,13 @@ def test_errors_of_the_inner_link_reach_the_caller() -> None:
     link = ShapedLink(stub, Shape())
     link.join({}, 1.0)
     link.check()
-    pending = link.open(SECOND, None, CARGO)
+    pending = link.open(SECOND, None, REDUCTION)
     with pytest.raises(OSError, match="no route"):
         pending.wait()
     with pytest.raises(OSError, match="no route"):
         link.check()
     stub.open_error = None
-    assert link.open(RoundId(3, 0), None, CARGO).wait().round_id == RoundId(3, 0)
+    assert link.open(RoundId(3, 0), None, REDUCTION).wait().round_id == RoundId(3, 0)
 
 
 def test_a_failure_while_nobody_waits_is_asked_for() -> None:
@@ -355,7 +355,7 @@ def test_a_worker_that_never_comes_is_named() -> None:
     (link, _) = shaped(local(2, timeout_s=0.05), Shape())
     link.join({}, 1.0)
     with pytest.raises(LinkError, match=r"nothing from worker 1 in 0.05 s"):
-        link.open(SECOND, contribution(0), CARGO).wait()
+        link.open(SECOND, contribution(0), REDUCTION).wait()
 
 
 # ---------------------------------------------------------------------- the end
@@ -363,7 +363,7 @@ def test_a_worker_that_never_comes_is_named() -> None:
 
 def test_a_closed_link_lets_everybody_go() -> None:
     links = joined(2, Shape(latency_s=1e6))
-    pending = [link.open(SECOND, contribution(link.worker), CARGO) for link in links]
+    pending = [link.open(SECOND, contribution(link.worker), REDUCTION) for link in links]
     errors: list[str] = []
 
     def work() -> None:
@@ -378,7 +378,11 @@ def test_a_closed_link_lets_everybody_go() -> None:
     links[0].close("twice")
     waiting.join(20)
     assert errors == ["the link of worker 0 is closed: the show is over"]
-    for call in (pending[0].wait, lambda: links[0].open(RoundId(3, 0), None, CARGO), lambda: links[0].join({}, 1.0)):
+    for call in (
+        pending[0].wait,
+        lambda: links[0].open(RoundId(3, 0), None, REDUCTION),
+        lambda: links[0].join({}, 1.0),
+    ):
         with pytest.raises(LinkError, match="the link of worker 0 is closed: the show is over"):
             call()
     links[1].close()
@@ -392,11 +396,11 @@ def test_what_was_opened_before_closing_still_arrives() -> None:
     links = [ShapedLink(ends[0], Shape()), ShapedLink(ends[1], Shape(latency_s=1e6))]
     for link in links:
         link.join({}, 1.0)
-    pending = [[link.open(RoundId(step, 0), contribution(link.worker), CARGO) for step in (1, 2)] for link in links]
+    pending = [[link.open(RoundId(step, 0), contribution(link.worker), REDUCTION) for step in (1, 2)] for link in links]
     links[1].close("it has had enough")
     assert [[m.worker for m in p.wait().members] for p in pending[0]] == [[0, 1], [0, 1]]
     with pytest.raises(LinkError, match="worker 1 left without sending: it has had enough"):
-        links[0].open(RoundId(3, 0), contribution(0), CARGO).wait()
+        links[0].open(RoundId(3, 0), contribution(0), REDUCTION).wait()
 
 
 def test_an_inner_link_that_blocks_does_not_hold_up_whoever_waits_for_a_closed_one() -> None:
@@ -404,7 +408,7 @@ def test_an_inner_link_that_blocks_does_not_hold_up_whoever_waits_for_a_closed_o
     stub.blocked.clear()
     link = ShapedLink(stub, Shape())
     link.join({}, 1.0)
-    pending = link.open(SECOND, None, CARGO)
+    pending = link.open(SECOND, None, REDUCTION)
     link.close("enough")
     with pytest.raises(LinkError, match="closed: enough"):
         pending.wait()
@@ -414,7 +418,7 @@ def test_an_inner_link_that_blocks_does_not_hold_up_whoever_waits_for_a_closed_o
 def test_a_link_needs_to_be_joined_once() -> None:
     (link,) = shaped(local(1), Shape())
     with pytest.raises(LinkError, match="step 2, fragment 0: worker 0 has not joined yet"):
-        link.open(SECOND, None, CARGO)
+        link.open(SECOND, None, REDUCTION)
     link.check()
     link.join({}, 1.0)
     with pytest.raises(LinkError, match="worker 0 has joined already"):
@@ -428,7 +432,7 @@ def test_a_dropped_link_ends_its_thread_unless_somebody_may_wait() -> None:
     before = couriers()
     links = joined(2, Shape(latency_s=0.1))
     mine = couriers() - before
-    pending = [link.open(SECOND, contribution(link.worker), CARGO) for link in links]
+    pending = [link.open(SECOND, contribution(link.worker), REDUCTION) for link in links]
     gone = [weakref.ref(link) for link in links]
     del links
     assert len(mine) == 2 and len(pending[0].wait().members) == 2
@@ -443,7 +447,7 @@ def test_a_dropped_link_ends_its_thread_unless_somebody_may_wait() -> None:
 def test_payloads_are_let_go_once_handed_over() -> None:
     links = joined(2, Shape())
     sent = [contribution(0), contribution(1)]
-    pending = [link.open(SECOND, one, CARGO) for link, one in zip(links, sent, strict=True)]
+    pending = [link.open(SECOND, one, REDUCTION) for link, one in zip(links, sent, strict=True)]
     assert len([p.wait() for p in pending]) == 2
     payload = weakref.ref(sent[0].payload)
     del sent

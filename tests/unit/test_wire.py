@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atoll.core.allreduce import Cargo
+from atoll.core.allreduce import Reduction
 from atoll.core.codec import Codec
 from atoll.core.guard import Size
 from atoll.link.base import Contribution, Member, RoundId
 from atoll.link.net import wire
 from atoll.link.net.wire import CODECS, HEADER_BYTES, BadMessage, Envelope, Kind, seal, unseal
 
-CARGO = Cargo(Codec("int8"), 300)
-DUE = Envelope.whole(RoundId(12, 3), 2, CARGO)
-SENT = Contribution(Member(2, 0.75, 7, 2**63 + 5), CARGO.codec.encode(torch.linspace(-1, 1, 300)))
+REDUCTION = Reduction(Codec("int8"), 300)
+DUE = Envelope.whole(RoundId(12, 3), 2, REDUCTION)
+SENT = Contribution(Member(2, 0.75, 7, 2**63 + 5), REDUCTION.codec.encode(torch.linspace(-1, 1, 300)))
 
 
 def same(a: Contribution | None, b: Contribution | None) -> bool:
@@ -29,12 +29,12 @@ def same(a: Contribution | None, b: Contribution | None) -> bool:
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("last", [False, True])
 def test_what_is_sealed_is_unsealed_for_every_codec_and_kind(name: str, last: bool) -> None:
-    cargo, at = Cargo(Codec(name), 300), RoundId(2**40, 2**15, last)
+    reduction, at = Reduction(Codec(name), 300), RoundId(2**40, 2**15, last)
     for due in (
-        Envelope.whole(at, 65_535, cargo),
-        Envelope.of_part(at, 1, cargo, 3, 4),
-        Envelope.of_mean(at, cargo, 1, 8, 4),
-        Envelope.of_mean(at, cargo, 5, 8, 4),
+        Envelope.whole(at, 65_535, reduction),
+        Envelope.of_part(at, 1, reduction, 3, 4),
+        Envelope.of_mean(at, reduction, 1, 8, 4),
+        Envelope.of_mean(at, reduction, 5, 8, 4),
     ):
         payload = torch.randint(0, 256, (due.length,), dtype=torch.uint8)
         sent = Contribution(Member(due.sender, 1e18, 2**62, 2**64 - 1, Size(1e40, 0.5)), payload)
@@ -82,7 +82,7 @@ def test_a_message_that_is_not_due_is_refused_with_the_difference(other: Envelop
 
 
 def test_another_length_than_is_due_is_refused() -> None:
-    longer = Envelope.whole(DUE.round_id, 2, Cargo(Codec("int8"), 301))
+    longer = Envelope.whole(DUE.round_id, 2, Reduction(Codec("int8"), 301))
     sent = Contribution(SENT.member, torch.zeros(longer.length, dtype=torch.uint8))
     with pytest.raises(BadMessage, match=f"payload bytes {longer.length} where {DUE.length} was due"):
         unseal(seal(longer, sent), DUE)

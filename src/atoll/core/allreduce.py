@@ -97,7 +97,7 @@ class MeanResidual:
 
 
 @dataclass(frozen=True, slots=True)
-class Cargo:
+class Reduction:
     """What a round carries, for a link to take apart and put together: it does no arithmetic of its own."""
 
     codec: Codec
@@ -175,17 +175,19 @@ class Cargo:
         return self.codec.for_mean.joined(reduced, [cut.stop - cut.start for cut in cuts])
 
 
-def mean_between(cargos: Mapping[int, Cargo], payloads: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the encoded mean of whole payloads, as the workers with these cargos reduce it between them.
+def mean_between(reductions: Mapping[int, Reduction], payloads: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return the encoded mean of whole payloads, as the workers with these reductions reduce it between them.
 
     Payloads, which may be fewer, are summed in the order given.
     """
-    members, cargo = tuple(cargos), next(iter(cargos.values()))
-    if not cargo.codec.stochastic and cargo.residual is None:  # parts end where blocks do, so they round as the whole
-        return cargo.reduced(payloads, weights, 0, 1)
-    count = cargo.part_count(len(members))
+    members, reduction = tuple(reductions), next(iter(reductions.values()))
+    if (
+        not reduction.codec.stochastic and reduction.residual is None
+    ):  # parts end where blocks do, so they round as the whole
+        return reduction.reduced(payloads, weights, 0, 1)
+    count = reduction.part_count(len(members))
     reduced = []
     for part in range(count):
-        cuts = [cargo.cut(payload, part, count) for payload in payloads]
-        reduced.append(cargos[members[part % len(members)]].reduced(cuts, weights, part, count, members))
-    return cargo.joined(reduced)
+        cuts = [reduction.cut(payload, part, count) for payload in payloads]
+        reduced.append(reductions[members[part % len(members)]].reduced(cuts, weights, part, count, members))
+    return reduction.joined(reduced)

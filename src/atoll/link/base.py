@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from atoll.core.allreduce import Cargo
+from atoll.core.allreduce import Reduction
 from atoll.core.guard import UNKNOWN, Size, outliers
 
 LEFT_OUT = "left out"
@@ -127,7 +127,7 @@ class Link(Protocol):
     def weights(self, step: int) -> Mapping[int, float]:
         """Worker -> weight of all who are present at this step."""
 
-    def open(self, round_id: RoundId, offer: Offer | None, cargo: Cargo) -> Pending:
+    def open(self, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
         """Start a round; None takes part in nothing and still learns the result. Does not wait for the offer."""
 
     def on_any_rank(self, so: bool) -> bool:
@@ -140,9 +140,9 @@ class Link(Protocol):
         """Leave for good; with a reason, before the end: whoever waits for this worker is told."""
 
 
-def admitted(arrived: Sequence[Contribution], cargo: Cargo) -> tuple[list[Contribution], tuple[Member, ...]]:
+def admitted(arrived: Sequence[Contribution], reduction: Reduction) -> tuple[list[Contribution], tuple[Member, ...]]:
     """Split what has arrived into the contributions that count and the members that are left out for their size."""
-    out = outliers([contribution.member.size for contribution in arrived], cargo.outlier_ratio)
+    out = outliers([contribution.member.size for contribution in arrived], reduction.outlier_ratio)
     counted = [contribution for contribution, is_out in zip(arrived, out, strict=True) if not is_out]
     return counted, tuple(c.member for c, is_out in zip(arrived, out, strict=True) if is_out)
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from atoll._util.checks import check_whole
-from atoll.core.allreduce import Cargo, mean_between, shots
+from atoll.core.allreduce import Reduction, mean_between, shots
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Offer, Passage, Pending, Round, RoundId, admitted, difference
 
@@ -95,7 +95,7 @@ class _Board:
         self.threads: dict[int, threading.Thread] = {}
         self.gone: dict[int, str] = {}
         self.rounds: dict[RoundId, dict[int, Offer | None]] = {}
-        self.cargos: dict[RoundId, dict[int, Cargo]] = {}
+        self.reductions: dict[RoundId, dict[int, Reduction]] = {}
         self.dealt: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # by fragment, the last that was reduced
         self.reduced: dict[RoundId, Tensor] = {}
         self.last_s: dict[RoundId, float] = {}  # when somebody last posted to a round
@@ -125,17 +125,17 @@ class _Board:
     def members(self, step: int) -> list[int]:
         return [w for w in range(self.workers) if self.faults.present(w, step)]
 
-    def post(self, worker: int, round_id: RoundId, offer: Offer | None, cargo: Cargo) -> None:
+    def post(self, worker: int, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> None:
         arrives = self.faults.present(worker, round_id.step) and not self.faults.lost(worker, round_id)
         with self.changed:
             self.check_open(worker)
             self.threads[worker] = threading.current_thread()
             self.rounds.setdefault(round_id, {})[worker] = offer if arrives else None
-            self.cargos.setdefault(round_id, {})[worker] = cargo
+            self.reductions.setdefault(round_id, {})[worker] = reduction
             self.last_s[round_id] = time.perf_counter()
             self.changed.notify_all()
 
-    def take(self, worker: int, round_id: RoundId, cargo: Cargo, opened_s: float) -> Round:
+    def take(self, worker: int, round_id: RoundId, reduction: Reduction, opened_s: float) -> Round:
         members = self.members(round_id.step)
         with self.changed:
             self.check_open(worker)
@@ -145,30 +145,30 @@ class _Board:
         arrived = [c for offer in offers if (c := offer.settled()) is not None]  # others may go on meanwhile
         with self.changed:
             self.check_open(worker)
-            counted, outliers = admitted(arrived, cargo)
+            counted, outliers = admitted(arrived, reduction)
             payloads, who = tuple(c.payload for c in counted), tuple(c.member for c in counted)
             if counted and shots(len(members)) == 2 and round_id not in self.reduced:
-                here = [payload.to(cargo.device) for payload in payloads]
+                here = [payload.to(reduction.device) for payload in payloads]
                 self.reduced[round_id] = mean_between(self.reducers(round_id), here, [m.weight for m in who])
-            if round_id in self.reduced and cargo.residual is not None:  # one that is away saves it, too
-                cargo.residual.note(tuple(round_id), tuple(members))
+            if round_id in self.reduced and reduction.residual is not None:  # one that is away saves it, too
+                reduction.residual.note(tuple(round_id), tuple(members))
             passage = Passage(opened_s, self.last_s[round_id])
             completed = Round(round_id, who, payloads, self.reduced.get(round_id), outliers, passage=passage)
             self.taken.setdefault(round_id, set()).add(worker)
             if len(self.taken[round_id] | self.gone.keys()) == self.workers:
-                del self.rounds[round_id], self.cargos[round_id], self.taken[round_id], self.last_s[round_id]
+                del self.rounds[round_id], self.reductions[round_id], self.taken[round_id], self.last_s[round_id]
                 self.reduced.pop(round_id, None)
             return completed
 
-    def reducers(self, round_id: RoundId) -> dict[int, Cargo]:
+    def reducers(self, round_id: RoundId) -> dict[int, Reduction]:
         """The members of a round that is reduced now; one that was away knows of the round before, too."""
-        cargos = {member: self.cargos[round_id][member] for member in self.members(round_id.step)}
+        reductions = {member: self.reductions[round_id][member] for member in self.members(round_id.step)}
         before = self.dealt.get(round_id.fragment)
-        for cargo in cargos.values():
-            if before is not None and cargo.residual is not None:
-                cargo.residual.note(*before)
-        self.dealt[round_id.fragment] = tuple(round_id), tuple(cargos)
-        return cargos
+        for reduction in reductions.values():
+            if before is not None and reduction.residual is not None:
+                reduction.residual.note(*before)
+        self.dealt[round_id.fragment] = tuple(round_id), tuple(reductions)
+        return reductions
 
     def wait_for(self, what: str, worker: int, missing: Callable[[], list[int]]) -> None:
         """Wait, holding the lock, until nobody is missing."""
@@ -201,11 +201,11 @@ class _Pending:
     board: _Board
     worker: int
     round_id: RoundId
-    cargo: Cargo
+    reduction: Reduction
     opened_s: float
 
     def wait(self) -> Round:
-        return self.board.take(self.worker, self.round_id, self.cargo, self.opened_s)
+        return self.board.take(self.worker, self.round_id, self.reduction, self.opened_s)
 
 
 class LocalLink:
@@ -232,10 +232,10 @@ class LocalLink:
         """Worker -> weight of all who are present at this step; waits for those who have yet to join."""
         return self._board.weights(self.worker, step)
 
-    def open(self, round_id: RoundId, offer: Offer | None, cargo: Cargo) -> Pending:
+    def open(self, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
         """Start a round; None takes part in nothing and still learns the result."""
-        self._board.post(self.worker, round_id, offer, cargo)
-        return _Pending(self._board, self.worker, round_id, cargo, time.perf_counter())
+        self._board.post(self.worker, round_id, offer, reduction)
+        return _Pending(self._board, self.worker, round_id, reduction, time.perf_counter())
 
     def on_any_rank(self, so: bool) -> bool:
         """Whether it is so: a worker is whole here."""

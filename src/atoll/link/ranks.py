@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from atoll.core.allreduce import Cargo
+from atoll.core.allreduce import Reduction
 from atoll.core.guard import Size
 from atoll.errors import AtollError, LinkError
 from atoll.link.base import Link, Member, Offer, Passage, Pending, Round, RoundId, difference
@@ -135,9 +135,9 @@ class TeamLink:
         """Worker -> weight of all."""
         return self._weights
 
-    def open(self, round_id: RoundId, offer: Offer | None, cargo: Cargo) -> Pending:
+    def open(self, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
         """Start a round; None takes part in nothing and still learns the result."""
-        pending = None if self._link is None else _opened(self._link, round_id, offer, cargo)
+        pending = None if self._link is None else _opened(self._link, round_id, offer, reduction)
         return _Relay(self, round_id, pending)
 
     def on_any_rank(self, so: bool) -> bool:
@@ -255,9 +255,9 @@ class PartLink:
         """Worker -> weight of all who are present at this step."""
         return self._link.weights(step)
 
-    def open(self, round_id: RoundId, offer: Offer | None, cargo: Cargo) -> Pending:
+    def open(self, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
         """Start a round; None takes part in nothing and still learns the result."""
-        return _Part(self._circle, _opened(self._link, round_id, offer, cargo))
+        return _Part(self._circle, _opened(self._link, round_id, offer, reduction))
 
     def on_any_rank(self, so: bool) -> bool:
         """Whether it is so on some rank of this worker; a few bytes between them."""
@@ -293,8 +293,8 @@ class _Failed:
         raise self._fault
 
 
-def _opened(link: Link, round_id: RoundId, offer: Offer | None, cargo: Cargo) -> Pending:
+def _opened(link: Link, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
     try:
-        return link.open(round_id, offer, cargo)
+        return link.open(round_id, offer, reduction)
     except AtollError as fault:
         return _Failed(fault)

@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 from atoll._util.checks import check_number, check_whole
-from atoll.core.allreduce import Cargo, sent_bytes, shots
+from atoll.core.allreduce import Reduction, sent_bytes, shots
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Contribution, Link, Offer, Passage, Pending, Round, RoundId
 
@@ -164,7 +164,7 @@ class _Handed(NamedTuple):
 class _Parcel:
     round_id: RoundId
     contribution: Contribution | None
-    cargo: Cargo
+    reduction: Reduction
     opened_s: float
     handed: Future[_Handed]
 
@@ -229,10 +229,10 @@ class _Courier:
             weights = self.inner.weights(parcel.round_id.step)
             members, crossings = len(weights), 0
             if self.inner.worker in weights:
-                sent, crossings = sent_bytes(parcel.cargo.payload_bytes, members), shots(members)
+                sent, crossings = sent_bytes(parcel.reduction.payload_bytes, members), shots(members)
             dice = self.shape.dice(self.inner.worker, parcel.round_id)
             self._sleep_until(line.carry(parcel.opened_s, sent, crossings, dice).arrival_s)
-        pending = self.inner.open(parcel.round_id, parcel.contribution, parcel.cargo)
+        pending = self.inner.open(parcel.round_id, parcel.contribution, parcel.reduction)
         return _Handed(pending, time.perf_counter(), members, sent)
 
     def _sleep_until(self, arrival_s: float) -> None:
@@ -254,7 +254,7 @@ class _Courier:
 class _Pending:
     link: "ShapedLink"  # keeps it from being dropped while somebody may wait
     round_id: RoundId
-    cargo: Cargo
+    reduction: Reduction
     opened_s: float
     handed: Future[_Handed]
 
@@ -270,7 +270,7 @@ class _Pending:
 
     def _received(self, completed: Round, members: int) -> int:
         """Bytes that the others put on their lines for this worker, headers aside."""
-        size = self.cargo.payload_bytes
+        size = self.reduction.payload_bytes
         if completed.reduced is not None:  # who was absent hears the mean alone
             absent = self.link.worker not in self.link.weights(self.round_id.step)
             return size if absent else sent_bytes(size, members)
@@ -324,16 +324,16 @@ class ShapedLink:
         """Worker -> weight of all who are present at this step."""
         return self._inner.weights(step)
 
-    def open(self, round_id: RoundId, offer: Offer | None, cargo: Cargo) -> Pending:
+    def open(self, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
         """Send a round on its way, which takes what the shape says; returns at once."""
         self._check_open()
         if self._courier is None:
             raise LinkError(f"{round_id}: worker {self.worker} has not joined yet, and its line is not open")
         contribution = None if offer is None else offer.settled()  # a line takes what is there, and its time from then
         opened_s = time.perf_counter()
-        parcel = _Parcel(round_id, contribution, cargo, opened_s, Future())
+        parcel = _Parcel(round_id, contribution, reduction, opened_s, Future())
         self._courier.inbox.put(parcel)
-        return _Pending(self, round_id, cargo, opened_s, parcel.handed)
+        return _Pending(self, round_id, reduction, opened_s, parcel.handed)
 
     def on_any_rank(self, so: bool) -> bool:
         """Whether it is so on some rank of this worker."""

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from atoll.core.allreduce import MOST_PARTS_EACH, Cargo, MeanResidual, sent_bytes
+from atoll.core.allreduce import MOST_PARTS_EACH, MeanResidual, Reduction, sent_bytes
 from atoll.core.codec import Codec
 from atoll.core.flat import CPU, Window
 from atoll.core.guard import SMALLEST, Size
@@ -124,8 +124,10 @@ class Exchange:
         seed = 2**31 + MOST_PARTS_EACH * self._seeds(round_id)
         residual = self.mean_residuals[round_id.fragment] if self.mean_residuals else None
         ratio = self.ratio_of(round_id.fragment)
-        cargo = Cargo(self.codec, window.numel, window.dtype, seed, window.device, tuple(round_id), residual, ratio)
-        return self.link.open(round_id, offer, cargo)
+        reduction = Reduction(
+            self.codec, window.numel, window.dtype, seed, window.device, tuple(round_id), residual, ratio
+        )
+        return self.link.open(round_id, offer, reduction)
 
     def take_back(self, round_id: RoundId) -> None:
         """Count a round as one without this worker: its offer could not be sent."""

@@ -24,7 +24,7 @@ from typing import Any, Self
 
 from torch import distributed
 
-from atoll.core.allreduce import Cargo
+from atoll.core.allreduce import Reduction
 from atoll.errors import AtollError, ConfigError, LinkError
 from atoll.link.base import Offer, Pending, RoundId, difference
 from atoll.link.net.rendezvous import Meeting, begun, parse_address
@@ -210,7 +210,7 @@ class DistLink:
         """Worker -> weight of all."""
         return self._weights
 
-    def open(self, round_id: RoundId, offer: Offer | None, cargo: Cargo) -> Pending:
+    def open(self, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
         """Start a round; None takes part in nothing and still learns the result."""
         with self._lock:
             self.check()
@@ -218,8 +218,8 @@ class DistLink:
                 raise LinkError(f"{round_id}: {self.seat} has not joined")
             tag = 2 * self._opened % TAGS
             self._opened += 1  # all open the same rounds in the same order, or headers tell
-            after = None if cargo.residual is None else self._reduced.get(round_id.fragment)
-            ticket = Ticket(round_id, offer, cargo, tag, self.deadline_s, after)
+            after = None if reduction.residual is None else self._reduced.get(round_id.fragment)
+            ticket = Ticket(round_id, offer, reduction, tag, self.deadline_s, after)
             crossing = Crossing(ticket, self._mail, self.worker, self.workers, self._over)
             self._reduced[round_id.fragment] = crossing.reduced
             self._flying.append(crossing)

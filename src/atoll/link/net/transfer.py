@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from atoll.core.allreduce import Cargo, shots
+from atoll.core.allreduce import Reduction, shots
 from atoll.errors import LinkError
 from atoll.link.base import Contribution, Member, Offer, Passage, Round, RoundId, admitted
 from atoll.link.net.staging import stage
@@ -35,7 +35,7 @@ class Ticket:
     round_id: RoundId
     offer: Offer | None
     """What this worker puts in; None if it has nothing."""
-    cargo: Cargo
+    reduction: Reduction
     tag: int
     """Of its messages; the next number is its own too."""
     deadline_s: float
@@ -62,7 +62,7 @@ class Crossing:
         self._peers = [receiver for receiver, _ in self._turns]
         self._tell = ended
         self._opened_s = time.perf_counter()
-        self._stage = stage(ticket.cargo.device)
+        self._stage = stage(ticket.reduction.device)
         self._mine: Contribution | None = None
         self._clock: threading.Timer | None = None
         self._incoming: list[Incoming] = []
@@ -148,11 +148,11 @@ class Crossing:
 
     def _one_shot(self) -> Round:
         """Everybody's payload to everybody."""
-        at, cargo = self.round_id, self._ticket.cargo
-        due = {peer: self._expect(Envelope.whole(at, peer, cargo)) for peer in self._peers}
+        at, reduction = self.round_id, self._ticket.reduction
+        due = {peer: self._expect(Envelope.whole(at, peer, reduction)) for peer in self._peers}
         mine = self._settled()
         if self._peers:
-            envelope = Envelope.whole(at, self._worker, cargo)
+            envelope = Envelope.whole(at, self._worker, reduction)
             message = self._stage.room(envelope.message_bytes)
             if mine is not None:
                 self._stage.down(mine.payload, message[HEADER_BYTES:])
@@ -160,19 +160,20 @@ class Crossing:
             for receiver, sender in self._turns:
                 self._send(message, receiver)
                 self._nearly(due[sender])
-        there, outliers = admitted(self._arrived(mine, due.values()), cargo)
+        there, outliers = admitted(self._arrived(mine, due.values()), reduction)
         return Round(at, tuple(c.member for c in there), tuple(c.payload for c in there), outliers=outliers)
 
     def _two_shots(self) -> Round:
         """Everybody's parts to whoever reduces them; the mean of each part to everybody."""
-        at, cargo, me, members = self.round_id, self._ticket.cargo, self._worker, self._workers
-        count = cargo.part_count(members)
+        at, reduction, me, members = self.round_id, self._ticket.reduction, self._worker, self._workers
+        count = reduction.part_count(members)
         own = range(me, count, members)
         parts = {
-            part: [self._expect(Envelope.of_part(at, peer, cargo, part, count)) for peer in self._peers] for part in own
+            part: [self._expect(Envelope.of_part(at, peer, reduction, part, count)) for peer in self._peers]
+            for part in own
         }
         means = {
-            part: self._expect(Envelope.of_mean(at, cargo, part, count, members), shot=1)
+            part: self._expect(Envelope.of_mean(at, reduction, part, count, members), shot=1)
             for part in range(count)
             if part not in own
         }
@@ -184,13 +185,13 @@ class Crossing:
         for stripe in range(0, count + (STRIPES_AHEAD - 1) * members, members):
             for receiver in self._peers if stripe < count else ():
                 part = stripe + receiver
-                self._send(seal(Envelope.of_part(at, me, cargo, part, count), cuts[part]), receiver)
+                self._send(seal(Envelope.of_part(at, me, reduction, part, count), cuts[part]), receiver)
             part = stripe - (STRIPES_AHEAD - 1) * members + me
             if part >= 0:
-                there, outliers = admitted(self._arrived(cuts[part], parts[part]), cargo)
+                there, outliers = admitted(self._arrived(cuts[part], parts[part]), reduction)
                 who = tuple(c.member for c in there)
                 reduced[part] = self._reduced(part, count, there, inner)
-                message = seal(Envelope.of_mean(at, cargo, part, count, members), reduced[part])
+                message = seal(Envelope.of_mean(at, reduction, part, count, members), reduced[part])
                 for receiver in self._peers:
                     self._send(message, receiver, shot=1)
         self.reduced.set()
@@ -209,13 +210,13 @@ class Crossing:
             mean = reduced[part]
             if mean is None:
                 raise LostError(part % self._workers, "sent no mean, though there are members to take it of")
-            size = self._ticket.cargo.part_bytes(part, count)
+            size = self._ticket.reduction.part_bytes(part, count)
             payloads.append(mean.payload[:size])
             if part + self._workers >= count:
                 inner += mean.payload[size:].clone().view(torch.float64)
         whole = torch.zeros(self._workers, self._workers, dtype=torch.float64, device="cpu")
         whole[rows, columns] = whole[columns, rows] = inner
-        return self._ticket.cargo.joined(payloads), whole
+        return self._ticket.reduction.joined(payloads), whole
 
     def _reduced(self, part: int, count: int, there: list[Contribution], inner: Tensor) -> Contribution | None:
         """The mean of one part, if anybody has put something in; inner products are added to those so far."""
@@ -226,7 +227,7 @@ class Crossing:
         payloads, weights = [c.payload for c in there], [c.member.weight for c in there]
         products = torch.zeros(len(there), len(there), dtype=torch.float64, device="cpu")
         everybody = tuple(range(self._workers))
-        mean = self._ticket.cargo.reduced(payloads, weights, part, count, everybody, products)
+        mean = self._ticket.reduction.reduced(payloads, weights, part, count, everybody, products)
         seen = torch.tensor([c.member.worker for c in there], device="cpu")
         inner[seen[:, None], seen] += products
         if part + self._workers >= count:  # the last: it says what all of them came to
@@ -238,8 +239,8 @@ class Crossing:
         """What this worker gives of each part."""
         if mine is None:
             return dict.fromkeys(range(count))
-        payload, cargo = self._stage.host(mine.payload), self._ticket.cargo
-        return {part: Contribution(mine.member, cargo.cut(payload, part, count)) for part in range(count)}
+        payload, reduction = self._stage.host(mine.payload), self._ticket.reduction
+        return {part: Contribution(mine.member, reduction.cut(payload, part, count)) for part in range(count)}
 
     def _arrived(self, mine: Contribution | None, due: Iterable[Incoming]) -> list[Contribution]:
         """What everybody put in, in worker order."""

@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from atoll.core.allreduce import Cargo
+from atoll.core.allreduce import Reduction
 from atoll.core.guard import Size
 from atoll.link.base import Contribution, Member, RoundId
 
@@ -76,20 +76,20 @@ class Envelope:
     """Which one, in two shots."""
 
     @classmethod
-    def whole(cls, round_id: RoundId, sender: int, cargo: Cargo) -> "Envelope":
+    def whole(cls, round_id: RoundId, sender: int, reduction: Reduction) -> "Envelope":
         """Of a member's payload."""
-        return cls(Kind.WHOLE, round_id, sender, cargo.codec.format, cargo.payload_bytes)
+        return cls(Kind.WHOLE, round_id, sender, reduction.codec.format, reduction.payload_bytes)
 
     @classmethod
-    def of_part(cls, round_id: RoundId, sender: int, cargo: Cargo, part: int, count: int) -> "Envelope":
+    def of_part(cls, round_id: RoundId, sender: int, reduction: Reduction, part: int, count: int) -> "Envelope":
         """Of one part of a payload, for the member that reduces it."""
-        return cls(Kind.PART, round_id, sender, cargo.codec.format, cargo.part_bytes(part, count), part)
+        return cls(Kind.PART, round_id, sender, reduction.codec.format, reduction.part_bytes(part, count), part)
 
     @classmethod
-    def of_mean(cls, round_id: RoundId, cargo: Cargo, part: int, count: int, members: int) -> "Envelope":
+    def of_mean(cls, round_id: RoundId, reduction: Reduction, part: int, count: int, members: int) -> "Envelope":
         """Of the mean of one part, from the member that has reduced it; its last one brings inner products too."""
-        length = cargo.part_bytes(part, count) + (products_bytes(members) if part + members >= count else 0)
-        return cls(Kind.MEAN, round_id, part % members, cargo.codec.for_mean.format, length, part)
+        length = reduction.part_bytes(part, count) + (products_bytes(members) if part + members >= count else 0)
+        return cls(Kind.MEAN, round_id, part % members, reduction.codec.for_mean.format, length, part)
 
     @property
     def message_bytes(self) -> int:
