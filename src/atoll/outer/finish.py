@@ -1,4 +1,4 @@
-"""The end of a run: rounds in flight are applied, the rest is exchanged once more, and the anchor becomes the model.
+"""Ends a run: applies rounds in flight, exchanges the rest once more, and makes the anchor the model.
 
 These are the phases of `OuterLoop.finish()`.
 """

@@ -1,4 +1,4 @@
-"""The data-parallel baseline: one round of gradients per step, before the inner optimizer uses them."""
+"""Averages gradients for the data-parallel baseline: one round per step, before the inner optimizer uses them."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""OuterLoop: one loop that runs the whole family of algorithms.
+"""Runs the whole family of algorithms in one loop.
 
 After every inner step, on every worker, in this order:
 
@@ -177,7 +177,7 @@ class OuterLoop:
 
     @torch.no_grad()
     def average_gradients(self) -> None:
-        """Under DataParallel, replace the gradients by their mean over the workers; otherwise do nothing.
+        """Replace the gradients by their mean over the workers under DataParallel; otherwise do nothing.
 
         Call it between backward() and the inner optimizer's step (after unscaling, before clipping).
         """

@@ -1,4 +1,4 @@
-"""One worker's rounds: opened on the link, applied to the replicas, saved while they are in flight."""
+"""Opens one worker's rounds on the link, applies them to the replicas, and saves them while they are in flight."""
 
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -19,17 +19,17 @@ from atoll.outer.stats import Applied, Counters, Observer, Products
 
 
 class Unsendable:
-    """An offer that could not be sent, saved before its worker had learned of it."""
+    """Stands for an offer that could not be sent, saved before its worker had learned of it."""
 
     payload = EMPTY
 
     def settled(self) -> None:
-        """There is nothing to send."""
+        """Return None: there is nothing to send."""
 
 
 @dataclass(slots=True)
 class Flight:
-    """A round of this worker, from its delta until every worker has applied it."""
+    """Follows one round of this worker, from its delta until every worker has applied it."""
 
     offer: Offer | None = None
     """What the worker sends; None if it is absent or rolled back, and takes the result all the same."""

@@ -68,7 +68,7 @@ class ModelWatch:
 
     @property
     def base(self) -> dict[str, str]:
-        """What all must agree on of the frozen parameters: as they were when the loop was made, or loaded since."""
+        """The frozen parameters' terms, as they were when the loop was made, or loaded since."""
         if self.loads.frozen:
             self.base = frozen_terms(self._model)
         return self._base
@@ -119,7 +119,7 @@ class ModelWatch:
 
 
 class Loads:
-    """What `load_state_dict` has changed of a model's trained parameters since the last `check`.
+    """Notices trained parameters that `load_state_dict` has changed since the last `check`.
 
     The anchor was taken before: all that was loaded would be sent as if it had been trained.
     """
@@ -207,7 +207,7 @@ class MergeWatch:
         self._in_a_row = 0
 
     def stepped(self) -> None:
-        """An inner step was made: compare with what was kept before it."""
+        """Compare the parameters after an inner step with what was kept before it."""
         expected, self._expected = self._expected, {}
         for fragment, now in self._samples(expected).items():
             length = _square(now - expected[fragment])
@@ -233,7 +233,7 @@ class MergeWatch:
         return bool(merging)
 
     def merged(self, step: int) -> None:
-        """The merge after this step was made, if there was one."""
+        """Keep what a merge after this step has written, if there was one."""
         before, self._before = self._before, {}
         if before:
             self._merged = {fragment: (before[fragment], after) for fragment, after in self._samples(before).items()}
