@@ -9,7 +9,7 @@ from atoll.core.flat import fingerprint
 from atoll.errors import AtollError, ConfigError, NonFiniteError
 from atoll.link.base import Contribution, Pending, RoundId
 from atoll.outer.backend import Backend
-from atoll.outer.rounds import Exchange
+from atoll.outer.exchange import Exchange
 
 
 class GradientAverage:
