@@ -206,7 +206,7 @@ def _sign(values: Tensor) -> Tensor:
 
 
 def _to_e3m0(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
-    """Return the sign, and 0 or 1 + the exponent above the smallest of seven powers of two up to the unit."""
+    """Return the sign, and 0 or 1 + the exponent above the smallest of seven powers of two."""
     magnitude = values.view(torch.int32) & _MAGNITUDE
     smallest = unit - 6
     if noise is None:
@@ -236,6 +236,8 @@ def _to_e2m1(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
     return _sign(values).bitwise_or_(code.view(torch.uint8))
 
 
+_E3M0 = (0.0, *(2.0**k for k in range(-6, 1)))
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _LLOYD = (0, 5, 11, 18, 26, 36, 48, 64)
 _TABLE = 16 * 4 * _LLOYD[-1] + 1  # sixteenths up to the highest level, where a unit is up to 4 times its power of two
 
@@ -251,7 +253,7 @@ def _sixteenths(values: Tensor, exponent: Tensor) -> Tensor:
 
 @cache
 def _lloyd_tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return by sixteenths, in units of 2, 3 and 4 powers of two, the level's number and the squared error, int32."""
+    """Return level numbers and squared errors, int32, by sixteenths, in units of 2, 3 and 4 powers of two."""
     codes, lost = [], []
     for multiple in (2, 3, 4):
         levels = 16 * multiple * torch.tensor(_LLOYD, dtype=torch.int32, device=device)
@@ -263,7 +265,7 @@ def _lloyd_tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _looked_up(table: Tensor, sixteenths: Tensor, multiple: Tensor) -> Tensor:
-    """Look up sixteenths [rows, BLOCK], in units of 2, 3 or 4 powers of two [rows, 1], in a table of _lloyd_tables."""
+    """Look up sixteenths [rows, BLOCK] in a table of _lloyd_tables; units are 2, 3 or 4 powers of two [rows, 1]."""
     return table.index_select(0, (sixteenths + _TABLE * (multiple - 2)).view(-1)).view(sixteenths.shape)
 
 
@@ -299,7 +301,7 @@ def _to_int4(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def _with_signs(magnitudes: tuple[float, ...]) -> tuple[float, ...]:
-    return magnitudes + tuple(-m for m in magnitudes)
+    return tuple(sign * float(m) for sign in (1, -1) for m in magnitudes)
 
 
 _FORMATS: dict[str, _Plain | _Blocks] = {
@@ -309,16 +311,9 @@ _FORMATS: dict[str, _Plain | _Blocks] = {
     "fp16": _Plain(torch.float16),
     "int8": _Blocks(_to_integer, None, nearest_range=127.5, exact_range=127.0),
     "int4": _Blocks(_to_int4, (*map(float, range(8)), *map(float, range(-8, 0))), nearest_range=7.5, exact_range=7.0),
-    "e3m0": _Blocks(
-        _to_e3m0,
-        _with_signs((0.0, *(2.0**k for k in range(-6, 1)))),
-        nearest_range=_SQRT2,
-        exact_range=1.0,
-    ),
-    "e2m1": _Blocks(
-        _to_e2m1, _with_signs((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)), nearest_range=7.0, exact_range=6.0
-    ),
-    "lloyd4": _Lloyd(_to_lloyd4, _with_signs(tuple(map(float, _LLOYD))), nearest_range=64.0, exact_range=64.0),
+    "e3m0": _Blocks(_to_e3m0, _with_signs(_E3M0), nearest_range=_SQRT2, exact_range=1.0),
+    "e2m1": _Blocks(_to_e2m1, _with_signs(_E2M1), nearest_range=7.0, exact_range=6.0),
+    "lloyd4": _Lloyd(_to_lloyd4, _with_signs(_LLOYD), nearest_range=64.0, exact_range=64.0),
 }
 
 
@@ -334,9 +329,6 @@ def nearest_limit(name: str) -> int | None:
     """Return below how many units a value rounds to a level, as fp32 bits; None for a plain format."""
     form = _FORMATS[name]
     return _bits(form.nearest_range) if isinstance(form, _Blocks) else None
-
-
-# ---------------------------------------------------------------------- the public value
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Encodes a delta as it is measured and decodes payloads into their mean, in one pass, bit for bit as `core.codec`.
+"""Encodes deltas and decodes payloads into their mean in one pass each, bit for bit as `core.codec`.
 
 Rounding at random has no twin here, and neither have fp64 and fp16.
 """

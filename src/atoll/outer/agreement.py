@@ -84,7 +84,7 @@ def live_checksums(windows: Sequence[Window]) -> list[list[int]]:
 
 
 def check_saved(state: Mapping[str, Any], here: Mapping[str, Any], windows: Sequence[Window]) -> None:
-    """Raise a ConfigError if a saved state is not of the loop and the model that are `here`, and say why.
+    """Raise a ConfigError that says why a saved state is not of this loop and this model.
 
     States of older versions, which hold less, are compared as far as they go.
     """

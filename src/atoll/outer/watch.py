@@ -242,7 +242,7 @@ class MergeWatch:
 
 
 def _is_undone(moved: float, inner: float, *products: float) -> bool:
-    """Whether a merge that moved so much was undone, unless the inner step was just a large one down the gradient.
+    """Return whether a merge was undone, unless the inner step was just a large one down the gradient.
 
     `inner` is the largest inner step; both squared. The products are those of the way from before the merge, the way
     from after it, and the gradient, in rows.
