@@ -53,12 +53,8 @@ def _docstring_lines(node: Function) -> int:
 
 def _attributes(node: ast.ClassDef) -> set[str]:
     """Return what methods of a class assign to self."""
-    found = set()
-    for inner in ast.walk(node):
-        is_set = isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
-        if is_set and isinstance(inner.value, ast.Name) and inner.value.id == "self":
-            found.add(inner.attr)
-    return found
+    stores = [a for a in ast.walk(node) if isinstance(a, ast.Attribute) and isinstance(a.ctx, ast.Store)]
+    return {store.attr for store in stores if isinstance(store.value, ast.Name) and store.value.id == "self"}
 
 
 def _first_sentence(node: Function | ast.ClassDef | ast.Module) -> int:

@@ -61,8 +61,6 @@ class _Plain:
         return slice(at, at + 1)
 
 
-# ---------------------------------------------------------------------- block formats
-
 Quantise = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(values [rows, BLOCK] fp32, units [rows, 1] as biased exponents, uniform noise or None) -> codes uint8."""
 
