@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test processes thorough slow check resolve mutants bench wan studies clean
+.PHONY: demo test processes thorough slow check docs resolve mutants bench wan studies clean
 
 demo: $(READY)
 	$(BIN)/atoll demo
@@ -19,6 +19,11 @@ check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+# The pages of docs/ and the API reference, as a site in build/site; a broken link or an unknown name is an error.
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 # Workers, trainers and savers as processes of their own, killed and interrupted: they wait more than they compute.
 processes: $(READY)

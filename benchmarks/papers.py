@@ -450,7 +450,10 @@ def main() -> None:
     print("", *costs_of_4_bits(results), sep="\n")
     if missing := [name for name in METHODS if name not in results]:
         print(f"\nnot trained yet: {', '.join(missing)}")
-    picture(results).savefig(folder.with_suffix(".png"), dpi=130)
+    image = folder.with_suffix(".png")
+    if folder == RESULTS / FIRST_TEXT:
+        image = Path(__file__).parent.parent / "docs" / "images" / image.name
+    picture(results).savefig(image, dpi=130)
 
 
 if __name__ == "__main__":

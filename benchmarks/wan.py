@@ -75,6 +75,7 @@ from wan_worker import (
 )
 
 RESULTS = Path(__file__).parent / "results"
+IMAGES = Path(__file__).parent.parent / "docs" / "images"
 LABELS = {
     "alone": "no network",
     "ddp": "DDP, gloo, fp32",
@@ -338,7 +339,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--period", type=int, default=30, help="a multiple of torchft's 3 fragments")
     parser.add_argument("--periods", type=int, default=1, help="on the clock, after one of warm-up")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of wan.json and wan.png")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of wan.json (and wan.png)")
     parser.add_argument("--fresh", action="store_true", help="forget results that are there")
     parser.add_argument("--table", action="store_true", help="run nothing, print what is there")
     return parser.parse_args()
@@ -358,7 +359,8 @@ def main() -> None:
         print()
     print(f"{SHAPE.parameters / 1e6:.2f} million parameters, period {bench.period}; MB and seconds are per period")
     print("\n".join([HEADER, *(line(cell, results.loss(cell)) for cell in results.ordered())]))
-    (arguments.results / "wan.png").write_bytes(to_png(lambda palette: picture(results, palette)))
+    images = IMAGES if arguments.results == RESULTS else arguments.results
+    (images / "wan.png").write_bytes(to_png(lambda palette: picture(results, palette)))
 
 
 if __name__ == "__main__":

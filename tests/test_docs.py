@@ -1,27 +1,56 @@
-"""The examples in README and docs run as they stand."""
+"""README and docs: their code runs, their figures are those of the raw files, and they document every public name."""
 
+import ast
+import copy
 import importlib
 import json
 import re
 import subprocess
 import sys
+import threading
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
 
+import atoll
 from atoll._util.units import bytes_text
 from atoll.core.codec import Codec
 from atoll.settings.model_presets import preset
 from atoll.settings.study import read
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = ROOT / "docs"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
+GUIDES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+"""Pages for users: neither decisions nor the changelog, which keep the names of their time."""
+DEEPER = ("atoll.plan", "atoll.train", "atoll.link.ranks")
+"""Modules below `atoll` that docs may import from: the applications, and links for workers of several processes."""
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced code of a page in this language."""
+    text = page.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def plain(page: str) -> str:
+    """The text of a page on one line."""
+    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+
 BLOCKS = [
     pytest.param(block, id=f"{page.relative_to(ROOT)}-{number}")
     for page in PAGES
-    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
+    for number, block in enumerate(blocks(page, "python"))
 ]
 
 
@@ -30,12 +59,125 @@ def test_example_runs(block: str) -> None:
     exec(compile(block, "example", "exec"), {"__name__": "__main__"})
 
 
-def test_the_first_block_of_the_readme_is_a_training_loop_that_learns(capsys: pytest.CaptureFixture[str]) -> None:
-    (first,) = (block.values[0] for block in BLOCKS if block.id == "README.md-0")
-    exec(compile(str(first), "README", "exec"), {})
+def test_the_first_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(blocks(DOCS / "index.md", "python")[0], "index.md", "exec"), {})
     losses = [float(x) for x in capsys.readouterr().out.strip(" []\n").split(",")]
     assert len(losses) == 4
     assert max(losses) < 1.0, "the target has variance 8"
+
+
+def test_readme_has_at_most_900_words_besides_code() -> None:
+    prose = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
+    assert 300 < len(prose.split()) <= 900
+
+
+class GPT(nn.Module):
+    """The interface of nanoGPT's model, small enough for a test: blocks, tied weights, logits and loss."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(16, width)
+        self.h = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(4))
+        self.lm_head = nn.Linear(width, 16, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.wte(tokens)
+        for block in self.h:
+            x = x + block(x)
+        logits = self.lm_head(x)
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_the_diff_of_the_readme_makes_a_worker_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    (diff,) = blocks(ROOT / "README.md", "diff")
+    before, after = ("\n".join(line[1:] for line in diff.splitlines() if line[:1] != sign) for sign in "+-")
+    compile(before, "before", "exec")
+    start = GPT(8)  # made once: the workers of this test are threads, which share torch's generator
+    module = ModuleType("model")
+    vars(module).update(GPT=lambda config: copy.deepcopy(start), GPTConfig=dict)
+    monkeypatch.setitem(sys.modules, "model", module)
+    mine = threading.local()
+    monkeypatch.setattr(atoll, "connect", lambda address, *, worker, workers: mine.link)
+
+    def train(link: Any) -> tuple[list[Tensor], int]:
+        def get_batch(split: str) -> tuple[Tensor, Tensor]:
+            tokens = torch.randint(16, (4, 9), generator=data)
+            return tokens[:, :-1], tokens[:, 1:]
+
+        mine.link = link
+        data = torch.Generator().manual_seed(link.worker)
+        names: dict[str, Any] = {"worker": link.worker, "max_iters": 203, "get_batch": get_batch}
+        exec(compile(after, "after", "exec"), names)
+        return list(names["model"].parameters()), names["outer"].counters.rounds_applied
+
+    (first, rounds), (second, _) = atoll.run_local(train, atoll.local(workers=2))
+    assert rounds > 4 and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(first[0], start.wte.weight)
+
+
+def names_imported(code: str) -> Iterator[str]:
+    """Dotted names that some Python code takes from atoll: by import, or as attributes of the package."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "atoll":
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("atoll."))
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "atoll":
+            yield f"atoll.{node.attr}"
+
+
+def test_code_in_docs_and_examples_imports_public_names_alone() -> None:
+    codes = [block for page in GUIDES for language in ("python", "py") for block in blocks(page, language)]
+    codes += [path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples").rglob("*.py"))]
+    names = {name for code in codes for name in names_imported(code)}
+    assert len(names) > 20
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        assert (module == "atoll" and attribute in atoll.__all__) or module.startswith(DEEPER), name
+        assert hasattr(importlib.import_module(module), attribute), name
+
+
+def test_every_public_name_is_in_the_guides_and_in_the_reference() -> None:
+    guides = {page: page.read_text(encoding="utf-8") for page in GUIDES}
+    reference = re.findall(r"^::: atoll\.(\w+)$", guides.pop(DOCS / "api.md"), re.MULTILINE)
+    assert sorted(reference) == sorted(atoll.__all__)
+    used = set(re.findall(r"\batoll\.(\w+)", " ".join(guides.values())))
+    for page in guides:
+        used |= {name.rpartition(".")[2] for block in blocks(page, "python") for name in names_imported(block)}
+    assert not set(atoll.__all__) - used
+
+
+def test_names_below_atoll_that_guides_mention_exist() -> None:
+    for page in GUIDES:
+        for name in re.findall(r"`(atoll(?:\.\w+){2,})", page.read_text(encoding="utf-8")):
+            if name.startswith("atoll.checkpoint."):
+                continue
+            assert name.startswith(DEEPER), f"{page.name}: {name}"
+            module, _, attribute = name.rpartition(".")
+            assert hasattr(importlib.import_module(module), attribute), f"{page.name}: {name}"
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    assert sorted(re.findall(r"(\S+\.md)$", nav, re.MULTILINE)) == sorted(
+        str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")
+    )
+
+
+def test_the_map_in_the_design_has_the_rooms_that_are_there() -> None:
+    page = (DOCS / "design.md").read_text(encoding="utf-8")
+    (tree,) = re.findall(r"^src/atoll/\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    source = ROOT / "src" / "atoll"
+    rooms = {path.parent.name for path in source.glob("*/__init__.py")}
+    assert set(re.findall(r"^  (\w+)/", tree, re.MULTILINE)) == rooms
+    named = {name for line in tree.splitlines() for name in re.findall(r"\b\w+\.py\b", line)}
+    assert named <= {path.name for path in source.rglob("*.py")}
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    assert f"    {' > '.join(layers).replace('atoll.', '')}\n" in page
 
 
 @pytest.mark.slow
@@ -49,7 +191,7 @@ def test_the_demo_runs(tmp_path: Path) -> None:
 TOML = [
     pytest.param(block, id=f"{page.relative_to(ROOT)}-{number}")
     for page in PAGES
-    for number, block in enumerate(re.findall(r"^```toml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
+    for number, block in enumerate(blocks(page, "toml"))
 ]
 
 
@@ -63,13 +205,16 @@ def test_run_files_in_the_docs_are_good(block: str, tmp_path: Path) -> None:
 def test_the_table_of_results_is_that_of_the_raw_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     papers = importlib.import_module("papers")
-    results, page = papers.load(papers.RESULTS / papers.FIRST_TEXT), (ROOT / "docs" / "results.md").read_text()
+    results, page = (
+        papers.load(papers.RESULTS / papers.FIRST_TEXT),
+        (ROOT / "docs" / "results.md").read_text(encoding="utf-8"),
+    )
     assert "\n".join(papers.table(results)) in page
     for books in ("books-c6b298e9", "books-3bf087d0-51.2M"):
         assert "\n".join(papers.table(papers.load(papers.RESULTS / books))) in page
     for cost in papers.costs_of_4_bits(results):
         assert cost in " ".join(page.split())
-    readme = " ".join((ROOT / "README.md").read_text().split())
+    readme = plain("README.md")
     both = [results[name] for name in ("streaming-30", "streaming-30-seed1")]
     gaps = [f"{100 * (one.end.loss / results['data-parallel'].end.loss - 1):.1f}" for one in both]
     sent = [bytes_text(mean(one.end.bytes_sent)) for one in (both[0], results["data-parallel"])]
@@ -78,8 +223,9 @@ def test_the_table_of_results_is_that_of_the_raw_metrics(monkeypatch: pytest.Mon
 
 
 def test_figures_of_the_gpu_are_those_of_the_raw_numbers() -> None:
-    page = (ROOT / "docs" / "gpu.md").read_text()
-    results = {file.stem: json.loads(file.read_text()) for file in (ROOT / "benchmarks" / "results").glob("*.json")}
+    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    raw = (ROOT / "benchmarks" / "results").glob("*.json")
+    results = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in raw}
     rows = [[row["kernel"], f"{100 * row['share']:.0f} %"] for row in results["gpu_sync"]["kernels"][1:]]
     rows += [row_of_rounds(name, row) for name, row in results["gpu_sync"]["rounds"].items()]
     for row in results["mfu"]["rows"]:
@@ -91,8 +237,8 @@ def test_figures_of_the_gpu_are_those_of_the_raw_numbers() -> None:
     for cells in rows:
         assert f"| {' | '.join(map(str, cells))} |\n" in page
     rounds = results["gpu_sync"]["rounds"]["1B"]
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"took {100 * rounds['shared']['added']:.1f} % longer" in readme
+    readme = plain("README.md")
+    assert f"took {100 * rounds['shared']['added']:.1f} % longer than without" in readme
     outer, offload = (100 * (rounds["peaks"][mode] / rounds["peaks"]["bare"] - 1) for mode in ("outer", "offload"))
     assert f"peak memory grew by {outer:.0f} %, by {offload:.1f} % with `offload`" in readme
     kernels_s = kernels_of_a_period(results["gpu_sync"]["kernels"], preset("1B").parameters)
@@ -130,8 +276,27 @@ def row_of_rounds(name: str, row: dict[str, Any]) -> list[str | int]:
     return [name, row["batch"], both, added["shared"], one, added["one"], added["offload"], *memory]
 
 
+def test_figures_of_slow_lines_are_those_of_the_raw_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    speed = importlib.import_module("speed")
+    with Image.open(speed.IMAGE) as image:
+        assert json.loads(image.info["Description"]) == speed.speeds(), "draw it again: python benchmarks/speed.py"
+    rows = {
+        "ddp": "DDP over gloo, fp32",
+        "torchft": "torchft 0.2.0 DiLoCo, fp32, three fragments",
+        "torchft-delay": "the same, delayed by 3 to 8 steps",
+        "diloco": "atoll DiLoCo, fp32",
+        "streaming": "atoll Streaming, e3m0, delay 3",
+        "eager": "atoll Eager, e3m0",
+    }
+    page = (DOCS / "machines.md").read_text(encoding="utf-8")
+    for method, label in rows.items():
+        shares = [f"{speed.speeds(workers)[str(rate)][method]} %" for workers in (2, 4) for rate in (20, 100)]
+        assert f"| {label} | {' | '.join(shares)} |" in page
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), target

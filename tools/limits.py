@@ -19,7 +19,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 def problems(file: Path) -> Iterator[str]:
     """Yield what is too large in one file."""
-    text = file.read_text()
+    text = file.read_text(encoding="utf-8")
     if (lines := text.count("\n")) > FILE_LINES:
         yield f"{file}: {lines} lines"
     tree = ast.parse(text)

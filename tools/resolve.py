@@ -43,7 +43,7 @@ def resolve(python: str, platform: str, constraints: Path, home: str) -> str | N
     command = [
         *(sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-config", "--no-build", "--no-annotate"),
         *("--python", sys.executable, "--python-version", python, "--python-platform", platform),
-        *("--constraint", str(constraints), "--extra", "dev", str(ROOT / "pyproject.toml")),
+        *("--constraint", str(constraints), "--extra", "dev", "--extra", "docs", str(ROOT / "pyproject.toml")),
     ]
     done = subprocess.run(command, env=environment(home), capture_output=True, text=True, encoding="utf-8", check=False)
     if done.returncode:

@@ -124,7 +124,7 @@ def run() -> Walk:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         text = "".join(f"line {n} of a text that is long enough to be split\n" for n in range(5000))
-        Path("text.txt").write_text(text)
+        Path("text.txt").write_text(text, encoding="utf-8")
         settings = [
             "--set", "data.source=text.txt", "--set", "data.tokenizer=bytes", "--set", "train.steps=12",
             "--set", "sync.period=4", "--set", "model.preset=tiny",
