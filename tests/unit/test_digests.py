@@ -14,6 +14,7 @@ def test_every_case_is_recorded() -> None:
     assert set(CASES) == set(KNOWN)
 
 
+@pytest.mark.thorough_after(35)
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_ends_with_the_recorded_bits(name: str) -> None:
     assert CASES[name]() == KNOWN[name]
