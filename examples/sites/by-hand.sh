@@ -8,12 +8,12 @@
 # the other within ten minutes.
 #
 # Before:
-#   1. The same version of atoll and of torch on both. The text, data.source, is read on each machine: the same on both,
-#      or to each its own.
+#   1. The same version of atoll and of torch on both. Each machine reads the text, data.source, from its own disk; the
+#      texts may be equal or different.
 #   2. The same run.toml on both. It must say how many workers there are; copy it, do not write it twice:
 #          atoll init run.toml            # then set sync.workers = 2 in it
 #          scp run.toml B:
-#   3. A network that you trust. The workers talk plain TCP, without a password and without encryption: whoever reaches
+#   3. A network that you trust. The workers talk plain TCP, without a password and without encryption: anyone who reaches
 #      the port can read and change what is trained. Never open it to the internet; put both machines on a private
 #      network, or on an encrypted overlay such as WireGuard or Nebula, and use the addresses that they have there
 #      (10.8.0.1 above). WireGuard, with the keys and peers in /etc/wireguard/wg0.conf:   sudo wg-quick up wg0
