@@ -25,7 +25,7 @@ import torch
 from atoll import connect
 from atoll.link.net.link import DistLink
 
-PATIENCE_S = 60.0
+PATIENCE_S = 200.0
 """For a child to say or do what it was started for; only a test that fails takes as long."""
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["atoll.train.run", "atoll.outer.loop", "pytest", "torch._dynamo"])
