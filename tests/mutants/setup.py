@@ -20,7 +20,7 @@ MUTANTS = [
         tests=KILLED,
     ),
     Mutant(
-        "children hold their own lifeline",
+        "children hold the writing end of their pipe",
         "_util/parent_death.py",
         "    read, write = os.pipe()\n",
         "    read, write = os.pipe()\n    os.set_inheritable(write, True)\n",
@@ -44,15 +44,15 @@ MUTANTS = [
     Mutant(
         "whoever has a closed input is taken for supervised",
         "_util/parent_death.py",
-        "if not os.environ.pop(FOLLOWS, None) or not",
+        "if not os.environ.pop(EXIT_WITH_PARENT, None) or not",
         "if not",
         tests=(f"{LAUNCH}::test_who_has_no_supervisor_follows_nobody",),
     ),
     Mutant(
         "what a child starts follows as well",
         "_util/parent_death.py",
-        "os.environ.pop(FOLLOWS, None)",
-        "os.environ.get(FOLLOWS)",
+        "os.environ.pop(EXIT_WITH_PARENT, None)",
+        "os.environ.get(EXIT_WITH_PARENT)",
         tests=(f"{LAUNCH}::test_who_has_no_supervisor_follows_nobody",),
     ),
     Mutant(

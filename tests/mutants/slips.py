@@ -15,7 +15,7 @@ MUTANTS = [
     Mutant(
         "a base model not compared on resume",
         "outer/agreement.py",
-        'difference(state.get("frozen", here["frozen"]), here["frozen"])',
+        'describe_differences(state.get("frozen", here["frozen"]), here["frozen"])',
         "None",
     ),
     Mutant(

@@ -19,10 +19,10 @@ from unittest.mock import ANY
 import pytest
 from typer.testing import CliRunner
 
-from atoll._util.parent_death import FOLLOWS as FOLLOWED
+from atoll._util.parent_death import EXIT_WITH_PARENT
 from atoll.cli import main as cli
-from atoll.cli.launch import TORCHRUN_TELLS, Options, again, by_torchrun, command, environment, free_ports
-from atoll.cli.processes import Ended, Job, supervise
+from atoll.cli.launch import TORCHRUN_TELLS, LaunchOptions, again, by_torchrun, command, environment, free_ports
+from atoll.cli.processes import ProcessExit, ProcessSpec, supervise
 from atoll.settings.config import RunConfig, load, parse
 from kills import gone, with_mark
 
@@ -34,10 +34,10 @@ SITES = Path(__file__).resolve().parents[2] / "examples" / "sites"
 SUPERVISOR = """
 import json, os, sys
 from pathlib import Path
-from atoll.cli.processes import Job, supervise
+from atoll.cli.processes import ProcessSpec, supervise
 folder, settings, *scripts = sys.argv[1:]
 jobs = [
-    Job(f"worker {k}", [sys.executable, "-c", script], os.environ, Path(folder) / f"worker-{k}" / "log.txt")
+    ProcessSpec(f"worker {k}", [sys.executable, "-c", script], os.environ, Path(folder) / f"worker-{k}" / "log.txt")
     for k, script in enumerate(scripts)
 ]
 out = supervise(jobs, **json.loads(settings))
@@ -64,7 +64,7 @@ SAVES = WAITS + "signal.signal(signal.SIGINT, saying('got INT', None))\nprint('r
 SAVES += "print('saved', flush=True)\nsys.exit(130)"
 SAVES_ON_TERM = WAITS + "signal.signal(signal.SIGTERM, saying('saved on TERM', 130))\nforever()"
 DEAF_TO_INT = WAITS + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nforever()"
-FOLLOWS = "from atoll._util.parent_death import follow\nfollow(patience_s=1)\n"
+FOLLOWS = "from atoll._util.parent_death import exit_with_parent\nexit_with_parent(patience_s=1)\n"
 DEAF = WAITS + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nforever()"
 
 
@@ -282,13 +282,15 @@ class Heard:
         if f"{name}?" not in self.order:
             self.order.append(f"{name}?")
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: ProcessExit) -> None:
         self.order.append(f"{ended.job.name} ended {ended.status}{' asked' if ended.asked else ''}")
 
 
 def test_those_that_are_no_team_run_one_after_another_whatever_becomes_of_each(tmp_path: Path) -> None:
     scripts = {"a": "print(1); raise SystemExit(3)", "b": "print(2)", "c": "import os; os.kill(os.getpid(), 9)"}
-    jobs = [Job(name, [sys.executable, "-c", text], os.environ, tmp_path / name) for name, text in scripts.items()]
+    jobs = [
+        ProcessSpec(name, [sys.executable, "-c", text], os.environ, tmp_path / name) for name, text in scripts.items()
+    ]
     heard = Heard()
     outcome = supervise(jobs, audience=heard, at_once=1, together=False, grace_s=0)
     assert [one.status for one in outcome.ended] == [3, 0, -signal.SIGKILL] and not outcome.interrupted
@@ -301,7 +303,9 @@ def test_interrupted_it_starts_none_of_those_that_wait(tmp_path: Path) -> None:
     mark = tmp_path / "started"
     first = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"
     second = f"open({str(mark)!r}, 'w')"
-    jobs = [Job(text[:9], [sys.executable, "-c", text], os.environ, tmp_path / text[:4]) for text in (first, second)]
+    jobs = [
+        ProcessSpec(text[:9], [sys.executable, "-c", text], os.environ, tmp_path / text[:4]) for text in (first, second)
+    ]
     heard = Heard()
     outcome = supervise(jobs, audience=heard, at_once=1, together=False)
     assert outcome.interrupted and outcome.failed is None and not mark.exists()
@@ -368,10 +372,12 @@ def test_killed_itself_it_leaves_nobody_behind_and_workers_save(start: Start, tm
 
 def test_who_has_no_supervisor_follows_nobody() -> None:
     """Neither by a pipe that ends, nor, said to be supervised, by a standard input that is none."""
-    script = "import os, time; from atoll._util.parent_death import follow; follow(); time.sleep(0.2); "
+    script = (
+        "import os, time; from atoll._util.parent_death import exit_with_parent; exit_with_parent(); time.sleep(0.2); "
+    )
     script += "print(os.environ.get(%r))"
-    for environment_, stdin in (({}, subprocess.PIPE), ({FOLLOWED: "1"}, subprocess.DEVNULL)):
-        line = [sys.executable, "-c", script % FOLLOWED]
+    for environment_, stdin in (({}, subprocess.PIPE), ({EXIT_WITH_PARENT: "1"}, subprocess.DEVNULL)):
+        line = [sys.executable, "-c", script % EXIT_WITH_PARENT]
         with subprocess.Popen(line, stdin=stdin, stdout=subprocess.PIPE, env=os.environ | environment_) as process:
             told, _ = process.communicate(timeout=60)
             assert (process.returncode, told) == (0, b"None\n")
@@ -446,14 +452,14 @@ def test_signals_that_come_together_are_one(start: Start) -> None:
 )
 def test_a_reason_may_come_after_torchrun_has_begun_to_tell(tmp_path: Path, lines: list[str], said: str) -> None:
     script = "\n".join(f"print({line!r})" for line in lines) + "\nraise SystemExit(1)"
-    job = Job("worker 0", [sys.executable, "-c", script], os.environ, tmp_path / "log.txt", TORCHRUN_TELLS)
+    job = ProcessSpec("worker 0", [sys.executable, "-c", script], os.environ, tmp_path / "log.txt", TORCHRUN_TELLS)
     outcome = supervise([job])
     assert outcome.failed is not None and outcome.failed.said == said
 
 
 # ---------------------------------------------------------------------- command lines
 
-OPTIONS = Options(file=Path("run.toml"))
+OPTIONS = LaunchOptions(file=Path("run.toml"))
 
 
 def test_the_command_of_a_worker() -> None:

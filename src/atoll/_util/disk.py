@@ -31,7 +31,7 @@ def writing(path: Path) -> Iterator[None]:
         raise AtollError(f"{path} cannot be written: {fault.strerror or fault}") from fault
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Write a small file that nobody ever sees half of, whatever happens meanwhile; folders above it are made."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with writing(path):

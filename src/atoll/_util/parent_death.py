@@ -13,14 +13,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-FOLLOWS = "ATOLL_FOLLOWS_STDIN"
+EXIT_WITH_PARENT = "ATOLL_FOLLOWS_STDIN"
 """In a child's environment: its standard input ends when its supervisor does."""
 PATIENCE_S = 300.0
 """How long a process that was asked to stop may take to save; then it is killed."""
 
 
 @contextmanager
-def lifeline() -> Iterator[int]:
+def parent_pipe() -> Iterator[int]:
     """Make the standard input of children: it ends with this process, or with this context."""
     read, write = os.pipe()
     try:
@@ -30,13 +30,13 @@ def lifeline() -> Iterator[int]:
         os.close(read)
 
 
-def follow(patience_s: float = PATIENCE_S) -> None:
+def exit_with_parent(patience_s: float = PATIENCE_S) -> None:
     """End this process when its supervisor dies: by SIGTERM, so that it saves, and then by SIGKILL.
 
     Does nothing in a process that has no supervisor. What this process starts does not follow by itself, for this
     process takes it along: torchrun passes SIGTERM on to its ranks.
     """
-    if not os.environ.pop(FOLLOWS, None) or not stat.S_ISFIFO(os.fstat(0).st_mode):
+    if not os.environ.pop(EXIT_WITH_PARENT, None) or not stat.S_ISFIFO(os.fstat(0).st_mode):
         return
 
     def wait() -> None:

@@ -17,7 +17,7 @@ class Interrupts(list[int]):
     """The signals that have come: acted on at once until training begins, and then between two steps."""
 
     at_once = True
-    told: Callable[[], None] | None = None
+    on_first: Callable[[], None] | None = None
     """Called when the first one comes during training."""
     _last_s = -ONE_S
 
@@ -30,7 +30,7 @@ class Interrupts(list[int]):
             self.append(number)
         return is_new
 
-    def heed(self) -> None:
+    def raise_pending(self) -> None:
         """Act on one that has come and was lost: an exception may be, inside what cannot raise any."""
         if self and self.at_once:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -38,17 +38,17 @@ class Interrupts(list[int]):
 
     def wait_for_steps(self) -> None:
         """From now on only fill the list."""
-        self.heed()
+        self.raise_pending()
         self.at_once = False
         if self:  # it came in between
             raise KeyboardInterrupt
 
     @contextmanager
-    def heeded_at_once(self) -> Iterator[None]:
+    def raising_at_once(self) -> Iterator[None]:
         """Inside, while there is nothing but waiting, act on them at once again."""
         self.at_once = True
         try:
-            self.heed()
+            self.raise_pending()
             yield
         finally:
             self.at_once = False
@@ -93,8 +93,8 @@ def interruptible() -> Iterator[Interrupts]:
             for known, handler in before.items():
                 signal.signal(known, handler)
             signal.raise_signal(number)
-        elif received.told is not None:
-            received.told()
+        elif received.on_first is not None:
+            received.on_first()
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     before[signal.SIGALRM] = signal.signal(signal.SIGALRM, lambda _, frame: received.strike(frame))

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from atoll.cli.processes import Ended, Job, count_cores, supervise
+from atoll.cli.processes import ProcessExit, ProcessSpec, count_cores, supervise
 from atoll.errors import AtollError, ConfigError, DataError, printable
 from atoll.plan.link import parse_link
 from atoll.report import load_all, rich_table, summary, write
@@ -132,14 +132,14 @@ def _on_gpu(study: Study) -> bool:
     return any(device_of(run) != "cpu" for run in study.runs.values())
 
 
-def _job(run: RunConfig, threads: int, scratch: Path) -> Job:
+def _job(run: RunConfig, threads: int, scratch: Path) -> ProcessSpec:
     """Describe the process that trains a run."""
     folder = RunFolder(run)
     if run.threads is None and not folder.begun:  # a run goes on with the threads it has begun with
         run = run.changed(threads=threads)
     file = scratch / f"{run.name}.toml"
     file.write_text(run.changed(**{"log.view": "none"}).to_toml(), encoding="utf-8")
-    return Job(
+    return ProcessSpec(
         name=run.name,
         command=[sys.executable, "-m", "atoll", "train", str(file), "--resume"],
         environment=os.environ | {"OMP_NUM_THREADS": str(run.threads or threads)},
@@ -183,7 +183,7 @@ class _Audience:
         except DataError as fault:
             self._fail(name, str(fault))
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: ProcessExit) -> None:
         """Take note of a run that has failed."""
         if ended.status and not ended.asked:
             said = ended.said.removeprefix("error: ") or f"exit status {ended.status}"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from atoll._util.disk import locked
 from atoll._util.parent_death import PATIENCE_S
-from atoll.cli.processes import Ended, Job, count_cores, supervise
+from atoll.cli.processes import ProcessExit, ProcessSpec, count_cores, supervise
 from atoll.errors import AtollError, ConfigError, printable
 from atoll.runs.layout import LOG, RUN, worker_folder
 from atoll.settings.config import RunConfig, load
@@ -27,13 +27,16 @@ from atoll.settings.config import RunConfig, load
 HERE = "127.0.0.1"
 LOCK = ".launch"
 _PORTS = range(20_000, 32_768)
-_TORCHRUN = "from atoll._util.parent_death import follow; follow(); from torch.distributed.run import main; main()"
+_TORCHRUN = (
+    "from atoll._util.parent_death import exit_with_parent; exit_with_parent(); "
+    "from torch.distributed.run import main; main()"
+)
 TORCHRUN_TELLS = r"[EW]\d{4} .* torch/distributed/elastic/"
 """How torchrun's own account of a failure begins, after what a rank has said of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class LaunchOptions:
     """What `atoll launch` is given; most of it is for `atoll train`."""
 
     file: Path
@@ -50,7 +53,7 @@ class Options:
     """None: one that is free."""
 
 
-def launch(options: Options) -> Path:
+def launch(options: LaunchOptions) -> Path:
     """Run all workers to their ends and return the folder of the run.
 
     AtollError names the worker that failed first; KeyboardInterrupt says how to go on.
@@ -80,7 +83,7 @@ def launch(options: Options) -> Path:
 # ---------------------------------------------------------------------- before anything is started
 
 
-def checked(options: Options, address: str) -> RunConfig:
+def checked(options: LaunchOptions, address: str) -> RunConfig:
     """The run that all workers will read, refused here once instead of by every one of them."""
     workers = [] if options.workers is None else [f"sync.workers={options.workers}"]
     config = load(options.file, [*options.changes, *workers, f"link.address={address}"])
@@ -144,12 +147,12 @@ def _is_free(port: int) -> bool:
 # ---------------------------------------------------------------------- what is started
 
 
-def plan(options: Options, config: RunConfig, address: str) -> list[Job]:
+def plan(options: LaunchOptions, config: RunConfig, address: str) -> list[ProcessSpec]:
     """One process a worker."""
     workers, place = config.sync.workers, Path(config.out).expanduser() / config.name
     meetings = free_ports(workers) if options.ranks > 1 else [None] * workers
     return [
-        Job(
+        ProcessSpec(
             name=f"worker {worker}",
             command=command(options, place, worker, workers, address, meetings[worker]),
             environment=environment(config, worker, options.ranks),
@@ -161,7 +164,7 @@ def plan(options: Options, config: RunConfig, address: str) -> list[Job]:
 
 
 def command(
-    options: Options, place: Path, worker: int, workers: int, address: str, meeting: int | None = None
+    options: LaunchOptions, place: Path, worker: int, workers: int, address: str, meeting: int | None = None
 ) -> list[str]:
     """How one worker of the run at `place` is started; `meeting` is the port where its ranks find each other."""
     logs = place / worker_folder(worker) / "torchrun"
@@ -186,7 +189,7 @@ def by_torchrun(ranks: int, meeting: int | None, logs: Path) -> list[str]:
     ]
 
 
-def again(options: Options, config: RunConfig) -> list[str]:
+def again(options: LaunchOptions, config: RunConfig) -> list[str]:
     """The command that goes on from here."""
     workers, ranks = ["--workers", str(config.sync.workers)], ["--ranks", str(options.ranks)]
     return [
@@ -198,7 +201,7 @@ def again(options: Options, config: RunConfig) -> list[str]:
     ]
 
 
-def _passed_on(options: Options) -> list[str]:
+def _passed_on(options: LaunchOptions) -> list[str]:
     given = {"--out": options.out, "--name": options.name, "--link": options.link}
     return [
         *(part for change in options.changes for part in ("--set", change)),
@@ -235,7 +238,7 @@ def _gpus(base: Mapping[str, str]) -> list[str]:
 # ---------------------------------------------------------------------- how it ended
 
 
-def _failure(ended: Ended, to_go_on: str) -> AtollError:
+def _failure(ended: ProcessExit, to_go_on: str) -> AtollError:
     """What went wrong first, and how to go on; status 2 is for settings, here as for the worker."""
     said = ended.said.removeprefix("error: ") or "it said nothing"
     how = f"(exit status {ended.status}): {said}"
@@ -248,7 +251,7 @@ def _failure(ended: Ended, to_go_on: str) -> AtollError:
     return AtollError(f"{told}\nOnce it is mended, continue with: {to_go_on}")
 
 
-def _warn_of_unsaved(ended: Sequence[Ended], ranks: int) -> None:
+def _warn_of_unsaved(ended: Sequence[ProcessExit], ranks: int) -> None:
     """Who was stopped and did not end as one that has saved; of several ranks, torchrun hides how they ended."""
     fine = {0, 130} if ranks == 1 else {0, 1, 130}
     for one in ended:

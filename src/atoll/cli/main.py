@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from atoll._util.parent_death import follow
+from atoll._util.parent_death import exit_with_parent
 from atoll.cli.errors import Commands, saying
 from atoll.cli.plan.command import plan
 from atoll.errors import ConfigError, printable
@@ -245,11 +245,11 @@ def launch(
       atoll launch run.toml --workers 4
       atoll launch run.toml --workers 4 --resume
     """
-    from atoll.cli.launch import Options
+    from atoll.cli.launch import LaunchOptions
     from atoll.cli.launch import launch as launch_workers
 
     done = launch_workers(
-        Options(
+        LaunchOptions(
             file=run,
             changes=changes or (),
             workers=workers,
@@ -360,7 +360,7 @@ app.command()(plan)
 
 def main() -> None:
     """The `atoll` command."""
-    follow()  # whoever has started this process as one of several
+    exit_with_parent()  # whoever has started this process as one of several
     if isinstance(sys.stdout, io.TextIOWrapper):  # line by line, or stderr would overtake it; in any encoding
         sys.stdout.reconfigure(line_buffering=True, errors="replace")
     if "--debug" not in sys.argv:

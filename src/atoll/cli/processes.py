@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 from rich.console import Console
 from rich.text import Text
 
-from atoll._util.parent_death import FOLLOWS, PATIENCE_S, lifeline
+from atoll._util.parent_death import EXIT_WITH_PARENT, PATIENCE_S, parent_pipe
 from atoll._util.signals import Interrupts
 from atoll.errors import printable
 
@@ -34,7 +34,7 @@ _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ProcessSpec:
     """A process to start."""
 
     name: str
@@ -47,10 +47,10 @@ class Job:
     """A pattern: from the first line that begins like this on, it only tells that something has failed, not why."""
 
 
-class Ended(NamedTuple):
+class ProcessExit(NamedTuple):
     """A process that has come to its end."""
 
-    job: Job
+    job: ProcessSpec
     status: int
     """Its exit status, or the signal that killed it, negative."""
     said: str
@@ -59,18 +59,18 @@ class Ended(NamedTuple):
     """Whether it had been asked to stop."""
 
 
-class Outcome(NamedTuple):
+class SupervisionResult(NamedTuple):
     """How all of them ended."""
 
-    ended: list[Ended]
+    ended: list[ProcessExit]
     """In the order in which they did."""
-    failed: Ended | None
+    failed: ProcessExit | None
     """The failure that the others follow from."""
     interrupted: bool
     """Whether Ctrl-C or SIGTERM has come."""
 
 
-class Audience(Protocol):
+class ProcessObserver(Protocol):
     """Sees what supervised processes say, and how they end."""
 
     def show(self, name: str, line: str) -> None:
@@ -82,20 +82,20 @@ class Audience(Protocol):
     def look(self, name: str) -> None:
         """Look elsewhere for news of a process; called while it runs, and once more when it has ended."""
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: ProcessExit) -> None:
         """Take note of a process that has ended."""
 
 
 def supervise(
-    jobs: Sequence[Job],
+    jobs: Sequence[ProcessSpec],
     greeting: str = "",
     *,
-    audience: Audience | None = None,
+    audience: ProcessObserver | None = None,
     at_once: int | None = None,
     together: bool = True,
     grace_s: float = GRACE_S,
     patience_s: float = PATIENCE_S,
-) -> Outcome:
+) -> SupervisionResult:
     """Run processes to their ends; when this returns or raises, none is left.
 
     Ctrl-C or SIGTERM is passed on to each, once, as SIGINT; the second one kills. Those that were asked to stop have
@@ -110,10 +110,10 @@ def supervise(
             to by SIGTERM.
     """
     signals = Interrupts()
-    audience = audience or Screen([job.name for job in jobs])
+    audience = audience or PrefixedOutput([job.name for job in jobs])
     rules = _Rules(at_once or len(jobs), together, grace_s, patience_s)
-    with _noted(signals), lifeline() as stdin:
-        children = _Children(jobs, audience, signals, stdin, rules)
+    with _noted(signals), parent_pipe() as stdin:
+        children = _Supervisor(jobs, audience, signals, stdin, rules)
         try:
             if greeting:
                 audience.say(greeting)
@@ -126,7 +126,7 @@ def supervise(
             raise
         finally:
             children.end()
-    return Outcome(children.ended, _cause(children.failures), children.interrupted)
+    return SupervisionResult(children.ended, _cause(children.failures), children.interrupted)
 
 
 def count_cores() -> int:
@@ -156,11 +156,11 @@ def _noted(signals: Interrupts) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _cause(failures: Sequence[Ended]) -> Ended | None:
+def _cause(failures: Sequence[ProcessExit]) -> ProcessExit | None:
     """The first to fail, unless it only tells of another: a peer may be quicker to end than the one it has lost."""
     names = {failure.job.name for failure in failures}
 
-    def blames_another(failure: Ended) -> bool:
+    def blames_another(failure: ProcessExit) -> bool:
         return any(re.search(rf"\b{re.escape(name)}\b", failure.said) for name in names - {failure.job.name})
 
     own = [failure for failure in failures if not blames_another(failure)]
@@ -177,15 +177,15 @@ class _Rules(NamedTuple):
     patience_s: float
 
 
-class _Children:
+class _Supervisor:
     """Those that run, and what is to be done about them."""
 
     def __init__(
-        self, jobs: Sequence[Job], audience: Audience, signals: Sequence[int], stdin: int, rules: _Rules
+        self, jobs: Sequence[ProcessSpec], audience: ProcessObserver, signals: Sequence[int], stdin: int, rules: _Rules
     ) -> None:
         self.running: list[_Child] = []
-        self.ended: list[Ended] = []
-        self.failures: list[Ended] = []
+        self.ended: list[ProcessExit] = []
+        self.failures: list[ProcessExit] = []
         self.interrupted = False
         self._waiting = deque(jobs)
         self._audience, self._signals, self._stdin, self._rules = audience, signals, stdin, rules
@@ -213,7 +213,7 @@ class _Children:
         for child in sorted(over, key=lambda child: (child.status >= 0, child.last_words_ns)):
             child.close()
             self.running.remove(child)
-            self.ended.append(Ended(child.job, child.status, child.said, self._asked))
+            self.ended.append(ProcessExit(child.job, child.status, child.said, self._asked))
             if child.status and not self._asked:
                 self.failures.append(self.ended[-1])
             self._audience.end(self.ended[-1])
@@ -269,7 +269,7 @@ class _Children:
 class _Child:
     """A process that runs, and how far its log has been read."""
 
-    def __init__(self, job: Job, stdin: int) -> None:
+    def __init__(self, job: ProcessSpec, stdin: int) -> None:
         self.job = job
         job.log.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:
@@ -284,7 +284,7 @@ class _Child:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 # Unbuffered, or its last line on stderr would come before what it printed earlier.
-                env={"PYTHONUNBUFFERED": "1", **job.environment, FOLLOWS: "1"},
+                env={"PYTHONUNBUFFERED": "1", **job.environment, EXIT_WITH_PARENT: "1"},
                 start_new_session=True,
             )
             log.close()
@@ -362,7 +362,7 @@ def _descendants(pid: int) -> list[int]:
 # ---------------------------------------------------------------------- what is shown
 
 
-class Screen:
+class PrefixedOutput:
     """Prints the lines of all, each after the name of who said it; in colour on a terminal."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -385,7 +385,7 @@ class Screen:
     def look(self, name: str) -> None:
         """There is nothing but lines."""
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: ProcessExit) -> None:
         """What it said last has been printed."""
 
     def _printable(self, line: str) -> str:

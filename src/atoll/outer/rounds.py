@@ -149,12 +149,12 @@ class Exchange:
         completed = pending.wait()
         waited_s = time.perf_counter() - began
         self.counters.wait_s += waited_s
-        if completed.passage is not None:
-            passage = replace(completed.passage, waited_s=waited_s)
-            self.counters.hidden_s += passage.hidden_s
-            self.counters.wire_sent += passage.sent
-            self.counters.wire_received += passage.received
-            completed = replace(completed, passage=passage)
+        if completed.transfer is not None:
+            transfer = replace(completed.transfer, waited_s=waited_s)
+            self.counters.hidden_s += transfer.hidden_s
+            self.counters.wire_sent += transfer.sent_bytes
+            self.counters.wire_received += transfer.received_bytes
+            completed = replace(completed, transfer=transfer)
         payload_bytes = self.codec.payload_bytes(self.windows[completed.round_id.fragment].numel)
         self._check(completed, payload_bytes)
         self.counters.bytes_received += self._received(completed, payload_bytes)
@@ -360,7 +360,7 @@ class Rounds:
         if not completed.members:
             if self._observer:
                 outliers = tuple(member.worker for member in completed.outliers)
-                self._observer(Applied(completed.round_id, step, (), completed.passage, outliers=outliers))
+                self._observer(Applied(completed.round_id, step, (), completed.transfer, outliers=outliers))
             return
         products = Products() if self._observer else None
         self._replica(completed.round_id).outer_step(completed, products, alpha, plain_mean=plain_mean)

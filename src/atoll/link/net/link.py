@@ -26,13 +26,13 @@ from torch import distributed
 
 from atoll.core.allreduce import Reduction
 from atoll.errors import AtollError, ConfigError, LinkError
-from atoll.link.base import Offer, Pending, RoundId, difference
-from atoll.link.net.rendezvous import Meeting, begun, parse_address
-from atoll.link.net.root_cause import Report, verdict
+from atoll.link.base import Offer, Pending, RoundId, describe_differences
+from atoll.link.net.rendezvous import Rendezvous, begun, parse_address
+from atoll.link.net.root_cause import FailureReport, root_cause
 from atoll.link.net.seat import Seat
 from atoll.link.net.torchrun import refuse_a_group_of_workers, torchrun_address
-from atoll.link.net.transfer import Crossing, Ticket
-from atoll.link.net.wire import MAX_WEIGHT, TAGS, VERSION, LostError, Mail
+from atoll.link.net.transfer import RoundTransfer, TransferRequest
+from atoll.link.net.wire import MAX_WEIGHT, TAGS, VERSION, PeerConnections, PeerError
 from atoll.version import __version__
 
 _BEFORE = "before the first round"
@@ -52,7 +52,7 @@ def connect(
     ranks: int = 1,
     deadline_s: float = 180.0,
     join_s: float = 600.0,
-) -> "DistLink":
+) -> "NetLink":
     """This process's end of a link between machines.
 
     Worker 0 listens at `address` ("10.0.0.1:29500"), and all give the same one; without one, what torchrun says counts,
@@ -76,13 +76,13 @@ def connect(
     if worker is None or workers is None:
         raise ConfigError("worker and workers are missing: give this worker's number and how many there are")
     parse_address(address)
-    return DistLink(address, Seat(worker, workers, rank, ranks), deadline_s, join_s, by_torchrun=by_torchrun)
+    return NetLink(address, Seat(worker, workers, rank, ranks), deadline_s, join_s, by_torchrun=by_torchrun)
 
 
 # ---------------------------------------------------------------------- the link
 
 
-class DistLink:
+class NetLink:
     """One worker's end of a link between machines; `connect` makes it. It meets nobody until `join`."""
 
     def __init__(
@@ -92,20 +92,20 @@ class DistLink:
         self.workers = seat.workers
         self.deadline_s = deadline_s
         self.seat = seat
-        self.tell: Callable[[str], None] | None = None
+        self.on_wait: Callable[[str], None] | None = None
         """Told in a line for whom it waits at the start, if that takes more than a moment."""
-        self.heed: Callable[[], None] | None = None
+        self.check_interrupts: Callable[[], None] | None = None
         """Called again and again while it waits for others to come; may raise."""
         self._address = address
         self._join_s = join_s
         self._by_torchrun = by_torchrun  # every process of one torchrun is a worker
-        self._meeting: Meeting | None = None
-        self._mail: Mail | None = None
+        self._rendezvous: Rendezvous | None = None
+        self._connections: PeerConnections | None = None
         self._weights: dict[int, float] = {}
         self._opened = 0
         self._newest = _BEFORE
         self._lock = threading.Lock()
-        self._flying: list[Crossing] = []
+        self._flying: list[RoundTransfer] = []
         self._reduced: dict[int, threading.Event] = {}  # by fragment, of its newest round
         self._blamed = False
         self._gone: set[int] = set()
@@ -113,87 +113,89 @@ class DistLink:
         self._error: AtollError | None = None
         self._closed = False
 
-    # ------------------------------------------------------------------ meeting
+    # ------------------------------------------------------------------ rendezvous
 
-    def meeting(self, within_s: float | None = None) -> Meeting:
+    def rendezvous(self, within_s: float | None = None) -> Rendezvous:
         """Where the workers of the run are; comes there if it has not."""
         if self._closed:
             raise LinkError(f"the link of {self.seat} is closed")
-        if self._meeting is None:
+        if self._rendezvous is None:
             self._has_come = True  # or tried to, and found nobody
-            self._meeting = Meeting(self._address, self.seat, self._join_s, self.tell, within_s, self.heed)
+            self._rendezvous = Rendezvous(
+                self._address, self.seat, self._join_s, self.on_wait, within_s, self.check_interrupts
+            )
             if os.getpid() not in _met.values():
                 Finalize(None, _close_all, exitpriority=0)  # multiprocessing's children end without atexit
             _met[self] = os.getpid()
-        return self._meeting
+        return self._rendezvous
 
-    def hear(self, key: str, value: Any, within_s: float | None = None) -> Iterator[tuple[Seat, Any]]:
+    def collect(self, key: str, value: Any, within_s: float | None = None) -> Iterator[tuple[Seat, Any]]:
         """What every process of the run says under a key, as they come: JSON of the type of `value`, which is ours.
 
         They have `join_s`, or `within_s`, which may be long: after `join`, one that dies is noticed at once.
         """
-        meeting = self.meeting(within_s)
-        meeting.tell(key, value)
-        for seat, said in meeting.hear(key, self.seat.all(), self.check, within_s):
+        rendezvous = self.rendezvous(within_s)
+        rendezvous.publish(key, value)
+        for seat, said in rendezvous.collect(key, self.seat.all(), self.check, within_s):
             if type(said) is not type(value):
                 raise LinkError(f"{self._address}: {seat} left something under {key!r} that cannot be read")
             yield seat, said
 
     def gather(self, key: str, value: Any, within_s: float | None = None) -> dict[Seat, Any]:
         """What every process of the run says under a key, in worker order; waits for all of them."""
-        return dict(sorted(self.hear(key, value, within_s), key=lambda said: (said[0].worker, said[0].rank)))
+        return dict(sorted(self.collect(key, value, within_s), key=lambda said: (said[0].worker, said[0].rank)))
 
     def join(self, terms: Mapping[str, str], weight: float) -> None:
         """Say what all must agree on; LinkError names the differences to another worker."""
-        if self._mail is not None:
+        if self._connections is not None:
             raise LinkError(f"{self.seat} has joined already: an OuterLoop needs a link of its own")
         if self._by_torchrun:
             refuse_a_group_of_workers()
-        meeting = self.meeting()
+        rendezvous = self.rendezvous()
         mine = {"atoll": __version__, "wire format": str(VERSION), "ranks": str(self.seat.ranks), **terms}
-        meeting.tell("terms", [mine, weight])
-        for peer, said in meeting.hear("terms", self.seat.peers()):
+        rendezvous.publish("terms", [mine, weight])
+        for peer, said in rendezvous.collect("terms", self.seat.peers()):
             match said:
                 case [dict() as theirs, int() | float() as their_weight] if 0 < their_weight <= MAX_WEIGHT:
                     self._weights[peer.worker] = float(their_weight)
                 case _:
                     raise LinkError(f"{self._address}: {peer} left terms there that cannot be read")
-            if differs := difference(mine, theirs):
+            if differs := describe_differences(mine, theirs):
                 raise LinkError(f"{self.seat} and {peer} differ in {differs}")
         self._weights = dict(sorted(self._weights.items()))
         others = [worker for worker in range(self.workers) if worker != self.worker]
         lost = weakref.WeakMethod(self._lost)  # a link that is dropped must not live on in its own threads
-        self._mail = Mail(self._group(meeting), others, self._weights)
-        weakref.finalize(self, self._mail.end).atexit = False  # there, _close_all does it
+        self._connections = PeerConnections(self._group(rendezvous), others, self._weights)
+        weakref.finalize(self, self._connections.end).atexit = False  # there, _close_all does it
         try:
-            self._mail.watch(lambda fault: (tell := lost()) and tell(fault))
-        except LostError as fault:
+            self._connections.watch(lambda fault: (tell := lost()) and tell(fault))
+        except PeerError as fault:
             raise LinkError(f"before the first round: worker {fault.worker} {fault}") from fault
 
-    def _group(self, meeting: Meeting) -> Any:
+    def _group(self, rendezvous: Rendezvous) -> Any:
         gloo: Any = distributed.ProcessGroupGloo
         options = gloo._Options()  # the public way would go through torch's global default group
         within_s = min(self._join_s, _MESH_S)
         options._timeout = timedelta(seconds=within_s)
-        options._devices = [gloo.create_device(hostname=meeting.own_address())]
+        options._devices = [gloo.create_device(hostname=rendezvous.own_address())]
         place = f"rounds/{self.seat.rank}"
-        forming = begun(lambda: gloo(meeting.shelf(place, within_s), self.worker, self.workers, options))
+        forming = begun(lambda: gloo(rendezvous.prefix_store(place, within_s), self.worker, self.workers, options))
         until = time.monotonic() + within_s + 1
         while not wait([forming], 0.1).done and (left_s := until - time.monotonic()) > 0:
-            self._check_nobody_left(meeting, left_s)
+            self._check_nobody_left(rendezvous, left_s)
         try:
             return forming.result(0)
         except (RuntimeError, TimeoutError) as fault:
             problem = shorten(str(fault), 300, placeholder=" ...")
             # gloo leaves an address under "0/K" for each; one that has left none has gone before it came so far.
-            if missing := meeting.lacks({worker: f"{place}/0/{worker}" for worker in range(self.workers)}):
+            if missing := rendezvous.missing_keys({worker: f"{place}/0/{worker}" for worker in range(self.workers)}):
                 who = ", ".join(f"worker {worker}" for worker in missing)
                 problem = f"{who} did not open a connection within {within_s:g} s: killed, stopped or cut off"
             raise LinkError(f"{self.seat} cannot connect to the other workers: {problem}") from fault
 
-    def _check_nobody_left(self, meeting: Meeting, ask_s: float) -> None:
-        for said in meeting.heard_by("failure", self._peers(), ask_s=ask_s).values():
-            if (report := Report.read(said, self.workers)) is not None:
+    def _check_nobody_left(self, rendezvous: Rendezvous, ask_s: float) -> None:
+        for said in rendezvous.poll("failure", self._peers(), ask_s=ask_s).values():
+            if (report := FailureReport.read(said, self.workers)) is not None:
                 raise LinkError(f"{_BEFORE}: worker {report.worker} {report.why}")
 
     # ------------------------------------------------------------------ rounds
@@ -214,21 +216,21 @@ class DistLink:
         """Start a round; None takes part in nothing and still learns the result."""
         with self._lock:
             self.check()
-            if self._mail is None:
+            if self._connections is None:
                 raise LinkError(f"{round_id}: {self.seat} has not joined")
             tag = 2 * self._opened % TAGS
             self._opened += 1  # all open the same rounds in the same order, or headers tell
             after = None if reduction.residual is None else self._reduced.get(round_id.fragment)
-            ticket = Ticket(round_id, offer, reduction, tag, self.deadline_s, after)
-            crossing = Crossing(ticket, self._mail, self.worker, self.workers, self._over)
-            self._reduced[round_id.fragment] = crossing.reduced
-            self._flying.append(crossing)
+            request = TransferRequest(round_id, offer, reduction, tag, self.deadline_s, after)
+            transfer = RoundTransfer(request, self._connections, self.worker, self.workers, self._over)
+            self._reduced[round_id.fragment] = transfer.reduced
+            self._flying.append(transfer)
             self._newest = f"after {round_id}"
-            self._mail.start(crossing.run)
-        return crossing
+            self._connections.start(transfer.run)
+        return transfer
 
     def on_any_rank(self, so: bool) -> bool:
-        """Whether it is so on this rank: others have links of their own, and `PartLink` asks them."""
+        """Whether it is so on this rank: others have links of their own, and `ShardedLink` asks them."""
         return so
 
     def check(self) -> None:
@@ -240,47 +242,47 @@ class DistLink:
 
     # ------------------------------------------------------------------ failure
 
-    def _over(self, crossing: Crossing, fault: Exception | None) -> None:
+    def _over(self, transfer: RoundTransfer, fault: Exception | None) -> None:
         if fault is not None:
-            self._fail(fault, str(crossing.round_id))
+            self._fail(fault, str(transfer.round_id))
             return
         with self._lock:
-            self._flying.remove(crossing)
+            self._flying.remove(transfer)
 
-    def _lost(self, fault: LostError) -> None:
+    def _lost(self, fault: PeerError) -> None:
         self._fail(fault, self._now())
 
     def _now(self) -> str:
         """Where this worker stands: in its oldest round, or after the last one."""
-        waiting = [str(crossing.round_id) for crossing in list(self._flying) if not crossing.complete]
+        waiting = [str(transfer.round_id) for transfer in list(self._flying) if not transfer.complete]
         return waiting[0] if waiting else self._newest
 
     def _fail(self, fault: Exception, now: str) -> None:
         with self._lock:
-            meeting, mail = self._meeting, self._mail
-            if isinstance(fault, LostError) and fault.closed:
+            rendezvous, connections = self._rendezvous, self._connections
+            if isinstance(fault, PeerError) and fault.closed:
                 self._gone.add(fault.worker)
-            if self._blamed or self._closed or meeting is None or mail is None:  # a consequence
+            if self._blamed or self._closed or rendezvous is None or connections is None:  # a consequence
                 return
             self._blamed = True
-        if isinstance(fault, LostError):
-            report = Report(fault.worker, str(fault), now, fault.closed)
+        if isinstance(fault, PeerError):
+            report = FailureReport(fault.worker, str(fault), now, fault.closed)
         else:
-            report = Report(self.worker, f"failed: {type(fault).__name__}: {fault}", now)
-        reached = meeting.tell_at_last("failure", report._asdict())
+            report = FailureReport(self.worker, f"failed: {type(fault).__name__}: {fault}", now)
+        reached = rendezvous.try_publish("failure", report._asdict())
         if not reached and report.closed and self._has_closed(0):
             report = report._replace(worker=0)  # with the store: the other one has only noticed that first
-        mail.close()
+        connections.close()
         if isinstance(fault, AtollError):
             self._end(fault)
             return
         reports = {self.worker: report}
         if reached:
-            for seat, said in meeting.heard_by("failure", self._peers(), _HEARSAY_S).items():
-                if (theirs := Report.read(said, self.workers)) is not None:
+            for seat, said in rendezvous.poll("failure", self._peers(), _HEARSAY_S).items():
+                if (theirs := FailureReport.read(said, self.workers)) is not None:
                     reports[seat.worker] = theirs
-            reports |= self._ended_too_early(meeting, reports, now)
-        self._end(LinkError(verdict(self.worker, reports, self.workers, reached=reached)))
+            reports |= self._ended_too_early(rendezvous, reports, now)
+        self._end(LinkError(root_cause(self.worker, reports, self.workers, reached=reached)))
 
     def _has_closed(self, worker: int) -> bool:
         """Whether a worker has closed its connection too; true of all once this one closes its own."""
@@ -289,22 +291,24 @@ class DistLink:
             time.sleep(0.01)
         return worker in self._gone
 
-    def _ended_too_early(self, meeting: Meeting, reports: Mapping[int, Report], now: str) -> dict[int, Report]:
+    def _ended_too_early(
+        self, rendezvous: Rendezvous, reports: Mapping[int, FailureReport], now: str
+    ) -> dict[int, FailureReport]:
         """Of those that have reported nothing: who came to its end, though this worker still had a round to make."""
         silent = [peer for peer in self._peers() if peer.worker not in reports]
         found = {}
-        for seat, last in meeting.heard_by("end", silent).items():
+        for seat, last in rendezvous.poll("end", silent).items():
             if isinstance(last, str) and last.removeprefix("after ") != now.removeprefix("after "):
                 why = f"has finished and left, {last[:100]}: all workers must make the same number of steps"
-                found[seat.worker] = Report(seat.worker, why, now)
+                found[seat.worker] = FailureReport(seat.worker, why, now)
         return found
 
     def _end(self, error: AtollError) -> None:
         with self._lock:
             self._error = error
             flying = list(self._flying)
-        for crossing in flying:
-            crossing.give_up(error)
+        for transfer in flying:
+            transfer.give_up(error)
 
     def _peers(self) -> list[Seat]:
         return [peer for peer in self.seat.peers() if peer != self.seat]
@@ -320,39 +324,39 @@ class DistLink:
             if self._closed:
                 return
             self._closed = True  # from here on, a connection that closes is no failure
-            meeting, mail, failed = self._meeting, self._mail, self._blamed
+            rendezvous, connections, failed = self._rendezvous, self._connections, self._blamed
         try:
-            if meeting is None and reason is not None and not self._has_come:
-                meeting = self._late_visit()
-            if meeting is not None and not failed:
+            if rendezvous is None and reason is not None and not self._has_come:
+                rendezvous = self._late_visit()
+            if rendezvous is not None and not failed:
                 if reason is not None:
-                    report = Report(self.worker, f"left: {reason}", self._now())
-                    meeting.tell_at_last("failure", report._asdict(), _FAREWELL_S)
-                elif mail is not None:
-                    self._meet_at_the_end(meeting)
+                    report = FailureReport(self.worker, f"left: {reason}", self._now())
+                    rendezvous.try_publish("failure", report._asdict(), _FAREWELL_S)
+                elif connections is not None:
+                    self._meet_at_the_end(rendezvous)
         finally:  # also if Ctrl-C ends the waiting
-            self._meeting = self._mail = None  # and with them the port
-            for crossing in list(self._flying):
-                crossing.give_up(LinkError(f"{crossing.round_id}: the link of {self.seat} was closed"))
-            if mail is not None:
-                mail.end()
-            if meeting is not None:
-                meeting.leave()
+            self._rendezvous = self._connections = None  # and with them the port
+            for transfer in list(self._flying):
+                transfer.give_up(LinkError(f"{transfer.round_id}: the link of {self.seat} was closed"))
+            if connections is not None:
+                connections.end()
+            if rendezvous is not None:
+                rendezvous.leave()
 
-    def _late_visit(self) -> Meeting | None:
+    def _late_visit(self) -> Rendezvous | None:
         """Where the others wait for this worker, if they do: it leaves without ever having come."""
         if self.seat.hosts:
             return None
         with suppress(LinkError):
-            return Meeting(self._address, self.seat, _WORD_S)
+            return Rendezvous(self._address, self.seat, _WORD_S)
         return None
 
-    def _meet_at_the_end(self, meeting: Meeting) -> None:
+    def _meet_at_the_end(self, rendezvous: Rendezvous) -> None:
         until = time.monotonic() + self.deadline_s
-        meeting.tell_at_last("end", self._newest, self.deadline_s)
+        rendezvous.try_publish("end", self._newest, self.deadline_s)
         missing = self._peers()
-        while missing and meeting.answers and (left_s := until - time.monotonic()) > 0:
-            here = meeting.heard_by("end", missing, ask_s=left_s)
+        while missing and rendezvous.answers and (left_s := until - time.monotonic()) > 0:
+            here = rendezvous.poll("end", missing, ask_s=left_s)
             # One that has closed its connection, has met all others, or has died.
             missing = [peer for peer in missing if peer not in here and peer.worker not in self._gone]
             time.sleep(0.02)
@@ -364,7 +368,7 @@ class DistLink:
         self.close(None if error is None else str(error) or type(error).__name__)
 
 
-_met: "weakref.WeakKeyDictionary[DistLink, int]" = weakref.WeakKeyDictionary()  # with the process that met
+_met: "weakref.WeakKeyDictionary[NetLink, int]" = weakref.WeakKeyDictionary()  # with the process that met
 
 
 @atexit.register

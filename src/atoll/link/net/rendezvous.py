@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch.distributed
 
 from atoll.errors import ConfigError, LinkError
-from atoll.link.base import difference
+from atoll.link.base import describe_differences
 from atoll.link.net.seat import Seat
 
 Answer = TypeVar("Answer")
@@ -55,7 +55,7 @@ def _can_be_a_host(host: str) -> bool:
         return False
 
 
-class Meeting:
+class Rendezvous:
     """One process's door to the store; whoever it waits for must come within `join_s` seconds.
 
     `tell` is told in a line for whom it waits, if that takes more than a moment. The store itself must be there within
@@ -69,13 +69,13 @@ class Meeting:
         join_s: float,
         tell: Callable[[str], None] | None = None,
         arrive_s: float | None = None,
-        heed: Callable[[], None] | None = None,
+        check_interrupts: Callable[[], None] | None = None,
     ) -> None:
         self.address = address
         self.seat = seat
         self._join_s = join_s if arrive_s is None else min(join_s, arrive_s)
         self._tell = tell or (lambda line: None)
-        self._heed = heed or (lambda: None)
+        self._check_interrupts = check_interrupts or (lambda: None)
         self.answers = True
         """Whether the store still does, as far as is known."""
         self._silent_s = 0.0
@@ -87,11 +87,11 @@ class Meeting:
         self._agree_on_size()
         self._join_s = join_s
 
-    def shelf(self, prefix: str, timeout_s: float) -> Any:
+    def prefix_store(self, prefix: str, timeout_s: float) -> Any:
         """A part of the store for torch's own use, by a connection of its own: whoever waits there holds up others."""
         return _c10d.PrefixStore(prefix, open_store(*parse_address(self.address), timeout_s, is_master=False))
 
-    def lacks(self, names: Mapping[int, str]) -> list[int]:
+    def missing_keys(self, names: Mapping[int, str]) -> list[int]:
         """The numbers of those names that nobody has left anything under; none if the store does not answer."""
         try:
             return self._ask(lambda: [n for n, name in names.items() if not self._store.check([name])], _SILENT_S)
@@ -127,7 +127,7 @@ class Meeting:
         began, told = time.monotonic(), False
         odd_since = math.inf  # when what is there began to be neither our run nor one before that says it ends
         while True:
-            self._heed()
+            self._check_interrupts()
             now = time.monotonic()
             left_s = max(_ASK_S, began + self._join_s - now)
             try_s = min(left_s, _TRY_S)
@@ -184,10 +184,10 @@ class Meeting:
         """Refuse a process that expects others than worker 0 does: somebody would wait for one that never comes."""
         mine = {"sync.workers": str(self.seat.workers), "ranks that exchange": str(self.seat.ranks)}
         if self.seat.hosts:
-            self.tell("size", mine)
+            self.publish("size", mine)
             return
-        ((host, theirs),) = self.hear("size", [self._host_seat])
-        if differs := difference(mine, theirs if isinstance(theirs, dict) else {}):
+        ((host, theirs),) = self.collect("size", [self._host_seat])
+        if differs := describe_differences(mine, theirs if isinstance(theirs, dict) else {}):
             why = f"{self.seat} and {host} differ in {differs}"
             self._ask(lambda: self._store.set(_MISFIT, why), _ASK_S)
             self.leave()
@@ -195,11 +195,11 @@ class Meeting:
 
     # ------------------------------------------------------------------ talking
 
-    def tell(self, key: str, value: Any) -> None:
+    def publish(self, key: str, value: Any) -> None:
         """Leave something that JSON can hold for the others."""
         self._ask(lambda: self._set(key, value), self._join_s)
 
-    def hear(
+    def collect(
         self, key: str, seats: Iterable[Seat], check: Callable[[], None] = lambda: None, within_s: float | None = None
     ) -> Iterator[tuple[Seat, Any]]:
         """What others have left, as they come; LinkError if one has not come in time, or has left again.
@@ -218,7 +218,7 @@ class Meeting:
             if not missing:
                 break
             check()
-            self._heed()
+            self._check_interrupts()
             if not self._all_here and (misfit := self._ask(self._misfit, left_s)):
                 raise LinkError(misfit)
             if time.monotonic() > until:
@@ -261,13 +261,11 @@ class Meeting:
             "can reach it, through any firewall"
         )
 
-    def heard(self, key: str, seat: Seat) -> Any | None:
+    def poll_one(self, key: str, seat: Seat) -> Any | None:
         """What another has left, if it has and the store can still be reached; never waits long."""
-        return self.heard_by(key, [seat]).get(seat)
+        return self.poll(key, [seat]).get(seat)
 
-    def heard_by(
-        self, key: str, seats: Iterable[Seat], within_s: float = 0.0, ask_s: float = _ASK_S
-    ) -> dict[Seat, Any]:
+    def poll(self, key: str, seats: Iterable[Seat], within_s: float = 0.0, ask_s: float = _ASK_S) -> dict[Seat, Any]:
         """What of others is there, or comes within some seconds, which end early once all of it is.
 
         The store has `ask_s` to answer, or those seconds if they are more.
@@ -316,7 +314,7 @@ class Meeting:
         self._silent_s = 0.0
         return answer
 
-    def tell_at_last(self, key: str, value: Any, within_s: float = _ASK_S) -> bool:
+    def try_publish(self, key: str, value: Any, within_s: float = _ASK_S) -> bool:
         """`tell`, where the store may be gone; whether it was there."""
         try:
             self._ask(lambda: self._set(key, value), within_s)

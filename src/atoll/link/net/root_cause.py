@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
-class Report(NamedTuple):
+class FailureReport(NamedTuple):
     """What one worker tells when it can go on no longer."""
 
     worker: int
@@ -20,7 +20,7 @@ class Report(NamedTuple):
     """All it has seen is a connection that closed."""
 
     @classmethod
-    def read(cls, said: Any, workers: int) -> "Report | None":
+    def read(cls, said: Any, workers: int) -> "FailureReport | None":
         """What another worker has left in the store, if it is a report."""
         match said:
             case {"worker": int() as worker, "why": str() as why, "round": str() as at, "closed": bool() as closed}:
@@ -28,7 +28,7 @@ class Report(NamedTuple):
         return None
 
 
-def verdict(me: int, reports: Mapping[int, Report], workers: int, *, reached: bool) -> str:
+def root_cause(me: int, reports: Mapping[int, FailureReport], workers: int, *, reached: bool) -> str:
     """What to tell the user of worker `me`: the round and the worker at the root; the same one on every worker.
 
     `reports` are those that came in time, with one's own; without the store (not `reached`) there are no others.
@@ -51,7 +51,7 @@ def verdict(me: int, reports: Mapping[int, Report], workers: int, *, reached: bo
     return _told(me, root, reports)
 
 
-def _follow(me: int, reports: Mapping[int, Report]) -> int:
+def _follow(me: int, reports: Mapping[int, FailureReport]) -> int:
     """Along what workers have seen for themselves: who was late may have waited for another."""
     at = me if not reports[me].closed else min((t for t, r in reports.items() if not r.closed), default=me)
     known: set[int] = set()
@@ -61,7 +61,7 @@ def _follow(me: int, reports: Mapping[int, Report]) -> int:
     return at
 
 
-def _told(me: int, root: int, reports: Mapping[int, Report]) -> str:
+def _told(me: int, root: int, reports: Mapping[int, FailureReport]) -> str:
     accusers = {teller: report for teller, report in reports.items() if report.worker == root}
     if not accusers:
         mine = reports[me]

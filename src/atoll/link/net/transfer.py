@@ -16,9 +16,18 @@ from torch import Tensor
 
 from atoll.core.allreduce import Reduction, shots
 from atoll.errors import LinkError
-from atoll.link.base import Contribution, Member, Offer, Passage, Round, RoundId, admitted
+from atoll.link.base import Contribution, Member, Offer, Round, RoundId, TransferStats, split_outliers
 from atoll.link.net.staging import stage
-from atoll.link.net.wire import HEADER_BYTES, Envelope, Incoming, Kind, LostError, Mail, Outgoing, seal
+from atoll.link.net.wire import (
+    HEADER_BYTES,
+    IncomingMessage,
+    MessageKind,
+    MessageSpec,
+    OutgoingMessage,
+    PeerConnections,
+    PeerError,
+    pack,
+)
 
 OVERLAP_BYTES = 1 << 20
 """What may be missing of one turn when the next begins, so that no line falls silent for a latency."""
@@ -29,7 +38,7 @@ STRIPES_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class TransferRequest:
     """What a round is, as this worker opens it."""
 
     round_id: RoundId
@@ -43,32 +52,32 @@ class Ticket:
     """Set once the round before of this fragment is reduced, if what that loses is added here (error feedback)."""
 
 
-class Crossing:
+class RoundTransfer:
     """A round that this worker has opened; `ended` is told once, with what went wrong or None."""
 
     def __init__(
         self,
-        ticket: Ticket,
-        mail: Mail,
+        request: TransferRequest,
+        connections: PeerConnections,
         worker: int,
         workers: int,
-        ended: Callable[["Crossing", Exception | None], None],
+        ended: Callable[["RoundTransfer", Exception | None], None],
     ) -> None:
-        self.round_id = ticket.round_id
-        self._ticket = ticket
-        self._mail = mail
+        self.round_id = request.round_id
+        self._request = request
+        self._connections = connections
         self._worker, self._workers = worker, workers
         self._turns = [((worker + turn) % workers, (worker - turn) % workers) for turn in range(1, workers)]
         self._peers = [receiver for receiver, _ in self._turns]
         self._tell = ended
         self._opened_s = time.perf_counter()
-        self._stage = stage(ticket.reduction.device)
+        self._stage = stage(request.reduction.device)
         self._mine: Contribution | None = None
         self._clock: threading.Timer | None = None
-        self._incoming: list[Incoming] = []
-        self._outgoing: list[Outgoing] = []
+        self._incoming: list[IncomingMessage] = []
+        self._outgoing: list[OutgoingMessage] = []
         self._sent = 0
-        self._missing: LostError | None = self._late(worker, "was not ready to send")
+        self._missing: PeerError | None = self._late(worker, "was not ready to send")
         self.reduced = threading.Event()
         """Set once this worker has reduced its parts, or never will."""
         self._over = threading.Event()
@@ -81,9 +90,9 @@ class Crossing:
             self._stage.begin()
             completed = self._two_shots() if shots(self._workers) == 2 else self._one_shot()
             completed = self._brought_up(completed)
-            received = sum(incoming.envelope.message_bytes for incoming in self._incoming)
-            passage = Passage(self._opened_s, time.perf_counter(), self._sent, received)
-            self._completed = replace(completed, passage=passage)
+            received = sum(incoming.spec.message_bytes for incoming in self._incoming)
+            transfer = TransferStats(self._opened_s, time.perf_counter(), self._sent, received)
+            self._completed = replace(completed, transfer=transfer)
             self._over.set()
             for outgoing in self._outgoing:
                 self._missing = self._late(outgoing.receiver, "did not take what it was sent")
@@ -122,9 +131,9 @@ class Crossing:
         if (missing := self._missing) is not None:
             self._tell(self, missing)
 
-    def _late(self, worker: int, what: str) -> LostError:
+    def _late(self, worker: int, what: str) -> PeerError:
         how = "it was stopped or cut off, or the link is too slow for this round"
-        return LostError(worker, f"{what} within {self._ticket.deadline_s:g} s: {how}")
+        return PeerError(worker, f"{what} within {self._request.deadline_s:g} s: {how}")
 
     def _brought_up(self, completed: Round) -> Round:
         """With its payloads where they are used; what this worker has put in is there already."""
@@ -137,43 +146,43 @@ class Crossing:
 
     def _settled(self) -> Contribution | None:
         """What this worker puts in, once it is known; what is still computed until then is not under way."""
-        offer = self._ticket.offer
+        offer = self._request.offer
         self._mine = None if offer is None else offer.settled()
         self._opened_s = time.perf_counter()
         # A clock of its own, for gloo's closes all connections before anybody can be told why.
-        self._clock = threading.Timer(self._ticket.deadline_s, self._run_out)
+        self._clock = threading.Timer(self._request.deadline_s, self._run_out)
         self._clock.daemon = True
         self._clock.start()
         return self._mine
 
     def _one_shot(self) -> Round:
         """Everybody's payload to everybody."""
-        at, reduction = self.round_id, self._ticket.reduction
-        due = {peer: self._expect(Envelope.whole(at, peer, reduction)) for peer in self._peers}
+        at, reduction = self.round_id, self._request.reduction
+        due = {peer: self._expect(MessageSpec.whole(at, peer, reduction)) for peer in self._peers}
         mine = self._settled()
         if self._peers:
-            envelope = Envelope.whole(at, self._worker, reduction)
-            message = self._stage.room(envelope.message_bytes)
+            spec = MessageSpec.whole(at, self._worker, reduction)
+            message = self._stage.room(spec.message_bytes)
             if mine is not None:
                 self._stage.down(mine.payload, message[HEADER_BYTES:])
-            message = seal(envelope, mine, message)
+            message = pack(spec, mine, message)
             for receiver, sender in self._turns:
                 self._send(message, receiver)
                 self._nearly(due[sender])
-        there, outliers = admitted(self._arrived(mine, due.values()), reduction)
+        there, outliers = split_outliers(self._arrived(mine, due.values()), reduction)
         return Round(at, tuple(c.member for c in there), tuple(c.payload for c in there), outliers=outliers)
 
     def _two_shots(self) -> Round:
         """Everybody's parts to whoever reduces them; the mean of each part to everybody."""
-        at, reduction, me, members = self.round_id, self._ticket.reduction, self._worker, self._workers
+        at, reduction, me, members = self.round_id, self._request.reduction, self._worker, self._workers
         count = reduction.part_count(members)
         own = range(me, count, members)
         parts = {
-            part: [self._expect(Envelope.of_part(at, peer, reduction, part, count)) for peer in self._peers]
+            part: [self._expect(MessageSpec.of_part(at, peer, reduction, part, count)) for peer in self._peers]
             for part in own
         }
         means = {
-            part: self._expect(Envelope.of_mean(at, reduction, part, count, members), shot=1)
+            part: self._expect(MessageSpec.of_mean(at, reduction, part, count, members), shot=1)
             for part in range(count)
             if part not in own
         }
@@ -185,13 +194,13 @@ class Crossing:
         for stripe in range(0, count + (STRIPES_AHEAD - 1) * members, members):
             for receiver in self._peers if stripe < count else ():
                 part = stripe + receiver
-                self._send(seal(Envelope.of_part(at, me, reduction, part, count), cuts[part]), receiver)
+                self._send(pack(MessageSpec.of_part(at, me, reduction, part, count), cuts[part]), receiver)
             part = stripe - (STRIPES_AHEAD - 1) * members + me
             if part >= 0:
-                there, outliers = admitted(self._arrived(cuts[part], parts[part]), reduction)
+                there, outliers = split_outliers(self._arrived(cuts[part], parts[part]), reduction)
                 who = tuple(c.member for c in there)
                 reduced[part] = self._reduced(part, count, there, inner)
-                message = seal(Envelope.of_mean(at, reduction, part, count, members), reduced[part])
+                message = pack(MessageSpec.of_mean(at, reduction, part, count, members), reduced[part])
                 for receiver in self._peers:
                     self._send(message, receiver, shot=1)
         self.reduced.set()
@@ -209,25 +218,25 @@ class Crossing:
         for part in range(count):
             mean = reduced[part]
             if mean is None:
-                raise LostError(part % self._workers, "sent no mean, though there are members to take it of")
-            size = self._ticket.reduction.part_bytes(part, count)
+                raise PeerError(part % self._workers, "sent no mean, though there are members to take it of")
+            size = self._request.reduction.part_bytes(part, count)
             payloads.append(mean.payload[:size])
             if part + self._workers >= count:
                 inner += mean.payload[size:].clone().view(torch.float64)
         whole = torch.zeros(self._workers, self._workers, dtype=torch.float64, device="cpu")
         whole[rows, columns] = whole[columns, rows] = inner
-        return self._ticket.reduction.joined(payloads), whole
+        return self._request.reduction.joined(payloads), whole
 
     def _reduced(self, part: int, count: int, there: list[Contribution], inner: Tensor) -> Contribution | None:
         """The mean of one part, if anybody has put something in; inner products are added to those so far."""
         if not there:
             return None
-        if self._ticket.after is not None:
-            self._ticket.after.wait()
+        if self._request.after is not None:
+            self._request.after.wait()
         payloads, weights = [c.payload for c in there], [c.member.weight for c in there]
         products = torch.zeros(len(there), len(there), dtype=torch.float64, device="cpu")
         everybody = tuple(range(self._workers))
-        mean = self._ticket.reduction.reduced(payloads, weights, part, count, everybody, products)
+        mean = self._request.reduction.reduced(payloads, weights, part, count, everybody, products)
         seen = torch.tensor([c.member.worker for c in there], device="cpu")
         inner[seen[:, None], seen] += products
         if part + self._workers >= count:  # the last: it says what all of them came to
@@ -239,32 +248,32 @@ class Crossing:
         """What this worker gives of each part."""
         if mine is None:
             return dict.fromkeys(range(count))
-        payload, reduction = self._stage.host(mine.payload), self._ticket.reduction
+        payload, reduction = self._stage.host(mine.payload), self._request.reduction
         return {part: Contribution(mine.member, reduction.cut(payload, part, count)) for part in range(count)}
 
-    def _arrived(self, mine: Contribution | None, due: Iterable[Incoming]) -> list[Contribution]:
+    def _arrived(self, mine: Contribution | None, due: Iterable[IncomingMessage]) -> list[Contribution]:
         """What everybody put in, in worker order."""
         all_of_it = [mine, *(self._take(incoming) for incoming in due)]
         return sorted((c for c in all_of_it if c is not None), key=lambda c: c.member.worker)
 
-    def _expect(self, envelope: Envelope, shot: int = 0) -> Incoming:
-        pinned = self._stage.pinned and envelope.kind == Kind.WHOLE  # parts and their means stay with the host
-        incoming = self._mail.expect(envelope, self._ticket.tag + shot, pinned=pinned)
+    def _expect(self, spec: MessageSpec, shot: int = 0) -> IncomingMessage:
+        pinned = self._stage.pinned and spec.kind == MessageKind.WHOLE  # parts and their means stay with the host
+        incoming = self._connections.expect(spec, self._request.tag + shot, pinned=pinned)
         self._incoming.append(incoming)
         return incoming
 
-    def _take(self, incoming: Incoming) -> Contribution | None:
-        self._missing = self._late(incoming.envelope.sender, "did not send its part")
+    def _take(self, incoming: IncomingMessage) -> Contribution | None:
+        self._missing = self._late(incoming.spec.sender, "did not send its part")
         return incoming.wait()
 
-    def _nearly(self, incoming: Incoming) -> None:
+    def _nearly(self, incoming: IncomingMessage) -> None:
         """Wait for a message until only a little of it is missing."""
-        self._missing = self._late(incoming.envelope.sender, "did not send its part")
+        self._missing = self._late(incoming.spec.sender, "did not send its part")
         while incoming.left_bytes > OVERLAP_BYTES:
             incoming.advance()
 
     def _send(self, message: Tensor, receiver: int, shot: int = 0) -> None:
-        self._outgoing.append(self._mail.send(message, receiver, self._ticket.tag + shot))
+        self._outgoing.append(self._connections.send(message, receiver, self._request.tag + shot))
         self._sent += message.numel()
 
 

@@ -47,7 +47,7 @@ _FOREVER = timedelta(days=36500)  # who waits is let go by closing the connectio
 _JOIN_S = 1.0  # for all threads whose connections are closed; gloo lets none go that had received a part of a chunk
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a message carries."""
 
     WHOLE = 0
@@ -63,10 +63,10 @@ class BadMessage(ValueError):  # noqa: N818 - it is a message, not yet an error 
 
 
 @dataclass(frozen=True, slots=True)
-class Envelope:
+class MessageSpec:
     """What a message is, as both ends know it before it is sent."""
 
-    kind: Kind
+    kind: MessageKind
     round_id: RoundId
     sender: int
     codec: str
@@ -76,20 +76,20 @@ class Envelope:
     """Which one, in two shots."""
 
     @classmethod
-    def whole(cls, round_id: RoundId, sender: int, reduction: Reduction) -> "Envelope":
+    def whole(cls, round_id: RoundId, sender: int, reduction: Reduction) -> "MessageSpec":
         """Of a member's payload."""
-        return cls(Kind.WHOLE, round_id, sender, reduction.codec.format, reduction.payload_bytes)
+        return cls(MessageKind.WHOLE, round_id, sender, reduction.codec.format, reduction.payload_bytes)
 
     @classmethod
-    def of_part(cls, round_id: RoundId, sender: int, reduction: Reduction, part: int, count: int) -> "Envelope":
+    def of_part(cls, round_id: RoundId, sender: int, reduction: Reduction, part: int, count: int) -> "MessageSpec":
         """Of one part of a payload, for the member that reduces it."""
-        return cls(Kind.PART, round_id, sender, reduction.codec.format, reduction.part_bytes(part, count), part)
+        return cls(MessageKind.PART, round_id, sender, reduction.codec.format, reduction.part_bytes(part, count), part)
 
     @classmethod
-    def of_mean(cls, round_id: RoundId, reduction: Reduction, part: int, count: int, members: int) -> "Envelope":
+    def of_mean(cls, round_id: RoundId, reduction: Reduction, part: int, count: int, members: int) -> "MessageSpec":
         """Of the mean of one part, from the member that has reduced it; its last one brings inner products too."""
         length = reduction.part_bytes(part, count) + (products_bytes(members) if part + members >= count else 0)
-        return cls(Kind.MEAN, round_id, part % members, reduction.codec.for_mean.format, length, part)
+        return cls(MessageKind.MEAN, round_id, part % members, reduction.codec.for_mean.format, length, part)
 
     @property
     def message_bytes(self) -> int:
@@ -97,28 +97,28 @@ class Envelope:
         return HEADER_BYTES + self.length
 
 
-def seal(envelope: Envelope, contribution: Contribution | None, message: Tensor | None = None) -> Tensor:
+def pack(spec: MessageSpec, contribution: Contribution | None, message: Tensor | None = None) -> Tensor:
     """The message [message_bytes] uint8, on the CPU; None takes as many bytes, and says that they mean nothing.
 
     A message of the same size whatever happened keeps the receives that were posted for it valid. If `message` is
     given, the payload is already in its place there.
     """
     if message is None:
-        message = torch.empty(envelope.message_bytes, dtype=torch.uint8, device="cpu")
+        message = torch.empty(spec.message_bytes, dtype=torch.uint8, device="cpu")
         if contribution is not None:
             message[HEADER_BYTES:].copy_(contribution.payload)
-    body, flags = message[HEADER_BYTES:], int(envelope.kind) | (_LAST if envelope.round_id.last else 0)
-    member = Member(envelope.sender, 0.0, 0, 0)
+    body, flags = message[HEADER_BYTES:], int(spec.kind) | (_LAST if spec.round_id.last else 0)
+    member = Member(spec.sender, 0.0, 0, 0)
     if contribution is None:
         flags |= _EMPTY
         body.zero_()
     else:
         member = contribution.member
     fields = (
-        *(MAGIC, VERSION, CODECS[envelope.codec], flags),
-        *(envelope.round_id.step, envelope.round_id.fragment, envelope.sender, envelope.part),
+        *(MAGIC, VERSION, CODECS[spec.codec], flags),
+        *(spec.round_id.step, spec.round_id.fragment, spec.sender, spec.part),
         *(member.weight, *member.size, member.anchor_version, member.anchor_fingerprint),
-        *(envelope.length, checksum(body)),
+        *(spec.length, checksum(body)),
     )
     header = bytearray(_LAYOUT.pack(*fields, 0))
     header[-4:] = zlib.crc32(header[:-4]).to_bytes(4, "little")
@@ -126,7 +126,7 @@ def seal(envelope: Envelope, contribution: Contribution | None, message: Tensor 
     return message
 
 
-def unseal(message: Tensor, due: Envelope, found: int | None = None) -> Contribution | None:
+def unpack(message: Tensor, due: MessageSpec, found: int | None = None) -> Contribution | None:
     """What a message [message_bytes] uint8 carries, sharing its memory; None if its sender had nothing to give.
 
     `found` is the `checksum` of its payload, if that was taken while it arrived. BadMessage says how it differs from
@@ -152,7 +152,7 @@ def unseal(message: Tensor, due: Envelope, found: int | None = None) -> Contribu
     if flags & _EMPTY:
         return None
     weight, norm, usual, anchor_version, anchor_fingerprint = standing
-    if due.kind is not Kind.MEAN and not (math.isfinite(weight) and 0 < weight <= MAX_WEIGHT):
+    if due.kind is not MessageKind.MEAN and not (math.isfinite(weight) and 0 < weight <= MAX_WEIGHT):
         raise BadMessage(f"sent a weight of {weight}")
     if not all(math.isfinite(size) and size >= 0 for size in (norm, usual)):
         raise BadMessage(f"sent a norm of {norm} where {usual} is usual")
@@ -180,7 +180,7 @@ def checksum(body: Tensor, so_far: int = 0) -> int:
     return zlib.crc32(body.numpy().data, so_far)
 
 
-class LostError(Exception):
+class PeerError(Exception):
     """A message that did not come or could not be sent: from or to whom, and in words that follow "worker 3"."""
 
     def __init__(self, worker: int, why: str, *, closed: bool = False) -> None:
@@ -190,16 +190,16 @@ class LostError(Exception):
         """All that is known is that it has closed the connection, which may have reasons that lie elsewhere."""
 
     @classmethod
-    def gone(cls, worker: int) -> "LostError":
+    def gone(cls, worker: int) -> "PeerError":
         """Of a worker that has closed its connection."""
         return cls(worker, "closed its connection", closed=True)
 
 
-class Incoming:
+class IncomingMessage:
     """A message that is due, chunk by chunk; its sender counts with `weight`, as all have agreed."""
 
-    def __init__(self, envelope: Envelope, weight: float, buffer: Tensor, works: Iterable[Any]) -> None:
-        self.envelope = envelope
+    def __init__(self, spec: MessageSpec, weight: float, buffer: Tensor, works: Iterable[Any]) -> None:
+        self.spec = spec
         self._weight = weight
         self._buffer = buffer
         self._works = deque(works)  # gloo waits for ever when it is asked twice about the same one
@@ -209,12 +209,12 @@ class Incoming:
     @property
     def left_bytes(self) -> int:
         """What has not been waited for."""
-        return self.envelope.message_bytes - self._here_bytes
+        return self.spec.message_bytes - self._here_bytes
 
     def advance(self) -> None:
         """Wait for the next chunk, and take its checksum while others arrive."""
-        _settle(self.envelope.sender, [self._works.popleft()])
-        end = min(self._here_bytes + CHUNK_BYTES, self.envelope.message_bytes)
+        _settle(self.spec.sender, [self._works.popleft()])
+        end = min(self._here_bytes + CHUNK_BYTES, self.spec.message_bytes)
         payload = self._buffer[max(self._here_bytes, HEADER_BYTES) : end]
         self._checksum, self._here_bytes = checksum(payload, self._checksum), end
 
@@ -223,17 +223,17 @@ class Incoming:
         while self._works:
             self.advance()
         try:
-            brought = unseal(self._buffer[: self.envelope.message_bytes], self.envelope, self._checksum)
+            brought = unpack(self._buffer[: self.spec.message_bytes], self.spec, self._checksum)
         except BadMessage as bad:
-            raise LostError(self.envelope.sender, str(bad)) from bad
-        if brought is not None and self.envelope.kind is not Kind.MEAN and brought.member.weight != self._weight:
+            raise PeerError(self.spec.sender, str(bad)) from bad
+        if brought is not None and self.spec.kind is not MessageKind.MEAN and brought.member.weight != self._weight:
             why = f"sent a weight of {brought.member.weight!r} where {self._weight!r} was agreed at the start"
-            raise LostError(self.envelope.sender, why)
+            raise PeerError(self.spec.sender, why)
         return brought
 
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
+class OutgoingMessage:
     """A message on its way."""
 
     receiver: int
@@ -249,10 +249,10 @@ def _settle(worker: int, works: Iterable[Any]) -> None:
         try:
             work.wait(_FOREVER)
         except RuntimeError as fault:
-            raise LostError.gone(worker) from fault
+            raise PeerError.gone(worker) from fault
 
 
-class Mail:
+class PeerConnections:
     """Messages to and from the others through one process group; `tag` tells those of different rounds apart.
 
     `weights` are those of all workers in every mean, as they were agreed on.
@@ -264,27 +264,29 @@ class Mail:
         self._weights = weights
         self._threads: list[threading.Thread] = []
 
-    def watch(self, lost: Callable[[LostError], None]) -> None:
+    def watch(self, lost: Callable[[PeerError], None]) -> None:
         """Let `lost` be told when a connection closes, also between rounds."""
         for peer in self._peers:
             # Nothing is ever sent there, so it ends with the connection; gloo tells nobody who waits for nothing.
             watch = self._expect(torch.empty(1, dtype=torch.uint8, device="cpu"), peer, TAGS)
             self.start(_watch, peer, watch, lost)
 
-    def expect(self, envelope: Envelope, tag: int, *, pinned: bool = False) -> Incoming:
+    def expect(self, spec: MessageSpec, tag: int, *, pinned: bool = False) -> IncomingMessage:
         """Post the receives of a message; into pinned memory, if it goes on to a GPU."""
-        chunks = -(-envelope.message_bytes // CHUNK_BYTES)
+        chunks = -(-spec.message_bytes // CHUNK_BYTES)
         buffer = torch.empty(chunks * CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        works = [self._expect(chunk, envelope.sender, tag) for chunk in buffer.split(CHUNK_BYTES)]
-        return Incoming(envelope, self._weights[envelope.sender], buffer, works)
+        works = [self._expect(chunk, spec.sender, tag) for chunk in buffer.split(CHUNK_BYTES)]
+        return IncomingMessage(spec, self._weights[spec.sender], buffer, works)
 
-    def send(self, message: Tensor, receiver: int, tag: int) -> Outgoing:
+    def send(self, message: Tensor, receiver: int, tag: int) -> OutgoingMessage:
         """Start sending a message."""
         group = self._open(receiver)
         try:
-            return Outgoing(receiver, tuple(group.send([chunk], receiver, tag) for chunk in message.split(CHUNK_BYTES)))
+            return OutgoingMessage(
+                receiver, tuple(group.send([chunk], receiver, tag) for chunk in message.split(CHUNK_BYTES))
+            )
         except RuntimeError as fault:
-            raise LostError.gone(receiver) from fault
+            raise PeerError.gone(receiver) from fault
 
     def start(self, run: Callable[..., None], *arguments: Any) -> None:
         """Begin what waits for messages, in a thread."""
@@ -312,15 +314,15 @@ class Mail:
         try:
             return self._open(sender).recv([buffer], sender, tag)
         except RuntimeError as fault:
-            raise LostError.gone(sender) from fault
+            raise PeerError.gone(sender) from fault
 
     def _open(self, peer: int) -> Any:
         if self._group is None:
-            raise LostError.gone(peer)
+            raise PeerError.gone(peer)
         return self._group
 
 
-def _watch(peer: int, work: Any, lost: Callable[[LostError], None]) -> None:
+def _watch(peer: int, work: Any, lost: Callable[[PeerError], None]) -> None:
     with suppress(RuntimeError):
         work.wait(_FOREVER)
-    lost(LostError.gone(peer))
+    lost(PeerError.gone(peer))
