@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from atoll import Lockstep, config
+from atoll import Lockstep
 from atoll.core.flat import local_part
 from atoll.errors import AtollError, LinkError
 from atoll.link.net.link import NetLink
+from atoll.settings import config
 from atoll.train.ranks import fsdp as shards
 from atoll.train.ranks import site
 from atoll.train.run import train

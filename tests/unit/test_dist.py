@@ -407,7 +407,7 @@ def test_garbage_is_refused_with_the_sender_the_round_and_what_is_wrong_with_it(
                 error = survivor.error()
                 assert error.startswith(f"LinkError: step 2, fragment 0: worker {victim} {GARBAGE[how]}"), error
             told = fleet[victim].error()
-            assert "has told of this one" in told and GARBAGE[how] in told
+            assert "has reported of this one" in told and GARBAGE[how] in told
 
 
 def leave(me: Me, leaver: int) -> None:
@@ -782,7 +782,7 @@ def test_what_listens_there_is_something_else(something_else: int, tmp_path: Pat
         began = time.monotonic()
         ending = fleet.add(1, waiting, port=something_else).ending()
         assert f"LinkError: worker 1 finds no worker 0 at 127.0.0.1:{something_else} in 2 s" in ending.error
-        assert "(something listens there, but does not answer as worker 0 does)" in ending.error
+        assert "(a service listens there, but does not answer as worker 0 does)" in ending.error
         assert ending.at < began + 10
 
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from atoll._util.checks import check_whole
+from atoll._util.checks import check_whole, config_error
 from atoll.core.allreduce import Reduction, mean_between, shots
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Link, Offer, Pending, Round, RoundId, TransferStats, describe_differences, split_outliers
@@ -62,16 +62,12 @@ class Faults:
 
     def __post_init__(self) -> None:
         if not 0 <= self.drop <= 1:
-            raise ConfigError(
-                f"drop must be a probability between 0 and 1, got {self.drop}", setting="drop", value=self.drop
-            )
+            raise config_error("drop", self.drop, "a probability between 0 and 1")
         if not isinstance(self.absences, tuple):
-            problem = f"absences must be a tuple of Absence(...), got {self.absences!r}"
-            raise ConfigError(problem, setting="absences", value=self.absences)
+            raise config_error("absences", self.absences, "a tuple of Absence(...)")
         for worker, speed in self.speeds.items():
             if not 0 < speed <= 1:
-                problem = f"speed of worker {worker} must be above 0 and at most 1, got {speed}"
-                raise ConfigError(problem, setting="speeds", value=speed)
+                raise config_error(f"speed of worker {worker}", speed, "above 0 and at most 1")
 
     def lost(self, worker: int, round_id: RoundId) -> bool:
         """Return whether this worker's payload of this round is lost."""
@@ -260,11 +256,10 @@ def local(workers: int, *, faults: Faults | None = None, timeout_s: float = 600.
     """
     check_whole("workers", workers)
     if not timeout_s > 0:
-        problem = f"timeout_s must be a number of seconds above 0, got {timeout_s}"
-        raise ConfigError(problem, setting="timeout_s", value=timeout_s)
+        raise config_error("timeout_s", timeout_s, "a number of seconds above 0")
     faults = Faults() if faults is None else faults
     if not isinstance(faults, Faults):
-        raise ConfigError(f"faults must be a Faults(...), got {faults!r}", setting="faults", value=faults)
+        raise config_error("faults", faults, "a Faults(...)")
     for worker in (*(absence.worker for absence in faults.absences), *faults.speeds):
         if not 0 <= worker < workers:
             problem = f"faults name worker {worker}; workers are 0 to {workers - 1}"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
-from atoll._util.checks import check_number, check_whole
+from atoll._util.checks import check_number, check_whole, config_error
 from atoll.core.allreduce import Reduction, sent_bytes, shots
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Contribution, Link, Offer, Pending, Round, RoundId, TransferStats
@@ -69,16 +69,13 @@ class Shape:
 
     def __post_init__(self) -> None:
         if not isinstance(self.bits_per_s, int | float) or not self.bits_per_s > 0:
-            problem = f"bits_per_s must be a number above 0, got {self.bits_per_s!r}: nothing would ever arrive"
-            raise ConfigError(problem, setting="bits_per_s", value=self.bits_per_s)
+            raise config_error("bits_per_s", self.bits_per_s, "a number above 0", "nothing would ever arrive")
         check_number("latency_s", self.latency_s, least=0, why="it is a delay in seconds")
         check_number("jitter_s", self.jitter_s, least=0, why="it is a delay in seconds")
         if not isinstance(self.loss, int | float) or not 0 <= self.loss < 1:
-            problem = f"loss must be a probability of at least 0 and below 1, got {self.loss!r}"
-            raise ConfigError(problem, setting="loss", value=self.loss)
+            raise config_error("loss", self.loss, "a probability of at least 0 and below 1")
         if not isinstance(self.outages, tuple) or not all(isinstance(outage, Outage) for outage in self.outages):
-            problem = f"outages must be a tuple of Outage(...), got {self.outages!r}"
-            raise ConfigError(problem, setting="outages", value=self.outages)
+            raise config_error("outages", self.outages, "a tuple of Outage(...)")
         check_whole("seed", self.seed, least=0, why="it seeds jitter and loss")
 
     def rng(self, worker: int, round_id: RoundId) -> random.Random:
@@ -295,7 +292,7 @@ class ShapedLink(Link):
             problem = f"a shaped link needs the link of one worker, got {type(inner).__name__}"
             raise ConfigError(problem, setting="inner", value=inner)
         if not isinstance(shape, Shape):
-            raise ConfigError(f"shape must be a Shape(...), got {shape!r}", setting="shape", value=shape)
+            raise config_error("shape", shape, "a Shape(...)")
         self.worker = inner.worker
         self.workers = inner.workers
         self.shape = shape
