@@ -72,8 +72,8 @@ MUTANTS = [
     Mutant(
         "what nobody reads is printed again at the end",
         "cli/processes.py",
-        "            _print_to_nobody()\n",
-        "",
+        "os.dup2(nowhere.fileno(), sys.stdout.fileno())",
+        "pass",
         tests=NOBODY_READS,
     ),
     Mutant(
@@ -83,12 +83,12 @@ MUTANTS = [
         "except ChildProcessError",
         tests=(f"{LAUNCH}::test_launch_that_nobody_reads_any_more_stops_all_and_says_how_to_go_on",),
     ),
-    Mutant("all run at once", "cli/processes.py", "len(self.running) < self._rules.at_once", "True", tests=NO_TEAM),
+    Mutant("all run at once", "cli/processes.py", "len(self.running) < at_once", "True", tests=NO_TEAM),
     Mutant(
         "one run that fails ends a comparison",
         "cli/processes.py",
-        "self.failures and self._rules.together",
-        "self.failures",
+        "grace_s if together else math.inf",
+        "grace_s",
         tests=NO_TEAM,
     ),
     Mutant(

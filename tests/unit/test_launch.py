@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,16 @@ from typer.testing import CliRunner
 
 from atoll._util.parent_death import EXIT_WITH_PARENT
 from atoll.cli import main as cli
-from atoll.cli.launch import TORCHRUN_TELLS, LaunchOptions, again, by_torchrun, command, environment, free_ports
-from atoll.cli.processes import ProcessExit, ProcessSpec, supervise
+from atoll.cli.launch import (
+    TORCHRUN_AFTERMATH,
+    LaunchOptions,
+    by_torchrun,
+    command,
+    environment,
+    free_ports,
+    resume_command,
+)
+from atoll.cli.processes import ProcessExit, ProcessObserver, ProcessSpec, supervise
 from atoll.settings.config import RunConfig, load, parse
 from kills import gone, with_mark
 
@@ -266,7 +275,7 @@ def test_when_nobody_reads_any_more_all_are_stopped(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- several at a time, each for itself
 
 
-class Heard:
+class Heard(ProcessObserver):
     """An audience that keeps what it sees."""
 
     def __init__(self) -> None:
@@ -419,9 +428,12 @@ def test_the_ranks_of_torchrun_save_and_go_too(start: Start, tmp_path: Path, num
 
 
 def test_one_that_stands_still_is_woken_to_hear_that_it_is_to_end(start: Start) -> None:
-    supervised = start(WAITS + "forever()", "raise SystemExit(3)", grace_s=1.0, patience_s=60)
+    supervised = start(WAITS + "forever()", "raise SystemExit(3)", grace_s=3.0, patience_s=60)
     supervised.wait_for("ready")
-    (pid,) = [pid for pid in with_mark(str(supervised.folder)) if _is_child(pid, supervised.process.pid)]
+    pids: list[int] = []
+    while len(pids) != 1:  # on a busy machine, the other one may still be there
+        pids = [pid for pid in with_mark(str(supervised.folder)) if _is_child(pid, supervised.process.pid)]
+    (pid,) = pids
     os.kill(pid, signal.SIGSTOP)
     began = time.monotonic()
     blamed, _, ended = supervised.end()
@@ -430,7 +442,9 @@ def test_one_that_stands_still_is_woken_to_hear_that_it_is_to_end(start: Start) 
 
 
 def _is_child(pid: int, parent: int) -> bool:
-    return f"PPid:\t{parent}\n" in Path(f"/proc/{pid}/status").read_text()
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return f"PPid:\t{parent}\n" in Path(f"/proc/{pid}/status").read_text()
+    return False
 
 
 def test_signals_that_come_together_are_one(start: Start) -> None:
@@ -452,7 +466,7 @@ def test_signals_that_come_together_are_one(start: Start) -> None:
 )
 def test_a_reason_may_come_after_torchrun_has_begun_to_tell(tmp_path: Path, lines: list[str], said: str) -> None:
     script = "\n".join(f"print({line!r})" for line in lines) + "\nraise SystemExit(1)"
-    job = ProcessSpec("worker 0", [sys.executable, "-c", script], os.environ, tmp_path / "log.txt", TORCHRUN_TELLS)
+    job = ProcessSpec("worker 0", [sys.executable, "-c", script], os.environ, tmp_path / "log.txt", TORCHRUN_AFTERMATH)
     outcome = supervise([job])
     assert outcome.failed is not None and outcome.failed.said == said
 
@@ -485,7 +499,7 @@ def test_the_command_of_a_worker() -> None:
         *("--out", "some where", "--name", "x", "--link", "1Gbit/s,50ms"),
         *("--set", "sync.workers=2", "--resume", "--view", "lines"),
     ]
-    assert " ".join(again(every, parse("sync.workers = 2"))) == (
+    assert " ".join(resume_command(every, parse("sync.workers = 2"))) == (
         "atoll launch run.toml --workers 2 --set train.steps=5 --set name=a b "
         "--out some where --name x --link 1Gbit/s,50ms --ranks 2 --resume"
     )
@@ -617,8 +631,8 @@ def test_launch_names_the_worker_that_failed(tmp_path: Path, worker_code: int, c
     assert process.returncode == code
     log = "runs/run/worker-1/log.txt"
     told, _, advice = errors.partition("\n")
-    assert told == f"error: worker 1 failed first (exit status {worker_code}): oh [no]; all it said is in {log}"
-    resumed = "Once it is mended, continue with: atoll launch run.toml --workers 2 --resume\n"
+    assert told == f"error: worker 1 failed first (exit status {worker_code}): oh [no]; its output is in {log}"
+    resumed = "Once it is fixed, continue with: atoll launch run.toml --workers 2 --resume\n"
     assert advice == ("" if worker_code == 2 else resumed)  # wrong settings would be refused again
 
 
@@ -629,7 +643,7 @@ def test_launch_that_nobody_reads_any_more_stops_all_and_says_how_to_go_on(tmp_p
     errors = process.stderr.read()
     process.stderr.close()
     assert process.wait(timeout=60) == 1
-    assert errors.startswith("error: nobody reads what is printed here any more") and errors.count("\n") == 1
+    assert errors.startswith("error: standard output was closed") and errors.count("\n") == 1
     assert errors.endswith("continue with: atoll launch run.toml --workers 2 --resume\n")
 
 
@@ -638,9 +652,7 @@ def test_launch_tells_what_killed_a_worker(tmp_path: Path) -> None:
     process = launching(tmp_path, script)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert errors.startswith(
-        "error: worker 1 failed first (killed by SIGSEGV), its last line: busy; all it said is in "
-    )
+    assert errors.startswith("error: worker 1 failed first (killed by SIGSEGV), its last line: busy; its output is in ")
 
 
 FAILS_SLOWLY = """
@@ -660,7 +672,7 @@ def test_of_ranks_the_reason_is_named_and_not_what_torchrun_makes_of_it(tmp_path
     process = launching(tmp_path, execute(ranks), "--ranks=2", "--workers=1")
     told, errors = process.communicate(timeout=100)
     assert "ChildFailedError" in told and process.returncode == 1
-    assert errors.startswith("error: worker 0 failed first (exit status 1): Slow: the reason; all it said")
+    assert errors.startswith("error: worker 0 failed first (exit status 1): Slow: the reason; its output")
 
 
 def test_launch_interrupted_says_how_to_go_on(tmp_path: Path) -> None:
