@@ -599,7 +599,7 @@ def test_a_run_that_has_begun_is_only_resumed(tmp_path: Path) -> None:
 LAUNCH = """
 import sys
 from atoll.cli import main as cli
-from atoll.cli.main import launch
+from atoll.cli import launch
 script = sys.argv.pop(1)
 launch.command = lambda options, place, worker, *_: [sys.executable, "-c", script, str(worker)]
 cli.main()

@@ -241,7 +241,7 @@ def launch(
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, metavar="N", help="Processes of one worker, by torchrun.")] = 1,
 ) -> None:
-    """Train with each worker in a process of its own, all on this machine.
+    """Train with one process per worker, all on this machine.
 
     Each worker writes to OUT/NAME/worker-K, and all it says to log.txt there.
     Ctrl-C lets all save and stop, a second one kills them; --resume continues.

@@ -195,7 +195,7 @@ class NetLink(Link):
         forming = in_thread(lambda: gloo(rendezvous.prefix_store(place, within_s), self.worker, self.workers, options))
         until = time.monotonic() + within_s + 1
         while not wait([forming], 0.1).done and (left_s := until - time.monotonic()) > 0:
-            self._check_nobody_left(rendezvous, left_s)
+            self._check_no_worker_left(rendezvous, left_s)
         try:
             return forming.result(0)
         except (RuntimeError, TimeoutError) as fault:
@@ -207,7 +207,7 @@ class NetLink(Link):
             worker = missing[0] if missing else None
             raise LinkError(f"{self.seat} cannot connect to the other workers: {problem}", worker=worker) from fault
 
-    def _check_nobody_left(self, rendezvous: Rendezvous, ask_s: float) -> None:
+    def _check_no_worker_left(self, rendezvous: Rendezvous, ask_s: float) -> None:
         for value in rendezvous.poll("failure", self._peers(), ask_s=ask_s).values():
             if (report := FailureReport.read(value, self.workers)) is not None:
                 raise LinkError(f"{_BEFORE}: worker {report.worker} {report.why}", worker=report.worker)
