@@ -39,7 +39,7 @@ HELD_OUT = 0.03
 HELD_OUT_TOKENS = 2**22
 """Of held-out text, about; more would travel for nothing."""
 PASSAGE = 2**15
-"""Characters of a held-out passage, at least."""
+"""Characters of a held-out transfer, at least."""
 SEEN = 0.2
 """A book is left out if more of its sentences, by length, are in longer books."""
 BPE_BYTES = 2**26

@@ -39,7 +39,7 @@ from atoll.cli.launch import free_ports
 from atoll.core.codec import Codec
 from atoll.core.flat import PIECE, words_of
 from atoll.core.outer import Nesterov
-from atoll.link.net.link import DistLink
+from atoll.link.net.link import NetLink
 from atoll.outer.stats import Applied
 from atoll.settings.model_presets import preset
 from atoll.train.model.decoder import Decoder
@@ -212,7 +212,7 @@ class Watch:
 class Rounds:
     """Periods with and without an outer loop, in turns; a worker without `training` only exchanges."""
 
-    def __init__(self, training: Training | None, outer: atoll.OuterLoop, link: DistLink) -> None:
+    def __init__(self, training: Training | None, outer: atoll.OuterLoop, link: NetLink) -> None:
         self._training, self._outer, self._link = training, outer, link
         self._periods = 0
 

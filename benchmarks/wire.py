@@ -133,7 +133,7 @@ def child(
     gc.freeze()  # as `atoll train` does
     link = atoll.connect(address, worker=worker, workers=members, deadline_s=300, join_s=60)
     link.join({}, 1.0)
-    mail: Any = link._mail
+    mail: Any = link._connections
     group = mail._group if collectives else None  # the link's own, for its collectives
     bench = Bench(link, torch.randn(values, generator=torch.Generator().manual_seed(worker)) * 1e-3, group)
     found = {codec: bench.rounds(codec, rounds) for codec in codecs}

@@ -23,7 +23,7 @@ from typing import Any, Self
 import torch
 
 from atoll import connect
-from atoll.link.net.link import DistLink
+from atoll.link.net.link import NetLink
 
 PATIENCE_S = 200.0
 """For a child to say or do what it was started for; only a test that fails takes as long."""
@@ -51,7 +51,7 @@ class Me:
     def address(self) -> str:
         return f"{self.host}:{self.port}"
 
-    def link(self, **changes: Any) -> DistLink:
+    def link(self, **changes: Any) -> NetLink:
         """This worker's end of a link."""
         options = {"worker": self.worker, "workers": self.workers, "deadline_s": self.deadline_s, "join_s": self.join_s}
         return connect(self.address, **{**options, **changes})

@@ -17,7 +17,7 @@ import pytest
 from atoll import Lockstep
 from atoll.core.flat import local_part
 from atoll.errors import AtollError, LinkError
-from atoll.link.net.link import DistLink
+from atoll.link.net.link import NetLink
 from atoll.settings import config
 from atoll.train.ranks import fsdp as shards
 from atoll.train.ranks import site
@@ -57,24 +57,24 @@ def stop(patch: pytest.MonkeyPatch) -> None:
 
 def unlink(patch: pytest.MonkeyPatch) -> None:
     """The link of one process of worker 0 fails while it trains: of the one that has it, or of the second."""
-    original = DistLink.check
+    original = NetLink.check
     calls: list[None] = []
 
-    def check(self: DistLink) -> None:
+    def check(self: NetLink) -> None:
         original(self)
         if self._opened:  # before the first round, while others are waited for, it is called any number of times
             calls.append(None)
         if len(calls) == 4 and self.worker == 0 and self.seat.rank == self.seat.ranks - 1:
             raise LinkError("a cable was pulled")
 
-    patch.setattr(DistLink, "check", check)
+    patch.setattr(NetLink, "check", check)
 
 
 def disagree(patch: pytest.MonkeyPatch) -> None:
     """The second process of worker 0 fails where all compare their texts."""
     original = site._compare
 
-    def compare(link: DistLink, key: str, *terms: Any, **options: Any) -> Any:
+    def compare(link: NetLink, key: str, *terms: Any, **options: Any) -> Any:
         said = original(link, key, *terms, **options)
         if RANK == 1 and key != "settings":
             raise LinkError("a page is missing")

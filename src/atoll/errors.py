@@ -1,20 +1,23 @@
-"""One exception tree, and text from other machines made fit for a terminal.
+"""Defines every exception that atoll raises on purpose, and makes text from other machines safe to print.
 
 AtollError
-├── ConfigError      a setting, or a model it does not fit: its name, its value, what is allowed and why
-├── NonFiniteError   a NaN or an infinity where a delta or a gradient should be sent
-├── LinkError        a round that could not be completed: which round, which worker
-├── CheckpointError  a checkpoint that is torn, foreign or of another run
-└── DataError        text or tokens that cannot be read: missing, empty, damaged
+├── ConfigError      a setting, or a model that does not fit it: setting, value
+├── NonFiniteError   a NaN or an infinity in a delta or a gradient
+├── LinkError        a round that cannot be completed: worker, round_id
+├── CheckpointError  a checkpoint that is torn, foreign or from another run: path
+└── DataError        text or tokens that are missing, empty or damaged: path
+
+The message says what failed, the value, what is allowed and what to do. The fields hold the same facts for programs;
+a field is None where it does not apply.
 """
 
 import unicodedata
 
 
 def printable(text: str) -> str:
-    r"""Writes control characters as escapes, such as \x1b, so that no terminal obeys them.
+    r"""Escape control characters, such as \x1b, so that no terminal obeys them.
 
-    So it writes characters that nobody sees or that turn the order of others round. Ends of lines and tabs stay.
+    Invisible characters and those that change the direction of text are escaped too. Newlines and tabs stay.
     """
     return text if text.isprintable() else "".join(map(_printable, text))
 
@@ -27,27 +30,55 @@ def _printable(character: str) -> str:
 
 
 class AtollError(Exception):
-    """Anything atoll raises on purpose."""
+    """Base class of every error that atoll raises on purpose."""
 
     def __str__(self) -> str:
-        return printable(super().__str__())  # it may quote what another machine has sent
+        return printable(super().__str__())  # the message may quote another machine
 
 
 class ConfigError(AtollError, ValueError):
-    """A setting that cannot work: the message names it, its value, what is allowed and why."""
+    """A setting has a value that cannot work.
+
+    Args:
+        message: The setting, its value, what is allowed and why.
+        setting: Name of the setting, such as "sync.period" or "timeout_s".
+        value: The refused value.
+    """
+
+    def __init__(self, message: str = "", *, setting: str | None = None, value: object = None) -> None:
+        super().__init__(message)
+        self.setting, self.value = setting, value
 
 
 class NonFiniteError(AtollError, ArithmeticError):
-    """A NaN or an infinity in a vector that was to be sent."""
+    """A vector to be sent holds a NaN or an infinity."""
 
 
 class LinkError(AtollError, RuntimeError):
-    """A round that could not be completed; the message names the round and the worker."""
+    """A link cannot complete a round, or cannot be joined.
+
+    Args:
+        message: The round, the worker and what happened to it.
+        worker: Number of the worker that is missing, left or failed.
+        round_id: The round, as (step, fragment, last).
+    """
+
+    def __init__(
+        self, message: str = "", *, worker: int | None = None, round_id: tuple[int, int, bool] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.worker, self.round_id = worker, round_id
 
 
-class CheckpointError(AtollError, RuntimeError):
-    """A checkpoint that cannot be trusted: the message says which file and why."""
+class _FileError(AtollError):
+    def __init__(self, message: str = "", *, path: object = None) -> None:
+        super().__init__(message)
+        self.path = path
 
 
-class DataError(AtollError):
-    """Text or tokens cannot be read: missing, empty, damaged, or not what the run file says."""
+class CheckpointError(_FileError, RuntimeError):
+    """A checkpoint cannot be written, read or trusted; `path` is its file or folder."""
+
+
+class DataError(_FileError):
+    """Text or tokens at `path` cannot be read: missing, empty, damaged, or not what the run file says."""

@@ -20,7 +20,7 @@ MUTANTS = [
         tests=KILLED,
     ),
     Mutant(
-        "children hold their own lifeline",
+        "children hold the writing end of their pipe",
         "_util/parent_death.py",
         "    read, write = os.pipe()\n",
         "    read, write = os.pipe()\n    os.set_inheritable(write, True)\n",
@@ -44,15 +44,15 @@ MUTANTS = [
     Mutant(
         "whoever has a closed input is taken for supervised",
         "_util/parent_death.py",
-        "if not os.environ.pop(FOLLOWS, None) or not",
+        "if not os.environ.pop(EXIT_WITH_PARENT, None) or not",
         "if not",
         tests=(f"{LAUNCH}::test_who_has_no_supervisor_follows_nobody",),
     ),
     Mutant(
         "what a child starts follows as well",
         "_util/parent_death.py",
-        "os.environ.pop(FOLLOWS, None)",
-        "os.environ.get(FOLLOWS)",
+        "os.environ.pop(EXIT_WITH_PARENT, None)",
+        "os.environ.get(EXIT_WITH_PARENT)",
         tests=(f"{LAUNCH}::test_who_has_no_supervisor_follows_nobody",),
     ),
     Mutant(
@@ -72,8 +72,8 @@ MUTANTS = [
     Mutant(
         "what nobody reads is printed again at the end",
         "cli/processes.py",
-        "            _print_to_nobody()\n",
-        "",
+        "os.dup2(nowhere.fileno(), sys.stdout.fileno())",
+        "pass",
         tests=NOBODY_READS,
     ),
     Mutant(
@@ -83,12 +83,12 @@ MUTANTS = [
         "except ChildProcessError",
         tests=(f"{LAUNCH}::test_launch_that_nobody_reads_any_more_stops_all_and_says_how_to_go_on",),
     ),
-    Mutant("all run at once", "cli/processes.py", "len(self.running) < self._rules.at_once", "True", tests=NO_TEAM),
+    Mutant("all run at once", "cli/processes.py", "len(self.running) < at_once", "True", tests=NO_TEAM),
     Mutant(
         "one run that fails ends a comparison",
         "cli/processes.py",
-        "self.failures and self._rules.together",
-        "self.failures",
+        "grace_s if together else math.inf",
+        "grace_s",
         tests=NO_TEAM,
     ),
     Mutant(

@@ -15,7 +15,7 @@ MUTANTS = [
     Mutant(
         "a base model not compared on resume",
         "outer/agreement.py",
-        'difference(state.get("frozen", here["frozen"]), here["frozen"])',
+        'describe_differences(state.get("frozen", here["frozen"]), here["frozen"])',
         "None",
     ),
     Mutant(
@@ -67,7 +67,12 @@ MUTANTS = [
     ),
     Mutant("a state without its model", "outer/agreement.py", "if a != b]", "if False]"),
     Mutant("weight not compared on resume", "outer/agreement.py", ') != here["weight"]:', ") is None:"),
-    Mutant("a message's weight is believed", "link/net/wire.py", "brought.member.weight != self._weight:", "False:"),
+    Mutant(
+        "a message's weight is believed",
+        "link/net/wire.py",
+        "weight not in (None, self._weight):",
+        "False:",
+    ),
     Mutant(
         "masters never found out", "outer/watch.py", "return down_from_after <", "return down_from_after < 0 and 1 <"
     ),

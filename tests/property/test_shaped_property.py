@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from atoll.core.allreduce import sent_bytes, shots
 from atoll.link.base import RoundId
-from atoll.link.shaped import PACKET_BYTES, Line, Outage, Shape, Transit
+from atoll.link.shaped import PACKET_BYTES, Line, Outage, Shape, Transmission
 from atoll.plan.job import transfer_s
 from atoll.plan.link import Link as PlannedLink
 
@@ -34,18 +34,18 @@ shapes = st.builds(
 class Sent(NamedTuple):
     at_s: float
     size: int
-    crossings: int
+    shot_count: int
 
 
 rounds = st.lists(st.builds(Sent, st.floats(0, 120), st.integers(0, 10**6), st.integers(0, 2)), max_size=8).map(sorted)
 
 
-def carry(shape: Shape, sent: Sequence[Sent], joined_s: float = 0.0) -> list[Transit]:
+def carry(shape: Shape, sent: Sequence[Sent], joined_s: float = 0.0) -> list[Transmission]:
     line = Line(shape, joined_s)
-    return [line.carry(*one, shape.dice(0, RoundId(step, 0))) for step, one in enumerate(sent)]
+    return [line.carry(*one, shape.rng(0, RoundId(step, 0))) for step, one in enumerate(sent)]
 
 
-def no_later(early: Sequence[Transit], late: Sequence[Transit]) -> bool:
+def no_later(early: Sequence[Transmission], late: Sequence[Transmission]) -> bool:
     pairs = zip(early, late, strict=True)
     return all(a.free_s <= b.free_s + 1e-9 and a.arrival_s <= b.arrival_s + 1e-9 for a, b in pairs)
 
@@ -56,9 +56,9 @@ def test_one_round_on_a_free_line_takes_what_the_plan_says(
 ) -> None:
     shape = Shape(bits_per_s=bits_per_s, latency_s=latency_s)
     planned_s = transfer_s(payload_bytes, members, PlannedLink(bits_per_s, latency_s))
-    size, crossings = sent_bytes(payload_bytes, members), shots(members)
-    assert carry(shape, [Sent(0.0, size, crossings)])[0].arrival_s == planned_s
-    assert carry(shape, [Sent(at_s, size, crossings)])[0].arrival_s == pytest.approx(at_s + planned_s)
+    size, shot_count = sent_bytes(payload_bytes, members), shots(members)
+    assert carry(shape, [Sent(0.0, size, shot_count)])[0].arrival_s == planned_s
+    assert carry(shape, [Sent(at_s, size, shot_count)])[0].arrival_s == pytest.approx(at_s + planned_s)
 
 
 @given(shapes, rounds)
@@ -74,9 +74,9 @@ def test_rounds_pass_one_after_the_other_and_arrive_in_order(shape: Shape, sent:
 @given(shapes, rounds)
 def test_never_faster_than_the_rate_and_the_distance(shape: Shape, sent: list[Sent]) -> None:
     for one, transit in zip(sent, carry(shape, sent), strict=True):
-        if one.crossings:
+        if one.shot_count:
             assert transit.free_s >= transit.begin_s + 8 * one.size / shape.bits_per_s - 1e-9
-            assert transit.arrival_s >= transit.free_s + one.crossings * shape.latency_s
+            assert transit.arrival_s >= transit.free_s + one.shot_count * shape.latency_s
 
 
 @given(shapes, rounds)
@@ -84,7 +84,7 @@ def test_the_line_works_for_as_long_as_the_bits_take(shape: Shape, sent: list[Se
     """A second way to the same number: of the time it is taken, subtract when it was out."""
     edges = sorted({edge for o in shape.outages for edge in (o.start_s, o.start_s + o.length_s)})
     for one, transit in zip(sent, carry(shape, sent), strict=True):
-        if one.crossings:
+        if one.shot_count:
             cuts = [transit.begin_s, *(e for e in edges if transit.begin_s < e < transit.free_s), transit.free_s]
             works_s = sum(b - a for a, b in pairwise(cuts) if not out(shape, (a + b) / 2))
             mean_size = one.size / (1 - shape.loss)
@@ -115,9 +115,9 @@ def test_smaller_rounds_and_earlier_ones_are_never_later(
 
 @given(shapes, st.integers(0, 10**6), st.integers(1, 2), st.floats(0, 50), st.floats(0, 1000))
 def test_an_outage_over_everything_delays_by_its_length(
-    shape: Shape, size: int, crossings: int, start_s: float, length_s: float
+    shape: Shape, size: int, shot_count: int, start_s: float, length_s: float
 ) -> None:
-    sent = [Sent(start_s, size, crossings), Sent(start_s, size, crossings)]
+    sent = [Sent(start_s, size, shot_count), Sent(start_s, size, shot_count)]
     calm = carry(replace(shape, outages=()), sent)
     stormy = carry(replace(shape, outages=(Outage(start_s=start_s, length_s=length_s),)), sent)
     for before, after in zip(calm, stormy, strict=True):
@@ -154,11 +154,11 @@ def test_jitter_and_loss_are_within_their_bounds_and_repeat(jitter_s: float, siz
 @pytest.mark.parametrize("packets", [1, 40])
 def test_losses_come_as_often_as_packets_are_drawn_one_by_one(loss: float, packets: int) -> None:
     """Every repair takes a round trip; the slow way draws every packet until it gets through."""
-    shape, dice, tries = Shape(latency_s=0.5, loss=loss), random.Random(1), 4000
+    shape, rng, tries = Shape(latency_s=0.5, loss=loss), random.Random(1), 4000
 
     def one_by_one() -> int:
-        return max(next(k for k in range(10**6) if dice.random() >= loss) for _ in range(packets))
+        return max(next(k for k in range(10**6) if rng.random() >= loss) for _ in range(packets))
 
     slow = sum(one_by_one() for _ in range(tries)) / tries
-    arrivals = [Line(shape).carry(0.0, packets * PACKET_BYTES, 1, dice).arrival_s for _ in range(tries)]
+    arrivals = [Line(shape).carry(0.0, packets * PACKET_BYTES, 1, rng).arrival_s for _ in range(tries)]
     assert sum(arrivals) / tries - 0.5 == pytest.approx(slow, rel=0.1, abs=0.01)

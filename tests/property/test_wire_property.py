@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from atoll.core.allreduce import Reduction
 from atoll.core.codec import Codec
 from atoll.link.base import Contribution, Member, RoundId
-from atoll.link.net.wire import CODECS, HEADER_BYTES, MAGIC, VERSION, BadMessage, Envelope, Kind, seal, unseal
+from atoll.link.net.wire import CODECS, HEADER_BYTES, MAGIC, VERSION, BadMessage, MessageKind, MessageSpec, pack, unpack
 
 BROKEN = 10_000
 
 
-def envelopes(random: random.Random) -> Envelope:
+def envelopes(random: random.Random) -> MessageSpec:
     reduction = Reduction(Codec(random.choice(list(CODECS))), random.randrange(1, 400))
     at = RoundId(random.randrange(2**20), random.randrange(8), random.random() < 0.1)
-    kind = random.choice(list(Kind))
-    if kind is Kind.WHOLE:
-        return Envelope.whole(at, random.randrange(4), reduction)
-    if kind is Kind.PART:
-        return Envelope.of_part(at, random.randrange(4), reduction, random.randrange(4), 4)
-    return Envelope.of_mean(at, reduction, random.randrange(4), 4, 4)
+    kind = random.choice(list(MessageKind))
+    if kind is MessageKind.WHOLE:
+        return MessageSpec.whole(at, random.randrange(4), reduction)
+    if kind is MessageKind.PART:
+        return MessageSpec.of_part(at, random.randrange(4), reduction, random.randrange(4), 4)
+    return MessageSpec.of_mean(at, reduction, random.randrange(4), 4, 4)
 
 
 def broken(message: bytearray, random: random.Random) -> bytearray:
@@ -64,17 +64,17 @@ def test_ten_thousand_broken_messages_are_refused_or_are_what_was_sent() -> None
         due = envelopes(chance)
         payload = torch.frombuffer(bytearray(chance.randbytes(due.length) or b"\0"), dtype=torch.uint8)[: due.length]
         sent = Contribution(Member(due.sender, 1.5, chance.randrange(100), chance.randrange(2**64)), payload)
-        message = broken(bytearray(seal(due, sent).numpy().tobytes()), chance)
+        message = broken(bytearray(pack(due, sent).numpy().tobytes()), chance)
         received = torch.frombuffer(message, dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)
         try:
-            got = unseal(received, due)
+            got = unpack(received, due)
         except BadMessage:
             refused += 1
             continue
         # Only what is not known beforehand may differ: where the sender stands, and whether it has anything to give.
         if got is not None:
             assert got.member.worker == due.sender and torch.equal(got.payload, payload)
-            assert due.kind is Kind.MEAN or 0 < got.member.weight <= 1e18
+            assert due.kind is MessageKind.MEAN or 0 < got.member.weight <= 1e18
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert refused > 0.7 * BROKEN
@@ -83,6 +83,6 @@ def test_ten_thousand_broken_messages_are_refused_or_are_what_was_sent() -> None
 
 @given(st.binary(max_size=3 * HEADER_BYTES))
 def test_any_bytes_at_all_are_refused(data: bytes) -> None:
-    due = Envelope.whole(RoundId(1, 0), 1, Reduction(Codec("fp32"), 8))
+    due = MessageSpec.whole(RoundId(1, 0), 1, Reduction(Codec("fp32"), 8))
     with pytest.raises(BadMessage):
-        unseal(torch.tensor(list(data), dtype=torch.uint8), due)
+        unpack(torch.tensor(list(data), dtype=torch.uint8), due)

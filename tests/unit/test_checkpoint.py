@@ -475,8 +475,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         r"manifest\.json is damaged: it is no longer JSON",
     ),
     "deep manifest": (lambda f: (f / MANIFEST).write_text("[" * 100_000), "is damaged: it is no longer JSON"),
-    "another program's": (lambda f: (f / MANIFEST).write_text('{"format": "pt"}'), "something else wrote it"),
-    "not an object": (lambda f: (f / MANIFEST).write_text("[]"), "something else wrote it"),
+    "another program's": (lambda f: (f / MANIFEST).write_text('{"format": "pt"}'), "another program wrote it"),
+    "not an object": (lambda f: (f / MANIFEST).write_text("[]"), "another program wrote it"),
     "newer version": (
         lambda f: reseal(f, lambda manifest: manifest.update(version=2)),
         "format version 2, written by a newer atoll; this one reads version 1",

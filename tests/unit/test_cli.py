@@ -228,7 +228,7 @@ def test_a_worker_is_resumed_from_the_folder_of_its_run_or_from_its_own(
         result = atoll("train", str(folder), "--worker", "1", "--resume")
         assert f"to look at it: atoll report {run}, atoll sample {run / 'worker-1'}" in result.stdout, result.output
     assert seen == [(str(tmp_path / "runs"), "reef", 1)] * 2
-    assert "processes of their own (worker-1): add --worker and whose" in complaint("train", run, "--resume", code=2)
+    assert "their own processes (worker-1): add --worker and its number" in complaint("train", run, "--resume", code=2)
     told = "it has no run.toml and no worker-0, only worker-1"
     assert told in complaint("train", run, "--worker", "0", "--resume", code=2)
 

@@ -111,7 +111,7 @@ def test_a_study_that_was_changed_is_refused_before_anything_is_trained(
     assert json.loads((out / "one" / "about.json").read_text())["threads"] == 3
     before = (out / "report.html").stat()
     study.write_text(study.read_text().replace('sync.codec = "fp32"', 'sync.codec = "bf16"'))
-    with pytest.raises(ConfigError, match=r"sync\.codec was 'fp32', is 'bf16'.*; --fresh trains the study anew"):
+    with pytest.raises(ConfigError, match=r"sync\.codec was 'fp32', is 'bf16'.*; --fresh trains the study again"):
         compare([study], out=out)
     assert (out / "report.html").stat() == before
     assert compare([study], out=out, fresh=True) == 0

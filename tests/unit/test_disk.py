@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll._util.disk import locked, write_whole
+from atoll._util.disk import locked, write_atomically
 from atoll.errors import AtollError
 
 
@@ -19,7 +19,7 @@ def names(folder: Path) -> list[str]:
 def test_a_file_is_written_with_the_folders_above_it_and_replaced(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "file"
     for content in (b"first", b"second"):
-        write_whole(path, content)
+        write_atomically(path, content)
         assert path.read_bytes() == content
     assert names(path.parent) == ["file"]
 
@@ -27,7 +27,7 @@ def test_a_file_is_written_with_the_folders_above_it_and_replaced(tmp_path: Path
 def test_a_file_has_the_permissions_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        write_whole(tmp_path / "file", b"")
+        write_atomically(tmp_path / "file", b"")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
@@ -39,11 +39,11 @@ def test_a_disk_that_is_full_leaves_the_old_file_and_nothing_else(
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    write_whole(tmp_path / "file", b"old")
+    write_atomically(tmp_path / "file", b"old")
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(AtollError, match=r"file cannot be written: No space left on device$"):
-            write_whole(tmp_path / "file", b"new")
+            write_atomically(tmp_path / "file", b"new")
     assert names(tmp_path) == ["file"]
     assert (tmp_path / "file").read_bytes() == b"old"
 
@@ -53,7 +53,7 @@ def test_bytes_are_on_disk_before_the_name_and_the_name_before_the_return(
 ) -> None:
     there: list[bool] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: there.append((tmp_path / "file").exists()))
-    write_whole(tmp_path / "file", b"")
+    write_atomically(tmp_path / "file", b"")
     assert there == [False, True]
 
 

@@ -23,10 +23,10 @@ from atoll.core.codec import Codec
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Contribution, Link, Member, RoundId
 from atoll.link.net import link as dist
-from atoll.link.net import transfer as crossing
+from atoll.link.net import transfer as transfer
 from atoll.link.net import wire
-from atoll.link.net.link import DistLink
-from atoll.link.net.wire import Mail, Outgoing
+from atoll.link.net.link import NetLink
+from atoll.link.net.wire import OutgoingMessage, PeerConnections
 from atoll.outer.presets import Gradients
 from atoll.train.ranks import site
 from fleet import Ending, Fleet, Me, Worker
@@ -151,7 +151,7 @@ def part(worker: int, reduction: Reduction = REDUCTION) -> Contribution:
     return Contribution(Member(worker, 1.0, 0, 0), torch.zeros(reduction.payload_bytes, dtype=torch.uint8))
 
 
-def joined(me: Me, rounds: int = 2) -> DistLink:
+def joined(me: Me, rounds: int = 2) -> NetLink:
     """A link that has carried some rounds."""
     link = me.link()
     link.join({"period": "5"}, 1.0)
@@ -160,7 +160,7 @@ def joined(me: Me, rounds: int = 2) -> DistLink:
     return link
 
 
-def until_it_fails(link: DistLink) -> None:
+def until_it_fails(link: NetLink) -> None:
     """Training, as far as a link can see."""
     while True:
         link.check()
@@ -322,16 +322,16 @@ def send_some(me: Me, victim: int) -> None:
     """In round 2, the victim's parts reach one other worker only."""
     link = joined(me)
     if me.worker == victim:
-        send = Mail.send
+        send = PeerConnections.send
         sent: list[int] = []
 
-        def sometimes(mail: Mail, message: torch.Tensor, receiver: int, tag: int) -> Outgoing:
+        def sometimes(connections: PeerConnections, message: torch.Tensor, receiver: int, tag: int) -> OutgoingMessage:
             if sent:
                 signal.pause()
             sent.append(receiver)
-            return send(mail, message, receiver, tag)
+            return send(connections, message, receiver, tag)
 
-        pytest.MonkeyPatch().setattr(Mail, "send", sometimes)
+        pytest.MonkeyPatch().setattr(PeerConnections, "send", sometimes)
     pending = link.open(RoundId(2, 0), part(me.worker), REDUCTION)
     if me.worker == victim:
         time.sleep(1000)
@@ -351,25 +351,25 @@ def test_one_that_sent_to_some_and_then_stopped_is_named_not_those_who_wait_for_
 def corrupting(how: str) -> Callable[..., torch.Tensor]:
     """What a broken worker sends in round 2."""
 
-    def seal(
-        envelope: wire.Envelope, contribution: Contribution | None, message: torch.Tensor | None = None
+    def pack(
+        spec: wire.MessageSpec, contribution: Contribution | None, message: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if envelope.round_id.step < 2:
-            return wire.seal(envelope, contribution, message)
+        if spec.round_id.step < 2:
+            return wire.pack(spec, contribution, message)
         if how == "round":
-            return wire.seal(replace(envelope, round_id=RoundId(7, 0)), contribution, message)
+            return wire.pack(replace(spec, round_id=RoundId(7, 0)), contribution, message)
         if how == "worker":
-            return wire.seal(replace(envelope, sender=envelope.sender + 1), contribution, message)
+            return wire.pack(replace(spec, sender=spec.sender + 1), contribution, message)
         if how in ("weight", "another weight"):
-            member = Member(envelope.sender, float("nan") if how == "weight" else 1e18, 0, 0)
-            return wire.seal(envelope, Contribution(member, part(0).payload[: envelope.length]))
-        message = wire.seal(envelope, contribution, message)
+            member = Member(spec.sender, float("nan") if how == "weight" else 1e18, 0, 0)
+            return wire.pack(spec, Contribution(member, part(0).payload[: spec.length]))
+        message = wire.pack(spec, contribution, message)
         if how == "noise":
             return torch.randint(0, 256, message.shape, dtype=torch.uint8)
         message[{"magic": 0, "version": 4, "header": 20, "payload": -1}[how]] ^= 1
         return message
 
-    return seal
+    return pack
 
 
 GARBAGE = {
@@ -387,7 +387,7 @@ GARBAGE = {
 
 def send_garbage(me: Me, victim: int, how: str) -> None:
     if me.worker == victim:
-        pytest.MonkeyPatch().setattr(crossing, "seal", corrupting(how))
+        pytest.MonkeyPatch().setattr(transfer, "pack", corrupting(how))
     link = joined(me)
     link.open(RoundId(2, 0), part(me.worker), REDUCTION).wait()
     until_it_fails(link)
@@ -407,7 +407,7 @@ def test_garbage_is_refused_with_the_sender_the_round_and_what_is_wrong_with_it(
                 error = survivor.error()
                 assert error.startswith(f"LinkError: step 2, fragment 0: worker {victim} {GARBAGE[how]}"), error
             told = fleet[victim].error()
-            assert "has told of this one" in told and GARBAGE[how] in told
+            assert "has reported of this one" in told and GARBAGE[how] in told
 
 
 def leave(me: Me, leaver: int) -> None:
@@ -782,14 +782,14 @@ def test_what_listens_there_is_something_else(something_else: int, tmp_path: Pat
         began = time.monotonic()
         ending = fleet.add(1, waiting, port=something_else).ending()
         assert f"LinkError: worker 1 finds no worker 0 at 127.0.0.1:{something_else} in 2 s" in ending.error
-        assert "(something listens there, but does not answer as worker 0 does)" in ending.error
+        assert "(a service listens there, but does not answer as worker 0 does)" in ending.error
         assert ending.at < began + 10
 
 
 def read_garbage(me: Me, key: str, text: str) -> None:
     link = me.link()
     if me.worker == 1:
-        link.meeting()._store.set(f"{key}/1.0", text)
+        link.rendezvous()._store.set(f"{key}/1.0", text)
         me.hear()
     link.join({"period": "5"}, 1.0)
 
@@ -847,7 +847,7 @@ def misused(me: Me) -> None:
     link.close()
     link.close()
     link.close("again")
-    for call in (link.check, link.meeting, lambda: link.open(RoundId(1, 0), part(me.worker), REDUCTION)):
+    for call in (link.check, link.rendezvous, lambda: link.open(RoundId(1, 0), part(me.worker), REDUCTION)):
         with pytest.raises(LinkError, match=f"the link of worker {me.worker} is closed"):
             call()
     me.link().close()  # one that has met nobody
@@ -900,11 +900,11 @@ def test_closed_links_leave_no_threads_and_no_files_behind_and_free_the_port(tmp
 
 
 def test_threads_that_gloo_lets_go_of_never_are_waited_for_together_and_not_one_by_one() -> None:
-    mail = Mail(None, [], {})
+    connections = PeerConnections(None, [], {})
     for _ in range(4):
-        mail.start(time.sleep, 20.0)
+        connections.start(time.sleep, 20.0)
     began = time.monotonic()
-    mail.end()
+    connections.end()
     assert time.monotonic() < began + 2.0
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from atoll import checkpoint
+from atoll._util import disk
 from atoll._util.disk import sha256_of
 from atoll.cli import main as cli
-from atoll.link.net.rendezvous import Meeting
+from atoll.link.net.rendezvous import Rendezvous
 from atoll.train.folder import RunFolder
 from fleet import PATIENCE_S, Fleet, Me, Worker
 
@@ -184,20 +184,20 @@ def _falling(me: Me, file: Path, moment: str) -> None:
     def die(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    change, put, ask = pytest.MonkeyPatch(), checkpoint._put_in_place, Meeting._set
+    change, put, ask = pytest.MonkeyPatch(), disk._put_in_place, Rendezvous._set
     if me.worker == 1:
         match moment:
             case "before the first save":
                 change.setattr(RunFolder, "save", die)
             case "in the save of step 20":
-                change.setattr(checkpoint, "_put_in_place", lambda *of: die() if "20" in of[1].name else put(*of))
+                change.setattr(disk, "_put_in_place", lambda *of: die() if of[1].name == "step-000000020" else put(*of))
             case "a slow store":
 
-                def slow(self: Meeting, key: str, value: object) -> None:
+                def slow(self: Rendezvous, key: str, value: object) -> None:
                     time.sleep(1.5 if key == "stop" else 0.0)
                     ask(self, key, value)
 
-                change.setattr(Meeting, "_set", slow)
+                change.setattr(Rendezvous, "_set", slow)
     command(me, file, pause_s=0.01 + 0.05 * me.worker if moment == "a slow store" else 0.0)
 
 
@@ -263,8 +263,7 @@ def test_without_a_step_that_all_have_nothing_is_resumed(tmp_path: Path) -> None
         for worker in fleet.crew:
             assert status(worker) == 1
             assert (
-                "no checkpoint is there on every worker, so none can be resumed from: worker 0 has step"
-                in worker.output
+                "no checkpoint exists on every worker, so none can be resumed from: worker 0 has step" in worker.output
             )
             assert "worker 1 has none" in worker.output
 

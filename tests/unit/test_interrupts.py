@@ -35,7 +35,7 @@ def test_one_that_python_has_lost_is_heeded_at_the_next_look() -> None:
         with suppress(KeyboardInterrupt):  # as inside an import
             strike()
         with pytest.raises(KeyboardInterrupt):
-            received.heed()
+            received.raise_pending()
 
 
 def test_one_that_python_has_lost_is_found_before_the_first_step() -> None:
@@ -66,7 +66,7 @@ def test_in_training_it_is_noted_and_told_once_and_the_second_acts_at_once() -> 
     told: list[str] = []
     with interruptible() as received:
         received.wait_for_steps()
-        received.told = lambda: told.append("told")
+        received.on_first = lambda: told.append("told")
         strike()
         strike()  # the same one, passed on by somebody
         assert list(received) == [signal.SIGINT] and told == ["told"]

@@ -286,7 +286,7 @@ def test_a_link_does_not_keep_a_model_for_what_it_has_sent() -> None:
 
 
 def test_an_emulated_line_takes_what_is_there() -> None:
-    """Its passage begins when there is something to carry: the line is not blamed for what was not ready."""
+    """Its transfer begins when there is something to carry: the line is not blamed for what was not ready."""
     (link,) = shaped(local(1), Shape(latency_s=1e-3))
     link.join({}, 1.0)
     offer = Slow(0, REDUCTION)
@@ -297,8 +297,8 @@ def test_an_emulated_line_takes_what_is_there() -> None:
         offer.known.set()
 
     threading.Timer(0.1, tell).start()
-    passage = link.open(AT, offer, REDUCTION).wait().passage
-    assert passage is not None and passage.opened_s >= known_s[0]
+    transfer = link.open(AT, offer, REDUCTION).wait().transfer
+    assert transfer is not None and transfer.opened_s >= known_s[0]
     link.close()
 
 

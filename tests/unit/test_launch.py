@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,18 @@ from unittest.mock import ANY
 import pytest
 from typer.testing import CliRunner
 
-from atoll._util.parent_death import FOLLOWS as FOLLOWED
+from atoll._util.parent_death import EXIT_WITH_PARENT
 from atoll.cli import main as cli
-from atoll.cli.launch import TORCHRUN_TELLS, Options, again, by_torchrun, command, environment, free_ports
-from atoll.cli.processes import Ended, Job, supervise
+from atoll.cli.launch import (
+    TORCHRUN_AFTERMATH,
+    LaunchOptions,
+    by_torchrun,
+    command,
+    environment,
+    free_ports,
+    resume_command,
+)
+from atoll.cli.processes import ProcessExit, ProcessObserver, ProcessSpec, supervise
 from atoll.settings.config import RunConfig, load, parse
 from kills import gone, with_mark
 
@@ -34,10 +43,10 @@ SITES = Path(__file__).resolve().parents[2] / "examples" / "sites"
 SUPERVISOR = """
 import json, os, sys
 from pathlib import Path
-from atoll.cli.processes import Job, supervise
+from atoll.cli.processes import ProcessSpec, supervise
 folder, settings, *scripts = sys.argv[1:]
 jobs = [
-    Job(f"worker {k}", [sys.executable, "-c", script], os.environ, Path(folder) / f"worker-{k}" / "log.txt")
+    ProcessSpec(f"worker {k}", [sys.executable, "-c", script], os.environ, Path(folder) / f"worker-{k}" / "log.txt")
     for k, script in enumerate(scripts)
 ]
 out = supervise(jobs, **json.loads(settings))
@@ -64,7 +73,7 @@ SAVES = WAITS + "signal.signal(signal.SIGINT, saying('got INT', None))\nprint('r
 SAVES += "print('saved', flush=True)\nsys.exit(130)"
 SAVES_ON_TERM = WAITS + "signal.signal(signal.SIGTERM, saying('saved on TERM', 130))\nforever()"
 DEAF_TO_INT = WAITS + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nforever()"
-FOLLOWS = "from atoll._util.parent_death import follow\nfollow(patience_s=1)\n"
+FOLLOWS = "from atoll._util.parent_death import exit_with_parent\nexit_with_parent(patience_s=1)\n"
 DEAF = WAITS + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nforever()"
 
 
@@ -266,7 +275,7 @@ def test_when_nobody_reads_any_more_all_are_stopped(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- several at a time, each for itself
 
 
-class Heard:
+class Heard(ProcessObserver):
     """An audience that keeps what it sees."""
 
     def __init__(self) -> None:
@@ -282,13 +291,15 @@ class Heard:
         if f"{name}?" not in self.order:
             self.order.append(f"{name}?")
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: ProcessExit) -> None:
         self.order.append(f"{ended.job.name} ended {ended.status}{' asked' if ended.asked else ''}")
 
 
 def test_those_that_are_no_team_run_one_after_another_whatever_becomes_of_each(tmp_path: Path) -> None:
     scripts = {"a": "print(1); raise SystemExit(3)", "b": "print(2)", "c": "import os; os.kill(os.getpid(), 9)"}
-    jobs = [Job(name, [sys.executable, "-c", text], os.environ, tmp_path / name) for name, text in scripts.items()]
+    jobs = [
+        ProcessSpec(name, [sys.executable, "-c", text], os.environ, tmp_path / name) for name, text in scripts.items()
+    ]
     heard = Heard()
     outcome = supervise(jobs, audience=heard, at_once=1, together=False, grace_s=0)
     assert [one.status for one in outcome.ended] == [3, 0, -signal.SIGKILL] and not outcome.interrupted
@@ -301,7 +312,9 @@ def test_interrupted_it_starts_none_of_those_that_wait(tmp_path: Path) -> None:
     mark = tmp_path / "started"
     first = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"
     second = f"open({str(mark)!r}, 'w')"
-    jobs = [Job(text[:9], [sys.executable, "-c", text], os.environ, tmp_path / text[:4]) for text in (first, second)]
+    jobs = [
+        ProcessSpec(text[:9], [sys.executable, "-c", text], os.environ, tmp_path / text[:4]) for text in (first, second)
+    ]
     heard = Heard()
     outcome = supervise(jobs, audience=heard, at_once=1, together=False)
     assert outcome.interrupted and outcome.failed is None and not mark.exists()
@@ -368,10 +381,12 @@ def test_killed_itself_it_leaves_nobody_behind_and_workers_save(start: Start, tm
 
 def test_who_has_no_supervisor_follows_nobody() -> None:
     """Neither by a pipe that ends, nor, said to be supervised, by a standard input that is none."""
-    script = "import os, time; from atoll._util.parent_death import follow; follow(); time.sleep(0.2); "
+    script = (
+        "import os, time; from atoll._util.parent_death import exit_with_parent; exit_with_parent(); time.sleep(0.2); "
+    )
     script += "print(os.environ.get(%r))"
-    for environment_, stdin in (({}, subprocess.PIPE), ({FOLLOWED: "1"}, subprocess.DEVNULL)):
-        line = [sys.executable, "-c", script % FOLLOWED]
+    for environment_, stdin in (({}, subprocess.PIPE), ({EXIT_WITH_PARENT: "1"}, subprocess.DEVNULL)):
+        line = [sys.executable, "-c", script % EXIT_WITH_PARENT]
         with subprocess.Popen(line, stdin=stdin, stdout=subprocess.PIPE, env=os.environ | environment_) as process:
             told, _ = process.communicate(timeout=60)
             assert (process.returncode, told) == (0, b"None\n")
@@ -413,9 +428,12 @@ def test_the_ranks_of_torchrun_save_and_go_too(start: Start, tmp_path: Path, num
 
 
 def test_one_that_stands_still_is_woken_to_hear_that_it_is_to_end(start: Start) -> None:
-    supervised = start(WAITS + "forever()", "raise SystemExit(3)", grace_s=1.0, patience_s=60)
+    supervised = start(WAITS + "forever()", "raise SystemExit(3)", grace_s=3.0, patience_s=60)
     supervised.wait_for("ready")
-    (pid,) = [pid for pid in with_mark(str(supervised.folder)) if _is_child(pid, supervised.process.pid)]
+    pids: list[int] = []
+    while len(pids) != 1:  # on a busy machine, the other one may still be there
+        pids = [pid for pid in with_mark(str(supervised.folder)) if _is_child(pid, supervised.process.pid)]
+    (pid,) = pids
     os.kill(pid, signal.SIGSTOP)
     began = time.monotonic()
     blamed, _, ended = supervised.end()
@@ -424,7 +442,9 @@ def test_one_that_stands_still_is_woken_to_hear_that_it_is_to_end(start: Start) 
 
 
 def _is_child(pid: int, parent: int) -> bool:
-    return f"PPid:\t{parent}\n" in Path(f"/proc/{pid}/status").read_text()
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return f"PPid:\t{parent}\n" in Path(f"/proc/{pid}/status").read_text()
+    return False
 
 
 def test_signals_that_come_together_are_one(start: Start) -> None:
@@ -446,14 +466,14 @@ def test_signals_that_come_together_are_one(start: Start) -> None:
 )
 def test_a_reason_may_come_after_torchrun_has_begun_to_tell(tmp_path: Path, lines: list[str], said: str) -> None:
     script = "\n".join(f"print({line!r})" for line in lines) + "\nraise SystemExit(1)"
-    job = Job("worker 0", [sys.executable, "-c", script], os.environ, tmp_path / "log.txt", TORCHRUN_TELLS)
+    job = ProcessSpec("worker 0", [sys.executable, "-c", script], os.environ, tmp_path / "log.txt", TORCHRUN_AFTERMATH)
     outcome = supervise([job])
     assert outcome.failed is not None and outcome.failed.said == said
 
 
 # ---------------------------------------------------------------------- command lines
 
-OPTIONS = Options(file=Path("run.toml"))
+OPTIONS = LaunchOptions(file=Path("run.toml"))
 
 
 def test_the_command_of_a_worker() -> None:
@@ -479,7 +499,7 @@ def test_the_command_of_a_worker() -> None:
         *("--out", "some where", "--name", "x", "--link", "1Gbit/s,50ms"),
         *("--set", "sync.workers=2", "--resume", "--view", "lines"),
     ]
-    assert " ".join(again(every, parse("sync.workers = 2"))) == (
+    assert " ".join(resume_command(every, parse("sync.workers = 2"))) == (
         "atoll launch run.toml --workers 2 --set train.steps=5 --set name=a b "
         "--out some where --name x --link 1Gbit/s,50ms --ranks 2 --resume"
     )
@@ -611,8 +631,8 @@ def test_launch_names_the_worker_that_failed(tmp_path: Path, worker_code: int, c
     assert process.returncode == code
     log = "runs/run/worker-1/log.txt"
     told, _, advice = errors.partition("\n")
-    assert told == f"error: worker 1 failed first (exit status {worker_code}): oh [no]; all it said is in {log}"
-    resumed = "Once it is mended, continue with: atoll launch run.toml --workers 2 --resume\n"
+    assert told == f"error: worker 1 failed first (exit status {worker_code}): oh [no]; its output is in {log}"
+    resumed = "Once it is fixed, continue with: atoll launch run.toml --workers 2 --resume\n"
     assert advice == ("" if worker_code == 2 else resumed)  # wrong settings would be refused again
 
 
@@ -623,7 +643,7 @@ def test_launch_that_nobody_reads_any_more_stops_all_and_says_how_to_go_on(tmp_p
     errors = process.stderr.read()
     process.stderr.close()
     assert process.wait(timeout=60) == 1
-    assert errors.startswith("error: nobody reads what is printed here any more") and errors.count("\n") == 1
+    assert errors.startswith("error: standard output was closed") and errors.count("\n") == 1
     assert errors.endswith("continue with: atoll launch run.toml --workers 2 --resume\n")
 
 
@@ -632,9 +652,7 @@ def test_launch_tells_what_killed_a_worker(tmp_path: Path) -> None:
     process = launching(tmp_path, script)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert errors.startswith(
-        "error: worker 1 failed first (killed by SIGSEGV), its last line: busy; all it said is in "
-    )
+    assert errors.startswith("error: worker 1 failed first (killed by SIGSEGV), its last line: busy; its output is in ")
 
 
 FAILS_SLOWLY = """
@@ -654,7 +672,7 @@ def test_of_ranks_the_reason_is_named_and_not_what_torchrun_makes_of_it(tmp_path
     process = launching(tmp_path, execute(ranks), "--ranks=2", "--workers=1")
     told, errors = process.communicate(timeout=100)
     assert "ChildFailedError" in told and process.returncode == 1
-    assert errors.startswith("error: worker 0 failed first (exit status 1): Slow: the reason; all it said")
+    assert errors.startswith("error: worker 0 failed first (exit status 1): Slow: the reason; its output")
 
 
 def test_launch_interrupted_says_how_to_go_on(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_rounds_are_forgotten_once_everybody_has_them() -> None:
             for p in pending:
                 p.wait()
         # No public door shows this; a leak would hold every payload of a run.
-        board = links[0]._board
+        board = links[0]._store
         assert not board.rounds and not board.taken and not board.reduced
 
 
@@ -90,7 +90,7 @@ def test_weights_follow_who_is_present() -> None:
     ("make", "message"),
     [
         (lambda: local(0), "workers must be a whole number of at least 1, got 0"),
-        (lambda: Faults(drop=1.5), "drop must be a chance between 0 and 1, got 1.5"),
+        (lambda: Faults(drop=1.5), "drop must be a probability between 0 and 1, got 1.5"),
         (lambda: Faults(speeds={1: 0.0}), "speed of worker 1 must be above 0 and at most 1, got 0.0"),
         (
             lambda: Absence(worker=0, first=5, last=4),

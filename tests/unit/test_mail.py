@@ -8,10 +8,10 @@ import torch
 from atoll.core.allreduce import Reduction
 from atoll.core.codec import Codec
 from atoll.link.base import Contribution, Member, RoundId
-from atoll.link.net.wire import CHUNK_BYTES, HEADER_BYTES, Envelope, Incoming, LostError, seal
+from atoll.link.net.wire import CHUNK_BYTES, HEADER_BYTES, IncomingMessage, MessageSpec, PeerError, pack
 
 REDUCTION = Reduction(Codec("fp32"), 300_000)
-ENVELOPE = Envelope.whole(RoundId(7, 2), 3, REDUCTION)
+ENVELOPE = MessageSpec.whole(RoundId(7, 2), 3, REDUCTION)
 
 
 class Work:
@@ -25,17 +25,17 @@ class Work:
             raise RuntimeError("Connection closed by peer")
 
 
-def arriving(message: torch.Tensor, *works: Work) -> Incoming:
+def arriving(message: torch.Tensor, *works: Work) -> IncomingMessage:
     buffer = torch.zeros(len(works) * CHUNK_BYTES, dtype=torch.uint8)
     buffer[: message.numel()] = message
-    return Incoming(ENVELOPE, 2.5, buffer, works)
+    return IncomingMessage(ENVELOPE, 2.5, buffer, works)
 
 
 def sealed() -> tuple[Contribution, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     payload = torch.randint(256, (REDUCTION.payload_bytes,), dtype=torch.uint8, generator=generator)
     sent = Contribution(Member(3, 2.5, 4, 99), payload)
-    return sent, seal(ENVELOPE, sent)
+    return sent, pack(ENVELOPE, sent)
 
 
 def test_a_message_of_several_chunks_is_whole_and_good() -> None:
@@ -53,7 +53,7 @@ def test_a_message_of_several_chunks_is_whole_and_good() -> None:
 def test_damage_in_any_chunk_is_its_senders(place: int) -> None:
     _, message = sealed()
     message[place] ^= 1
-    with pytest.raises(LostError, match="damaged on the way") as lost:
+    with pytest.raises(PeerError, match="damaged on the way") as lost:
         arriving(message, Work(), Work(), Work()).wait()
     assert lost.value.worker == 3 and not lost.value.closed
 
@@ -61,6 +61,6 @@ def test_damage_in_any_chunk_is_its_senders(place: int) -> None:
 def test_a_connection_that_closes_in_the_middle_is_its_senders() -> None:
     _, message = sealed()
     incoming = arriving(message, Work(), Work(closed=True), Work())
-    with pytest.raises(LostError, match="closed its connection") as lost:
+    with pytest.raises(PeerError, match="closed its connection") as lost:
         incoming.wait()
     assert lost.value.worker == 3 and lost.value.closed

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 
 from atoll.errors import ConfigError, LinkError
-from atoll.link.base import difference
-from atoll.link.net.rendezvous import Meeting, in_time, open_store, parse_address
-from atoll.link.net.root_cause import Report, verdict
+from atoll.link.base import describe_differences
+from atoll.link.net.rendezvous import Rendezvous, in_time, open_store, parse_address
+from atoll.link.net.root_cause import FailureReport, root_cause
 from atoll.link.net.seat import Seat
 from fleet import free_port
 
 
 @contextmanager
-def meetings(workers: int, join_s: float = 5.0) -> Iterator[list[Meeting]]:
+def meetings(workers: int, join_s: float = 5.0) -> Iterator[list[Rendezvous]]:
     """All workers of a run, in this process."""
     address = f"127.0.0.1:{free_port()}"
-    there = [Meeting(address, Seat(worker, workers), join_s) for worker in range(workers)]
+    there = [Rendezvous(address, Seat(worker, workers), join_s) for worker in range(workers)]
     yield there
-    for meeting in reversed(there):
-        meeting.leave()
+    for rendezvous in reversed(there):
+        rendezvous.leave()
 
 
 @pytest.mark.parametrize(
@@ -62,34 +62,34 @@ def test_seats() -> None:
 
 def test_what_is_told_is_heard_by_all() -> None:
     with meetings(3) as there:
-        for meeting in there:
-            meeting.tell("greeting", {"from": meeting.seat.worker, "all": [1, 2.5, None, "ü"]})
-        for meeting in there:
-            heard = dict(meeting.hear("greeting", meeting.seat.all()))
+        for rendezvous in there:
+            rendezvous.publish("greeting", {"from": rendezvous.seat.worker, "all": [1, 2.5, None, "ü"]})
+        for rendezvous in there:
+            heard = dict(rendezvous.collect("greeting", rendezvous.seat.all()))
             assert {seat.worker: said["from"] for seat, said in heard.items()} == {0: 0, 1: 1, 2: 2}
-            assert heard[meeting.seat]["all"] == [1, 2.5, None, "ü"]
+            assert heard[rendezvous.seat]["all"] == [1, 2.5, None, "ü"]
 
 
 def test_who_is_missing_is_named_after_a_while() -> None:
     with meetings(3, join_s=0.3) as there:
-        there[0].tell("greeting", 1)
+        there[0].publish("greeting", 1)
         with pytest.raises(LinkError, match=r"worker 1, worker 2 came, but did not get this far within 0\.3 s"):
-            list(there[0].hear("greeting", there[0].seat.all()))
-        assert there[0].heard("greeting", Seat(1, 3)) is None
-        assert there[0].heard_by("greeting", there[0].seat.all(), 0.1) == {Seat(0, 3): 1}
+            list(there[0].collect("greeting", there[0].seat.all()))
+        assert there[0].poll_one("greeting", Seat(1, 3)) is None
+        assert there[0].poll("greeting", there[0].seat.all(), 0.1) == {Seat(0, 3): 1}
 
 
 def test_waiting_is_told_and_who_never_came_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atoll.link.net.rendezvous._SOON_S", 0.05)
     address, said = f"127.0.0.1:{free_port()}", list[str]()
-    host = Meeting(address, Seat(0, 3), 0.3, said.append)
+    host = Rendezvous(address, Seat(0, 3), 0.3, said.append)
     with pytest.raises(LinkError, match=r"worker 1, worker 2 did not come .* \(--worker 1, --worker 2\).* firewall"):
-        list(host.hear("greeting", host.seat.all()))
+        list(host.collect("greeting", host.seat.all()))
     assert said == [f"waiting for worker 1, worker 2 at {address}, at most 0.3 s"]
     said.clear()
     nowhere = f"127.0.0.1:{free_port()}"
     with pytest.raises(LinkError, match="Connection refused"):
-        Meeting(nowhere, Seat(1, 2), 0.3, said.append)
+        Rendezvous(nowhere, Seat(1, 2), 0.3, said.append)
     assert said == [f"waiting for worker 0 at {nowhere}, at most 0.3 s"]
 
 
@@ -101,37 +101,37 @@ def test_waiting_ends_when_this_process_is_told_to_stop() -> None:
         if len(asked) > 3:
             raise KeyboardInterrupt
 
-    host = Meeting(address, Seat(0, 2), 60, heed=stop)
+    host = Rendezvous(address, Seat(0, 2), 60, check_interrupts=stop)
     with pytest.raises(KeyboardInterrupt):
-        list(host.hear("greeting", host.seat.all()))
+        list(host.collect("greeting", host.seat.all()))
     asked.clear()
     with pytest.raises(KeyboardInterrupt):
-        Meeting(f"127.0.0.1:{free_port()}", Seat(1, 2), 60, heed=stop)
+        Rendezvous(f"127.0.0.1:{free_port()}", Seat(1, 2), 60, check_interrupts=stop)
 
 
 @pytest.mark.parametrize("worker", [1, 2])
 def test_another_number_of_workers_is_refused_at_once_on_both_sides(worker: int) -> None:
     with meetings(1, join_s=60.0) as there:
-        host = Meeting(f"127.0.0.1:{free_port()}", Seat(0, 2), 60.0)
+        host = Rendezvous(f"127.0.0.1:{free_port()}", Seat(0, 2), 60.0)
         told = rf"worker {worker} and worker 0 differ in sync.workers: 3 against 2"
         with pytest.raises(LinkError, match=told):
-            Meeting(host.address, Seat(worker, 3), 60.0)
+            Rendezvous(host.address, Seat(worker, 3), 60.0)
         with pytest.raises(LinkError, match=told):
-            list(host.hear("greeting", host.seat.all()))
+            list(host.collect("greeting", host.seat.all()))
         with pytest.raises(LinkError, match=r"worker 1 and worker 0 differ in sync\.workers: 2 against 1"):
-            Meeting(there[0].address, Seat(1, 2), 60.0)
+            Rendezvous(there[0].address, Seat(1, 2), 60.0)
 
 
 def test_a_run_that_is_complete_is_not_disturbed_by_one_of_another_size() -> None:
     with meetings(2) as there:
         for one in there:
-            one.tell("greeting", 1)
-        list(there[0].hear("greeting", there[0].seat.all()))
+            one.publish("greeting", 1)
+        list(there[0].collect("greeting", there[0].seat.all()))
         with pytest.raises(LinkError, match=r"differ in sync\.workers"):
-            Meeting(there[0].address, Seat(2, 3), 5.0)
-        there[0].tell("bye", 1)
-        threading.Timer(0.2, there[1].tell, ("bye", 1)).start()
-        assert len(list(there[0].hear("bye", there[0].seat.all()))) == 2
+            Rendezvous(there[0].address, Seat(2, 3), 5.0)
+        there[0].publish("bye", 1)
+        threading.Timer(0.2, there[1].publish, ("bye", 1)).start()
+        assert len(list(there[0].collect("bye", there[0].seat.all()))) == 2
 
 
 @pytest.mark.parametrize(
@@ -143,57 +143,59 @@ def test_a_run_that_is_complete_is_not_disturbed_by_one_of_another_size() -> Non
 )
 def test_what_is_advised_about_an_address_fits_what_is_wrong_with_it(address: str, advice: str) -> None:
     with pytest.raises(LinkError, match=advice) as refused:
-        Meeting(address, Seat(0, 2), 1.0)
+        Rendezvous(address, Seat(0, 2), 1.0)
     assert "another port" not in str(refused.value)
 
 
 def test_all_differences_are_named_up_to_three() -> None:
     mine = {"period": "5", "codec": "int8", "alpha": "0.5", "delay": "1", "model": "a"}
-    assert difference(mine, mine) is None
-    assert difference(mine, mine | {"period": "6"}) == "period: 5 against 6"
-    assert difference(mine, {"model": "a", "delay": "1", "codec": "int8", "alpha": "1"}) == (
+    assert describe_differences(mine, mine) is None
+    assert describe_differences(mine, mine | {"period": "6"}) == "period: 5 against 6"
+    assert describe_differences(mine, {"model": "a", "delay": "1", "codec": "int8", "alpha": "1"}) == (
         "period: 5 against left out; alpha: 0.5 against 1"
     )
-    assert difference(mine, {"model": "a"}) == (
+    assert describe_differences(mine, {"model": "a"}) == (
         "period: 5 against left out; codec: int8 against left out; alpha: 0.5 against left out; and 1 more"
     )
 
 
 def test_who_has_left_is_not_waited_for() -> None:
     with meetings(2, join_s=60.0) as there:
-        there[1].tell_at_last("failure", Report(1, "left: no text to train on", "before the first round")._asdict())
+        there[1].try_publish(
+            "failure", FailureReport(1, "left: no text to train on", "before the first round")._asdict()
+        )
         with pytest.raises(LinkError, match="worker 1 left: no text to train on"):
-            list(there[0].hear("greeting", there[0].seat.peers()))
+            list(there[0].collect("greeting", there[0].seat.peers()))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "nonsense"])
 def test_what_is_no_json_is_refused_with_its_name(text: str) -> None:
     with meetings(2) as there:
         there[1]._store.set("greeting/1.0", text)
-        with pytest.raises(LinkError, match="worker 1 left something under 'greeting' that is no JSON"):
-            list(there[0].hear("greeting", [Seat(1, 2)]))
-        assert there[0].heard("greeting", Seat(1, 2)) is None
+        with pytest.raises(LinkError, match="worker 1 published something under 'greeting' that is no JSON"):
+            list(there[0].collect("greeting", [Seat(1, 2)]))
+        assert there[0].poll_one("greeting", Seat(1, 2)) is None
 
 
 def test_a_seat_is_taken_once() -> None:
     with meetings(2) as there, pytest.raises(LinkError, match=r"worker 1 is at .* already: another run uses"):
-        Meeting(there[0].address, Seat(1, 2), 30.0)
+        Rendezvous(there[0].address, Seat(1, 2), 30.0)
 
 
 def test_of_two_that_find_a_seat_free_at_the_same_moment_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with meetings(2) as there:
-        monkeypatch.setattr(Meeting, "_found_seat", lambda self, store: "free")
+        monkeypatch.setattr(Rendezvous, "_found_seat", lambda self, store: "free")
         with pytest.raises(LinkError, match=r"worker 1 is at .* already: another run uses"):
-            Meeting(there[0].address, Seat(1, 2), 30.0)
+            Rendezvous(there[0].address, Seat(1, 2), 30.0)
 
 
 def test_who_comes_again_before_it_is_known_to_have_left_is_not_taken_for_another() -> None:
     address = f"127.0.0.1:{free_port()}"
-    first = [Meeting(address, Seat(worker, 2), 5.0) for worker in range(2)]
+    first = [Rendezvous(address, Seat(worker, 2), 5.0) for worker in range(2)]
     arrived = threading.Event()
 
     def come() -> None:
-        Meeting(address, Seat(1, 2), 20.0)
+        Rendezvous(address, Seat(1, 2), 20.0)
         arrived.set()
 
     threading.Thread(target=come, daemon=True).start()
@@ -201,7 +203,7 @@ def test_who_comes_again_before_it_is_known_to_have_left_is_not_taken_for_anothe
     first[1].leave()
     first[0].leave()
     first.clear()
-    host = Meeting(address, Seat(0, 2), 5.0)
+    host = Rendezvous(address, Seat(0, 2), 5.0)
     assert arrived.wait(10)
     host.leave()
 
@@ -211,25 +213,25 @@ def test_a_port_is_taken_once() -> None:
         meetings(1) as there,
         pytest.raises(LinkError, match=r"worker 0 cannot listen at .* another port"),
     ):
-        Meeting(there[0].address, Seat(0, 1), 5.0)
+        Rendezvous(there[0].address, Seat(0, 1), 5.0)
 
 
 def test_the_next_run_waits_until_the_one_before_has_left_the_address() -> None:
     address = f"127.0.0.1:{free_port()}"
-    first = [Meeting(address, Seat(worker, 2), 5.0) for worker in range(2)]
+    first = [Rendezvous(address, Seat(worker, 2), 5.0) for worker in range(2)]
     first[1].leave()
     arrived = threading.Event()
 
     def come() -> None:
-        Meeting(address, Seat(1, 2), 20.0).tell("again", True)
+        Rendezvous(address, Seat(1, 2), 20.0).publish("again", True)
         arrived.set()
 
     threading.Thread(target=come, daemon=True).start()
     assert not arrived.wait(0.5)  # the host of the first is still there
     first[0].leave()
     first.clear()
-    host = Meeting(address, Seat(0, 2), 5.0)
-    assert dict(host.hear("again", [Seat(1, 2)]))
+    host = Rendezvous(address, Seat(0, 2), 5.0)
+    assert dict(host.collect("again", [Seat(1, 2)]))
     assert arrived.wait(10)
 
 
@@ -237,10 +239,10 @@ def test_a_store_that_is_gone_is_an_error_that_says_so_or_no_answer_but_never_a_
     with meetings(2) as there:
         guest = there[1]
         there[0]._store = open_store("127.0.0.1", free_port(), is_master=True)  # the old one closes
-        assert not guest.tell_at_last("failure", 1)
-        assert guest.heard_by("failure", [Seat(0, 2)], 60.0) == {}
-        with pytest.raises(LinkError, match=r"worker 0 at .*, where all meet, does not answer any more"):
-            guest.tell("greeting", 1)
+        assert not guest.try_publish("failure", 1)
+        assert guest.poll("failure", [Seat(0, 2)], 60.0) == {}
+        with pytest.raises(LinkError, match=r"worker 0 at .* does not answer any more"):
+            guest.publish("greeting", 1)
 
 
 class FarAway:
@@ -258,11 +260,11 @@ def test_an_answer_that_is_slow_to_come_can_be_waited_for_and_is_no_reason_to_as
     with meetings(2) as there:
         guest, seats = there[1], list(there[1].seat.all())
         guest._store = far = FarAway(guest._store, 0.3)
-        assert not guest.tell_at_last("failure", 1, 0.5)  # two questions
+        assert not guest.try_publish("failure", 1, 0.5)  # two questions
         assert guest.answers
-        assert guest.tell_at_last("stop", 7, 15.0)
-        there[0].tell("stop", 8)
-        assert guest.heard_by("stop", seats, 15.0) == {Seat(0, 2): 8, Seat(1, 2): 7}
+        assert guest.try_publish("stop", 7, 15.0)
+        there[0].publish("stop", 8)
+        assert guest.poll("stop", seats, 15.0) == {Seat(0, 2): 8, Seat(1, 2): 7}
         far.delay_s = 0.0
 
 
@@ -271,10 +273,10 @@ def test_a_store_that_is_silent_again_and_again_is_not_asked_any_more(monkeypatc
     with meetings(2) as there:
         guest = there[1]
         guest._store = far = FarAway(guest._store, 1.0)
-        assert not guest.tell_at_last("end", 1, 0.3) and guest.answers
-        assert not guest.tell_at_last("end", 1, 0.3) and not guest.answers
+        assert not guest.try_publish("end", 1, 0.3) and guest.answers
+        assert not guest.try_publish("end", 1, 0.3) and not guest.answers
         began = time.monotonic()
-        assert not guest.tell_at_last("left", 1, 60.0) and time.monotonic() < began + 20.0
+        assert not guest.try_publish("left", 1, 60.0) and time.monotonic() < began + 20.0
         far.delay_s = 0.0
 
 
@@ -285,9 +287,9 @@ def test_who_tells_of_another_has_not_left_itself() -> None:
         raise LinkError("step 8: worker 2 is gone")
 
     with meetings(3) as there:
-        there[1].tell_at_last("failure", closed(2)._asdict())
+        there[1].try_publish("failure", closed(2)._asdict())
         with pytest.raises(LinkError, match="step 8: worker 2 is gone"):
-            list(there[0].hear("greeting", [Seat(1, 3)], check))
+            list(there[0].collect("greeting", [Seat(1, 3)], check))
 
 
 def test_a_call_that_does_not_return_is_left_behind() -> None:
@@ -301,12 +303,12 @@ def test_a_call_that_does_not_return_is_left_behind() -> None:
 # ---------------------------------------------------------------------- who is to blame
 
 
-def closed(worker: int) -> Report:
-    return Report(worker, "closed its connection", "step 8, fragment 1", closed=True)
+def closed(worker: int) -> FailureReport:
+    return FailureReport(worker, "closed its connection", "step 8, fragment 1", closed=True)
 
 
-def late(worker: int) -> Report:
-    return Report(worker, "did not send its part", "step 8, fragment 1")
+def late(worker: int) -> FailureReport:
+    return FailureReport(worker, "did not send its part", "step 8, fragment 1")
 
 
 @pytest.mark.parametrize(
@@ -318,34 +320,34 @@ def late(worker: int) -> Report:
         ({0: late(1), 1: late(2), 2: closed(0)}, 2),  # who was late had to wait
         ({0: late(1), 1: closed(0)}, 2),  # the same, and the slow one is stopped
         ({0: late(2), 1: closed(0), 2: closed(0)}, 2),  # too slow, but there
-        ({0: closed(2), 1: closed(0), 2: Report(2, "left: tired", "after step 7, fragment 0")}, 2),
-        ({0: closed(1), 1: closed(2), 2: Report(2, "failed: OSError", "step 8, fragment 1")}, 2),
-        ({0: Report(2, "sent a weight of nan", "step 8, fragment 1"), 1: closed(0), 2: closed(0)}, 2),
+        ({0: closed(2), 1: closed(0), 2: FailureReport(2, "left: tired", "after step 7, fragment 0")}, 2),
+        ({0: closed(1), 1: closed(2), 2: FailureReport(2, "failed: OSError", "step 8, fragment 1")}, 2),
+        ({0: FailureReport(2, "sent a weight of nan", "step 8, fragment 1"), 1: closed(0), 2: closed(0)}, 2),
     ],
 )
-def test_all_name_the_same_worker(reports: dict[int, Report], root: int) -> None:
+def test_all_name_the_same_worker(reports: dict[int, FailureReport], root: int) -> None:
     for me in reports.keys() - {root}:
-        told = verdict(me, reports, 3, reached=True)
-        assert f"worker {root}" in told.split(",")[1] or told.split(": ")[1].startswith(f"worker {root}"), told
-        assert told.startswith(("step 8", "after step 7"))
+        error = root_cause(me, reports, 3, reached=True)
+        assert error.worker == root and f"worker {root} " in str(error), error
+        assert str(error).startswith(("step 8", "after step 7"))
     if root in reports and reports[root].worker != root:
-        assert f"of this one, worker {root}" in verdict(root, reports, 3, reached=True)
+        assert f"of this one, worker {root}" in str(root_cause(root, reports, 3, reached=True))
 
 
 def test_what_a_worker_says_of_itself_counts_for_more_than_that_it_was_late() -> None:
-    reports = {0: late(1), 1: Report(1, "left: it was interrupted", "step 8, fragment 1")}
-    assert verdict(0, reports, 2, reached=True) == "step 8, fragment 1: worker 1 left: it was interrupted"
+    reports = {0: late(1), 1: FailureReport(1, "left: it was interrupted", "step 8, fragment 1")}
+    assert str(root_cause(0, reports, 2, reached=True)) == "step 8, fragment 1: worker 1 left: it was interrupted"
 
 
 def test_who_says_that_it_has_left_is_the_root_and_not_one_that_has_said_nothing_yet() -> None:
-    reports = {0: closed(2), 1: Report(1, "left: tired", "step 8, fragment 1"), 2: closed(1)}
-    assert verdict(0, reports, 4, reached=True).startswith("step 8, fragment 1: worker 1 left: tired")
+    reports = {0: closed(2), 1: FailureReport(1, "left: tired", "step 8, fragment 1"), 2: closed(1)}
+    assert str(root_cause(0, reports, 4, reached=True)).startswith("step 8, fragment 1: worker 1 left: tired")
 
 
 def test_without_the_store_worker_0_is_to_blame() -> None:
-    assert "worker 0 closed its connection" in verdict(1, {1: closed(0)}, 3, reached=False)
-    told = verdict(1, {1: closed(2)}, 3, reached=False)
-    assert "worker 0, where all meet, does not answer, and worker 2 closed its connection" in told
+    assert "worker 0 closed its connection" in str(root_cause(1, {1: closed(0)}, 3, reached=False))
+    error = root_cause(1, {1: closed(2)}, 3, reached=False)
+    assert error.worker == 0 and "does not answer, and worker 2 closed its connection" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -358,9 +360,9 @@ def test_without_the_store_worker_0_is_to_blame() -> None:
     ],
 )
 def test_what_is_no_report_is_passed_over(said: object) -> None:
-    assert Report.read(said, 3) is None
+    assert FailureReport.read(said, 3) is None
 
 
 def test_a_report_survives_json() -> None:
-    report = Report(1, "sent a weight of nan", "step 3, fragment 0", closed=False)
-    assert Report.read(json.loads(json.dumps(report._asdict())), 3) == report
+    report = FailureReport(1, "sent a weight of nan", "step 3, fragment 0", closed=False)
+    assert FailureReport.read(json.loads(json.dumps(report._asdict())), 3) == report

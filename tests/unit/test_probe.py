@@ -124,7 +124,7 @@ def test_something_else_that_answers_is_no_server() -> None:
 
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
-        with pytest.raises(LinkError, match="something else answers there"):
+        with pytest.raises(LinkError, match="another service answers there"):
             probe.measure("127.0.0.1", listening.getsockname()[1], seconds=0.1)
         thread.join(10)
 

@@ -20,7 +20,7 @@ from atoll import DataParallel, DiLoCo, Eager, Lockstep, OuterLoop, Streaming, S
 from atoll.core.allreduce import Reduction, sent_bytes
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError, LinkError
-from atoll.link.base import Contribution, Link, Member, Offer, Passage, Pending, Round, RoundId
+from atoll.link.base import Contribution, Link, Member, Offer, Pending, Round, RoundId, TransferStats
 from atoll.link.local import Absence, Faults, run_local
 from atoll.link.shaped import Line, Outage, Shape, ShapedLink, shaped
 from atoll.outer.presets import Gradients
@@ -129,22 +129,22 @@ def test_threads_get_the_bits_of_one_caller_even_if_they_end_with_rounds_in_flig
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_diloco_waits_for_the_line(workers: int) -> None:
-    problem, seen = Problem(workers=workers), list[Passage]()
+    problem, seen = Problem(workers=workers), list[TransferStats]()
     sync = DiLoCo(period=2)
     payload_bytes = sync.codec.payload_bytes(sum(problem.sizes))
     line = PlannedLink(5_000, 0.02)
     round_s = transfer_s(payload_bytes, workers, line)
     shape = Shape(bits_per_s=line.bits_per_s, latency_s=line.latency_s)
-    loops = loops_on(problem, sync, shape, lambda applied: seen.append(cast(Passage, applied.passage)))
+    loops = loops_on(problem, sync, shape, lambda applied: seen.append(cast(TransferStats, applied.transfer)))
     began = time.perf_counter()
     train(loops, 4, problem.inner)
     assert time.perf_counter() - began >= 2 * round_s
     assert len(seen) == 2 * workers
-    for passage in seen:
-        assert passage.done_s - passage.opened_s >= round_s
-        assert passage.sent == passage.received == sent_bytes(payload_bytes, workers)
+    for transfer in seen:
+        assert transfer.done_s - transfer.opened_s >= round_s
+        assert transfer.sent_bytes == transfer.received_bytes == sent_bytes(payload_bytes, workers)
     assert sum(loop.counters.wait_s for loop in loops) > 0
-    assert loops[0].counters.wire_sent == 2 * seen[0].sent
+    assert loops[0].counters.wire_sent == 2 * seen[0].sent_bytes
 
 
 @pytest.mark.parametrize("sync", [Eager(period=3), Streaming(period=4, fragments=by_part(4), delay=3)])
@@ -170,8 +170,8 @@ def test_opening_does_not_wait_and_rounds_share_the_line() -> None:
     completed = [p.wait() for p in pending[1]]
     assert time.perf_counter() - began >= 3 * 0.05
     for fragment, one in enumerate(completed):
-        assert one.passage is not None and one.round_id == RoundId(1, fragment)
-        assert one.passage.done_s - began >= (fragment + 1) * 0.05
+        assert one.transfer is not None and one.round_id == RoundId(1, fragment)
+        assert one.transfer.done_s - began >= (fragment + 1) * 0.05
         assert [int(payload[0]) for payload in one.payloads] == [fragment, fragment]
 
 
@@ -183,7 +183,7 @@ def test_what_others_send_is_late_not_what_one_has() -> None:
         link.join({}, 1.0)
     completed = [p.wait() for p in [link.open(SECOND, contribution(link.worker), REDUCTION) for link in links]]
     for one in completed:
-        assert one.passage is not None and one.passage.done_s - one.passage.opened_s >= 0.19
+        assert one.transfer is not None and one.transfer.done_s - one.transfer.opened_s >= 0.19
 
 
 def test_nothing_leaves_in_an_outage() -> None:
@@ -203,17 +203,23 @@ def test_absent_and_lonely_workers_wait_for_no_line() -> None:
         absent = links[0].open(SECOND, None, REDUCTION)
         completed = pending.wait()
         assert [m.worker for m in completed.members] == [link.worker]
-        assert completed.passage is not None and completed.passage.sent == completed.passage.received == 0
-    seen = absent.wait().passage
-    assert seen is not None and (seen.sent, seen.received) == (0, REDUCTION.payload_bytes)
+        assert (
+            completed.transfer is not None and completed.transfer.sent_bytes == completed.transfer.received_bytes == 0
+        )
+    seen = absent.wait().transfer
+    assert seen is not None and (seen.sent_bytes, seen.received_bytes) == (0, REDUCTION.payload_bytes)
 
 
 def test_an_absent_worker_sends_nothing_and_hears_of_all() -> None:
     links = joined(3, Shape(), faults=Faults(absences=(Absence(worker=0, first=2, last=2),)))
     pending = [link.open(SECOND, contribution(link.worker) if link.worker else None, REDUCTION) for link in links]
-    seen = [one.wait().passage for one in pending]
+    seen = [one.wait().transfer for one in pending]
     size = REDUCTION.payload_bytes
-    assert [(one.sent, one.received) for one in seen if one is not None] == [(0, 2 * size), (size, size), (size, size)]
+    assert [(one.sent_bytes, one.received_bytes) for one in seen if one is not None] == [
+        (0, 2 * size),
+        (size, size),
+        (size, size),
+    ]
 
 
 def test_what_has_passed_before_an_outage_has_passed() -> None:
@@ -223,7 +229,7 @@ def test_what_has_passed_before_an_outage_has_passed() -> None:
 
 def test_luck_depends_on_the_seed_the_worker_and_the_round() -> None:
     def luck(seed: int, worker: int, step: int, fragment: int = 0) -> float:
-        return Shape(seed=seed).dice(worker, RoundId(step, fragment)).random()
+        return Shape(seed=seed).rng(worker, RoundId(step, fragment)).random()
 
     drawn = [luck(0, 0, 1), luck(1, 0, 1), luck(0, 1, 1), luck(0, 0, 2), luck(0, 0, 1, 1)]
     assert len(set(drawn)) == 5 and luck(0, 0, 1) == drawn[0]
@@ -237,8 +243,10 @@ class Stub:
 
     worker, workers = 0, 2
 
-    def __init__(self, join: Exception | None = None, open_: Exception | None = None, passage: Passage | None = None):
-        self.join_error, self.open_error, self.passage = join, open_, passage
+    def __init__(
+        self, join: Exception | None = None, open_: Exception | None = None, transfer: TransferStats | None = None
+    ):
+        self.join_error, self.open_error, self.transfer = join, open_, transfer
         self.check_error: Exception | None = None
         self.threads: list[threading.Thread] = []
         self.closed: list[str | None] = []
@@ -264,7 +272,7 @@ class Stub:
         self.threads.append(threading.current_thread())
         if self.open_error:
             raise self.open_error
-        return cast(Pending, Done(Round(round_id, (), (), passage=self.passage)))
+        return cast(Pending, Done(Round(round_id, (), (), transfer=self.transfer)))
 
     def on_any_rank(self, so: bool) -> bool:
         return so
@@ -302,17 +310,17 @@ def test_all_calls_that_note_their_thread_come_from_one() -> None:
 
 
 def test_bytes_that_the_inner_link_has_counted_stay() -> None:
-    counted = Passage(1.0, math.inf, sent=0, received=7)
-    link = ShapedLink(Stub(passage=counted), Shape())
+    counted = TransferStats(1.0, math.inf, sent_bytes=0, received_bytes=7)
+    link = ShapedLink(Stub(transfer=counted), Shape())
     link.join({}, 1.0)
     before = time.perf_counter()
-    passage = link.open(SECOND, None, REDUCTION).wait().passage
-    assert passage is not None and (passage.sent, passage.received, passage.done_s) == (0, 7, math.inf)
-    assert before <= passage.opened_s <= time.perf_counter()
+    transfer = link.open(SECOND, None, REDUCTION).wait().transfer
+    assert transfer is not None and (transfer.sent_bytes, transfer.received_bytes, transfer.done_s) == (0, 7, math.inf)
+    assert before <= transfer.opened_s <= time.perf_counter()
     bare = ShapedLink(Stub(), Shape())
     bare.join({}, 1.0)
-    filled = bare.open(SECOND, contribution(0), REDUCTION).wait().passage
-    assert filled is not None and (filled.sent, filled.received) == (REDUCTION.payload_bytes, 0)
+    filled = bare.open(SECOND, contribution(0), REDUCTION).wait().transfer
+    assert filled is not None and (filled.sent_bytes, filled.received_bytes) == (REDUCTION.payload_bytes, 0)
     assert filled.opened_s <= filled.done_s <= time.perf_counter()
 
 
@@ -485,15 +493,15 @@ print("trained")
         (lambda: Shape(latency_s=-1), "latency_s must be a finite number of at least 0, got -1"),
         (lambda: Shape(latency_s=math.inf), "latency_s must be a finite number"),
         (lambda: Shape(jitter_s=math.nan), "jitter_s must be a finite number of at least 0, got nan"),
-        (lambda: Shape(loss=1), "loss must be a chance of at least 0 and below 1, got 1"),
-        (lambda: Shape(loss=-0.1), "loss must be a chance"),
+        (lambda: Shape(loss=1), "loss must be a probability of at least 0 and below 1, got 1"),
+        (lambda: Shape(loss=-0.1), "loss must be a probability"),
         (lambda: Shape(outages=[Outage(start_s=0, length_s=1)]), "outages must be a tuple"),  # type: ignore[arg-type]
         (lambda: Shape(outages=((0, 1),)), "outages must be a tuple of Outage"),  # type: ignore[arg-type]
         (lambda: Shape(seed=0.5), "seed must be a whole number of at least 0, got 0.5"),  # type: ignore[arg-type]
         (lambda: Outage(start_s=-1, length_s=1), "an outage's start_s must be a finite number of at least 0, got -1"),
         (lambda: Outage(start_s=0, length_s=math.inf), "an outage's length_s must be a finite number"),
         (lambda: shaped(local(2), {"loss": 0.1}), "shape must be a Shape"),  # type: ignore[arg-type]
-        (lambda: ShapedLink(local(2), Shape()), "needs one worker's end of a link, got list"),  # type: ignore[arg-type]
+        (lambda: ShapedLink(local(2), Shape()), "needs the link of one worker, got list"),  # type: ignore[arg-type]
     ],
 )
 def test_refusals(make: Callable[[], object], message: str) -> None:

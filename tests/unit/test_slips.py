@@ -21,7 +21,7 @@ from atoll.core.flat import checksum
 from atoll.core.fragments import Balanced
 from atoll.errors import AtollError, ConfigError, LinkError, NonFiniteError
 from atoll.link.base import Contribution, Member, RoundId
-from atoll.link.net.wire import Envelope, Incoming, Kind, LostError, seal
+from atoll.link.net.wire import IncomingMessage, MessageKind, MessageSpec, PeerError, pack
 from atoll.outer.agreement import MOST_TERMS, frozen_terms
 from atoll.outer.presets import Gradients
 from fleet import Fleet, Me, free_port
@@ -309,10 +309,10 @@ class Arrived:
 
 @pytest.mark.parametrize(("sent", "problem"), [(1.5, None), (1e18, r"a weight of 1e\+18 where 1\.5 was agreed")])
 def test_a_message_may_not_claim_another_weight(sent: float, problem: str | None) -> None:
-    envelope = Envelope(Kind.WHOLE, RoundId(2, 0), 1, "fp32", 8)
-    message = seal(envelope, Contribution(Member(1, sent, 0, 0), torch.zeros(8, dtype=torch.uint8)))
-    with nullcontext() if problem is None else pytest.raises(LostError, match=problem):
-        Incoming(envelope, 1.5, message, [Arrived()]).wait()
+    spec = MessageSpec(MessageKind.WHOLE, RoundId(2, 0), 1, "fp32", 8)
+    message = pack(spec, Contribution(Member(1, sent, 0, 0), torch.zeros(8, dtype=torch.uint8)))
+    with nullcontext() if problem is None else pytest.raises(PeerError, match=problem):
+        IncomingMessage(spec, 1.5, message, [Arrived()]).wait()
 
 
 # ---------------------------------------------------------------------- merges that are undone

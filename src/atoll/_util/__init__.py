@@ -1,1 +1,1 @@
-"""Small helpers that every layer may use."""
+"""Holds small helpers that every layer may use."""

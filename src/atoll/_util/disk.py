@@ -1,6 +1,6 @@
-"""Files that are on disk when they are said to be, whole or not at all, and locks that die with their holder.
+"""Writes files and folders whole or not at all, reads files in bounded memory, and locks them.
 
-Whatever reads a small file of somebody else's does it here: memory stays bounded, whatever the file turns out to be.
+Every small file that another program may have written is read here, so memory stays bounded whatever it holds.
 """
 
 import errno
@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,26 +20,26 @@ from atoll._util.units import bytes_text
 from atoll.errors import AtollError
 
 DEEPEST: Final = 100
-"""Levels that JSON or TOML may be nested, far below where Python's recursion limit would strike."""
+"""Most levels that JSON or TOML may nest, far below Python's recursion limit."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the system refuses into an AtollError that names the path."""
+    """Turn an OSError into an AtollError that names the path."""
     try:
         yield
     except OSError as fault:
         raise AtollError(f"{path} cannot be written: {fault.strerror or fault}") from fault
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a small file that nobody ever sees half of, whatever happens meanwhile; folders above it are made."""
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a small file atomically: readers see the old content or the new. Parent folders are created."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             part.write_bytes(content)
-            flush(part)  # or the new name could outlive a power cut that the bytes do not
+            flush(part)  # after a power cut, the name must not be there without the bytes
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
@@ -46,7 +47,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file's bytes, or the names in a folder, are on disk."""
+    """Wait until a file's bytes, or a folder's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -54,19 +55,45 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def whole_folder(folder: Path, new: Path, old: Path) -> Iterator[Path]:
+    """Yield `new`, an empty folder to fill; then rename it to `folder` once all its files are on disk.
+
+    A folder of that name is replaced, and can be read as `old` until that is done. After an error all is as before.
+    """
+    new.mkdir(parents=True)
+    try:
+        yield new
+        for path in new.iterdir():
+            flush(path)
+        flush(new)
+        _put_in_place(new, folder, old)
+    finally:
+        if old.exists():  # given its name back, or deleted under another: a crash half-way leaves no torn `old`
+            old.rename(new if folder.exists() else folder)
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _put_in_place(new: Path, folder: Path, old: Path) -> None:
+    if folder.exists():  # POSIX renames nothing onto a folder that has files in it
+        folder.rename(old)
+    new.rename(folder)
+    flush(folder.parent)
+
+
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, in hex."""
+    """Return the SHA-256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def open_plain(path: Path) -> IO[bytes]:
-    """Open a file to read; OSError if it is a pipe, which may never end or never begin, or a device."""
+    """Open a file for reading; OSError if it is a pipe, which may block for ever, or a device."""
 
     def opened(name: str, flags: int) -> int:
-        descriptor = os.open(name, flags | os.O_NONBLOCK)  # or a pipe without a writer would never open
+        descriptor = os.open(name, flags | os.O_NONBLOCK)  # opening a pipe without a writer would block
         kind = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # a folder has an error of its own
+        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # open() refuses a folder itself
             os.close(descriptor)
             raise OSError(errno.EINVAL, "it is a pipe or a device, not a plain file", name)
         return descriptor
@@ -75,7 +102,7 @@ def open_plain(path: Path) -> IO[bytes]:
 
 
 def read_limited(path: Path, most: int, *, pipe: bool = False) -> bytes:
-    """Read a file whole, or a pipe if that is allowed; OSError if it has more than `most` bytes."""
+    """Read a file, or a pipe if `pipe` allows it; OSError if it has more than `most` bytes."""
     with path.open("rb") if pipe else open_plain(path) as file:
         length = os.fstat(file.fileno()).st_size
         data = b"" if length > most else file.read(most + 1)
@@ -85,7 +112,7 @@ def read_limited(path: Path, most: int, *, pipe: bool = False) -> bytes:
 
 
 def lines_limited(path: Path, file: IO[bytes], most: int) -> Iterator[bytes]:
-    """Each line of an open file with its newline; OSError if one has more than `most` bytes."""
+    """Yield each line of an open file with its newline; OSError if one has more than `most` bytes."""
     number = 0
     while line := file.readline(most + 1):
         number += 1
@@ -99,7 +126,7 @@ def _too_large(path: Path, what: str, most: int) -> OSError:
 
 
 def parse_json(text: bytes | str, deepest: int = DEEPEST) -> Any:
-    """Parse JSON; ValueError if it is none, is nested too deeply, says a key twice or holds NaN or Infinity."""
+    """Parse JSON; ValueError if it is invalid, nests too deeply, repeats a key or holds NaN or Infinity."""
     try:
         value = json.loads(text, object_pairs_hook=_once_each, parse_constant=_refuse_constant)
     except RecursionError:
@@ -110,7 +137,7 @@ def parse_json(text: bytes | str, deepest: int = DEEPEST) -> Any:
 
 
 def is_deeper(value: Any, levels: int) -> bool:
-    """Whether dicts and lists are nested more than so many levels; without recursion."""
+    """Return whether dicts and lists nest more than `levels` levels; does not recurse."""
     level = [value]
     for _ in range(levels + 1):
         level = [
@@ -137,8 +164,8 @@ def _refuse_constant(name: str) -> None:
 
 @contextmanager
 def locked(path: Path, busy: Callable[[], object]) -> Iterator[None]:
-    """Hold the lock of a file. If another process has it, `busy` is called, and may raise; then its end is awaited."""
-    # Not through a link, whose target is somebody else's, and without waiting for the other end of a pipe.
+    """Hold the lock of a file; if another process has it, call `busy`, which may raise, and wait."""
+    # Not through a symlink, whose target may belong to others, and without blocking on a pipe.
     with open(path, "r+b", buffering=0, opener=_lock_file) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -148,7 +175,7 @@ def locked(path: Path, busy: Callable[[], object]) -> Iterator[None]:
         try:
             yield
         finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a child forked meanwhile would keep it past the closing
+            fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough: a forked child may hold the file
 
 
 def _lock_file(name: str, flags: int) -> int:

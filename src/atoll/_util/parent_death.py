@@ -1,8 +1,8 @@
-"""How a child process learns that the one that started it is dead, however it died.
+"""Ends a child process when its supervisor dies, however it died.
 
-The child's standard input is a pipe that nobody writes to and whose other end only the supervisor holds. When the
-supervisor dies, of kill -9 too, the kernel closes that end, and the child reads the end of the file. This needs nothing
-of Linux, races with nobody, and keeps no process number that could have been given to another process.
+The child's standard input is a pipe that is never written to and whose other end only the supervisor holds. When the
+supervisor dies, even by kill -9, the kernel closes that end, and the child reads the end of the file. This is portable,
+free of races, and depends on no process id that may have been reused.
 """
 
 import os
@@ -13,15 +13,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-FOLLOWS = "ATOLL_FOLLOWS_STDIN"
-"""In a child's environment: its standard input ends when its supervisor does."""
+EXIT_WITH_PARENT = "ATOLL_FOLLOWS_STDIN"
+"""Environment variable of a child whose standard input ends with its supervisor."""
 PATIENCE_S = 300.0
-"""How long a process that was asked to stop may take to save; then it is killed."""
+"""Seconds that a process has to save after it was asked to stop; then it is killed."""
 
 
 @contextmanager
-def lifeline() -> Iterator[int]:
-    """Make the standard input of children: it ends with this process, or with this context."""
+def parent_pipe() -> Iterator[int]:
+    """Yield a file descriptor for the children's standard input, which ends with this process or context."""
     read, write = os.pipe()
     try:
         yield read
@@ -30,13 +30,13 @@ def lifeline() -> Iterator[int]:
         os.close(read)
 
 
-def follow(patience_s: float = PATIENCE_S) -> None:
+def exit_with_parent(patience_s: float = PATIENCE_S) -> None:
     """End this process when its supervisor dies: by SIGTERM, so that it saves, and then by SIGKILL.
 
-    Does nothing in a process that has no supervisor. What this process starts does not follow by itself, for this
-    process takes it along: torchrun passes SIGTERM on to its ranks.
+    Does nothing in a process without a supervisor. Processes that this one starts must be ended by it: torchrun passes
+    SIGTERM on to its ranks.
     """
-    if not os.environ.pop(FOLLOWS, None) or not stat.S_ISFIFO(os.fstat(0).st_mode):
+    if not os.environ.pop(EXIT_WITH_PARENT, None) or not stat.S_ISFIFO(os.fstat(0).st_mode):
         return
 
     def wait() -> None:

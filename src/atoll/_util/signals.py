@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, noted: Python can lose the exception it makes of them, and training is to end between steps."""
+"""Records Ctrl-C and SIGTERM, so that training ends between two steps and no KeyboardInterrupt is lost."""
 
 import signal
 import threading
@@ -8,21 +8,21 @@ from contextlib import contextmanager
 from types import FrameType
 
 ONE_S = 0.5
-"""Signals that follow each other more closely are one: some programs pass on what their children have got, too."""
+"""Seconds within which signals count as one: some programs send their children what these got already."""
 _AGAIN_S = 0.02
-_IMPORTS_S = 15.0  # whoever trains inside an import that never ends is interrupted nevertheless
+_IMPORTS_S = 15.0  # after which an import is interrupted nevertheless
 
 
 class Interrupts(list[int]):
-    """The signals that have come: acted on at once until training begins, and then between two steps."""
+    """Lists the received signals; they raise at once until training begins, and then only between steps."""
 
     at_once = True
-    told: Callable[[], None] | None = None
-    """Called when the first one comes during training."""
+    on_first: Callable[[], None] | None = None
+    """Called when the first signal comes during training."""
     _last_s = -ONE_S
 
     def note(self, number: int) -> bool:
-        """Whether a signal that comes now is another one than the last."""
+        """Record a signal; return whether it is a new one, not the last one repeated."""
         now_s = time.monotonic()
         is_new = now_s - self._last_s >= ONE_S
         self._last_s = now_s
@@ -30,31 +30,31 @@ class Interrupts(list[int]):
             self.append(number)
         return is_new
 
-    def heed(self) -> None:
-        """Act on one that has come and was lost: an exception may be, inside what cannot raise any."""
+    def raise_pending(self) -> None:
+        """Raise KeyboardInterrupt for a signal whose exception was lost, as in a destructor or callback."""
         if self and self.at_once:
             signal.setitimer(signal.ITIMER_REAL, 0)
             raise KeyboardInterrupt
 
     def wait_for_steps(self) -> None:
-        """From now on only fill the list."""
-        self.heed()
+        """From now on only record signals."""
+        self.raise_pending()
         self.at_once = False
-        if self:  # it came in between
+        if self:  # one came in between
             raise KeyboardInterrupt
 
     @contextmanager
-    def heeded_at_once(self) -> Iterator[None]:
-        """Inside, while there is nothing but waiting, act on them at once again."""
+    def raising_at_once(self) -> Iterator[None]:
+        """Let signals raise at once inside this context, which only waits."""
         self.at_once = True
         try:
-            self.heed()
+            self.raise_pending()
             yield
         finally:
             self.at_once = False
 
     def strike(self, frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt, once no import is under way: inside one it may be lost, or torch's C++ aborts."""
+        """Raise KeyboardInterrupt, after a running import: inside one it may be lost, or torch's C++ aborts."""
         if _is_importing(frame) and time.monotonic() < self._last_s + _IMPORTS_S:
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
         else:
@@ -67,21 +67,21 @@ def _is_importing(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-_minded: list[Interrupts] = []  # by whoever asked first: those inside share it
+_active: list[Interrupts] = []  # of the outermost context, which inner ones share
 
 
 @contextmanager
 def interruptible() -> Iterator[Interrupts]:
-    """Mind Ctrl-C and SIGTERM; once training has begun, the second one stops at once.
+    """Record Ctrl-C and SIGTERM in this context; once training has begun, the second one stops at once.
 
-    An error that comes after one, while they are acted on at once, is taken for what became of it on its way.
+    While signals raise at once, an error that follows one becomes a KeyboardInterrupt: it is taken for its effect.
     """
     received = Interrupts()
-    if threading.current_thread() is not threading.main_thread():  # whoever owns that one decides
+    if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
         yield received
         return
-    if _minded:
-        yield _minded[0]
+    if _active:
+        yield _active[0]
         return
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -93,12 +93,12 @@ def interruptible() -> Iterator[Interrupts]:
             for known, handler in before.items():
                 signal.signal(known, handler)
             signal.raise_signal(number)
-        elif received.told is not None:
-            received.told()
+        elif received.on_first is not None:
+            received.on_first()
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     before[signal.SIGALRM] = signal.signal(signal.SIGALRM, lambda _, frame: received.strike(frame))
-    _minded.append(received)
+    _active.append(received)
     try:
         yield received
     except Exception as error:
@@ -107,6 +107,6 @@ def interruptible() -> Iterator[Interrupts]:
         raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _minded.clear()
+        _active.clear()
         for number, handler in before.items():
             signal.signal(number, handler)

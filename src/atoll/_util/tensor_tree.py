@@ -1,7 +1,7 @@
-"""The state of a worker as JSON with the tensors beside it, and back.
+"""Encodes a worker's state as JSON with its tensors beside it, and decodes it.
 
-JSON holds None, bool, str, list, 64-bit ints and finite floats as they are. Anything else is an object of one key that
-says what it is: dict (as pairs, to keep int keys), tuple, tensor, bytes, int, float.
+JSON holds None, bool, str, list, 64-bit ints and finite floats as they are. Every other value is an object of one key
+that names its type: dict (as pairs, to keep int keys), tuple, tensor, bytes, int, float.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atoll.errors import CheckpointError
 
-MAX_DEPTH: Final = 100  # levels of nesting, far below where Python's recursion limit would strike
+MAX_DEPTH: Final = 100  # levels of nesting, far below Python's recursion limit
 _DTYPE_NAMES = """
     bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 bfloat16 float16 float32 float64 complex64
     float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu
@@ -24,7 +24,7 @@ _DTYPES = frozenset(getattr(torch, name) for name in _DTYPE_NAMES.split())
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int = 0) -> Any:
-    """`value` as JSON; its tensors and bytes move to `tensors` and leave behind the name they got there."""
+    """Encode `value` as JSON; its tensors and bytes go to `tensors`, and their names there into the JSON."""
     if depth > MAX_DEPTH:
         raise CheckpointError(f"{path} is nested more than {MAX_DEPTH} levels deep: does it contain itself?")
     kind = type(value)  # exact types: an IntEnum or a named tuple would come back as something else
@@ -37,9 +37,9 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int = 0) ->
     if kind is float:
         return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
     if kind is bytes:
-        return {"bytes": _stow(torch.from_numpy(np.frombuffer(bytearray(value), np.uint8)), path, tensors)}
+        return {"bytes": _store(torch.from_numpy(np.frombuffer(bytearray(value), np.uint8)), path, tensors)}
     if isinstance(value, Tensor):
-        return {"tensor": _stow(value, path, tensors)}
+        return {"tensor": _store(value, path, tensors)}
     if kind is list or kind is tuple:
         items = [encode(item, f"{path}[{i}]", tensors, depth + 1) for i, item in enumerate(value)]
         return items if kind is list else {"tuple": items}
@@ -50,7 +50,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int = 0) ->
 
 
 def _encode_pair(key: Any, item: Any, path: str, tensors: dict[str, Tensor], depth: int) -> list[Any]:
-    """One entry of a dict as [key, value]."""
+    """Encode one entry of a dict as [key, value]."""
     where = f"a key of {path or 'the state'}"
     if type(key) is str:
         below = f"{path}.{key}" if path else key
@@ -61,8 +61,8 @@ def _encode_pair(key: Any, item: Any, path: str, tensors: dict[str, Tensor], dep
     return [encode(key, where, tensors, depth), encode(item, below, tensors, depth)]
 
 
-def _stow(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
-    """Put `tensor`, dense and on the CPU, into `tensors` under its path if that is free; return its name."""
+def _store(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
+    """Store `tensor`, dense and on the CPU, under its path if that is free; return its name."""
     dense = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     if not dense or tensor.is_meta or tensor.dtype not in _DTYPES:
         what = f"a {type(tensor).__qualname__} ({tensor.dtype}, {tensor.layout}, on {tensor.device})"
@@ -75,7 +75,7 @@ def _stow(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
 
 
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`tensors`, each with memory of its own, as safetensors wants it; only those that share are copied."""
+    """Return `tensors` without shared memory, as safetensors needs them; only shared ones are copied."""
     owned: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -86,7 +86,7 @@ def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def decode(node: Any, tensors: MutableMapping[str, Tensor], depth: int = 0) -> Any:
-    """The value that `encode` was given; each tensor is taken out of `tensors`, for none is there twice."""
+    """Decode what `encode` made; each tensor is taken out of `tensors`."""
     if depth > MAX_DEPTH:
         raise ValueError(f"the tree is nested more than {MAX_DEPTH} levels deep")
     if isinstance(node, list):

@@ -1,7 +1,7 @@
-"""Runs the runs of a study, each in a process of its own, and shows how they compare.
+"""Trains the runs of a study, each in its own process, and compares them.
 
-A run that fails takes no other down, and small models, which one core serves best, keep all cores busy. What is
-finished is not run again; what was interrupted is resumed.
+A run that fails ends no other, and small models, which one core serves best, keep all cores busy. Finished runs are not
+repeated; interrupted ones are resumed.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from atoll.cli.processes import Ended, Job, count_cores, supervise
+from atoll.cli.processes import ProcessExit, ProcessObserver, ProcessSpec, count_cores, supervise
 from atoll.errors import AtollError, ConfigError, DataError, printable
 from atoll.plan.link import parse_link
 from atoll.report import load_all, rich_table, summary, write
@@ -41,7 +41,19 @@ def compare(
     fresh: bool = False,
     link: str = "100Mbit/s",
 ) -> int:
-    """Run every run of these study and run files, `jobs` at a time, and print how they end; returns an exit status."""
+    """Train every run of these study and run files, and print a table, the claims and where the report is.
+
+    Args:
+        files: Study and run files.
+        overrides: Settings of the form KEY=VALUE.
+        jobs: Runs at the same time; None chooses by cores.
+        out: Folder of the runs and the report; None takes the files'.
+        fresh: Whether to train finished runs again.
+        link: Link for which times are computed.
+
+    Returns:
+        The exit status: 0, or 1 if a run failed.
+    """
     study = read(files, overrides, out)
     slow = parse_link(link)
     console = Console()
@@ -52,8 +64,8 @@ def compare(
         rows = summary(load_all(folders), slow)
         console.print(rich_table(rows, slow))
         verdicts = [verdict(claim, rows) for claim in study.claims]
-        for told in verdicts:
-            console.print(Text(printable(told)), soft_wrap=True)
+        for line in verdicts:
+            console.print(Text(printable(line)), soft_wrap=True)
         place = folders[0].parent
         page, pictures = place / "report.html", place / "pictures"
         write(folders, page, link=slow, png=pictures, title=study.title, claims=verdicts)
@@ -64,7 +76,7 @@ def compare(
 
 
 def demo(out: Path, steps: int | None = None, jobs: int | None = None) -> int:
-    """The embedded study: four methods side by side on the Python standard library's source, and a generated sample."""
+    """Train four methods side by side on the Python standard library's source, and print a sample."""
     overrides = [] if steps is None else [f"train.steps={steps}", f"train.warmup={steps // 10}"]
     status = compare([DEMO], overrides, jobs=jobs, out=out, fresh=True)
     if status == 0:
@@ -76,12 +88,12 @@ def demo(out: Path, steps: int | None = None, jobs: int | None = None) -> int:
 
 
 def folder_of(run: RunConfig) -> Path:
-    """Where a run is kept."""
+    """Return the folder of a run."""
     return RunFolder(run).path
 
 
 def verdict(claim: Claim, rows: Sequence[Row]) -> str:
-    """A claim, whether it holds, and the figure that says so."""
+    """Say whether a claim holds, and by which numbers."""
     losses = {row.name: row.loss for row in rows}
     one, other = losses.get(claim.run), losses.get(claim.against)
     if one is None or other is None:
@@ -91,11 +103,11 @@ def verdict(claim: Claim, rows: Sequence[Row]) -> str:
     return f"{'holds' if claim.holds(difference) else 'does not hold'}: {claim.say} ({figures})"
 
 
-# ---- processes
+# ---------------------------------------------------------------------- processes
 
 
 def run_all(study: Study, *, jobs: int | None = None, fresh: bool = False) -> dict[str, str]:
-    """Run what is not finished; returns why runs failed, by name."""
+    """Train the runs that are not finished; return name -> why it failed."""
     cores = count_cores()
     at_once = min(jobs or (1 if _on_gpu(study) else cores), len(study.runs))
     asked = os.environ.get("OMP_NUM_THREADS", "")
@@ -106,24 +118,25 @@ def run_all(study: Study, *, jobs: int | None = None, fresh: bool = False) -> di
         elif RunFolder(run).begun:
             _check_unchanged(run)
     for run in {(run.data, run.sync.workers): run for run in study.runs.values()}.values():
-        with suppress(AtollError):  # the run itself will say it, and take no other down
-            prepare(run)  # once, with a progress bar, before they all ask for it
-    audience = _Audience(Board(list(study.runs)), study)
-    with tempfile.TemporaryDirectory(prefix="atoll-") as scratch, closing(audience.board):
-        trainers = [_job(run, threads, Path(scratch)) for run in audience.unfinished()]
-        outcome = supervise(trainers, audience=audience, at_once=at_once, together=False)
+        with suppress(AtollError):  # the run reports it itself, and ends no other
+            prepare(run)  # once, with a progress bar, before all runs need it
+    observer = _StudyObserver(Board(list(study.runs)), study)
+    with tempfile.TemporaryDirectory(prefix="atoll-") as scratch, closing(observer.board):
+        trainers = [_job(run, threads, Path(scratch)) for run in observer.unfinished()]
+        outcome = supervise(trainers, audience=observer, at_once=at_once, together=False)
     if outcome.interrupted and (len(outcome.ended) < len(trainers) or any(one.status for one in outcome.ended)):
         print("stopped; what was saved is kept, and the same command goes on from there", flush=True)
         raise SystemExit(130)
-    return audience.failed
+    return observer.failed
 
 
 def _check_unchanged(run: RunConfig) -> None:
-    """Refuse a run that was begun with other settings before others are trained beside it."""
+    """Refuse a run that began with other settings, before any run is trained."""
     try:
         RunFolder(run).as_begun(run)
     except ConfigError as problem:
-        raise ConfigError(f"{problem}; --fresh trains the study anew, --out keeps both") from None
+        advice = "--fresh trains the study again, --out keeps both"
+        raise ConfigError(f"{problem}; {advice}", setting=problem.setting, value=problem.value) from None
 
 
 def _on_gpu(study: Study) -> bool:
@@ -132,14 +145,14 @@ def _on_gpu(study: Study) -> bool:
     return any(device_of(run) != "cpu" for run in study.runs.values())
 
 
-def _job(run: RunConfig, threads: int, scratch: Path) -> Job:
+def _job(run: RunConfig, threads: int, scratch: Path) -> ProcessSpec:
     """Describe the process that trains a run."""
     folder = RunFolder(run)
-    if run.threads is None and not folder.begun:  # a run goes on with the threads it has begun with
+    if run.threads is None and not folder.begun:  # a resumed run keeps its threads
         run = run.changed(threads=threads)
     file = scratch / f"{run.name}.toml"
     file.write_text(run.changed(**{"log.view": "none"}).to_toml(), encoding="utf-8")
-    return Job(
+    return ProcessSpec(
         name=run.name,
         command=[sys.executable, "-m", "atoll", "train", str(file), "--resume"],
         environment=os.environ | {"OMP_NUM_THREADS": str(run.threads or threads)},
@@ -147,8 +160,8 @@ def _job(run: RunConfig, threads: int, scratch: Path) -> Job:
     )
 
 
-class _Audience:
-    """Shows the events of all runs on a board, and keeps why runs failed."""
+class _StudyObserver(ProcessObserver):
+    """Shows the events of all runs on a board, and records why runs failed; their output stays in their logs."""
 
     def __init__(self, board: Board, study: Study) -> None:
         self.board = board
@@ -157,7 +170,7 @@ class _Audience:
         self._tails: dict[str, Tail] = {}
 
     def unfinished(self) -> list[RunConfig]:
-        """Choose the runs to train, and show the others as they ended."""
+        """Return the runs to train, and show the finished ones."""
         for name, run in self._runs.items():
             metrics = RunFolder(run).path / METRICS
             if RunFolder(run).finished:
@@ -166,15 +179,8 @@ class _Audience:
                 self._tails[name] = Tail(metrics)
         return [self._runs[name] for name in self._tails]
 
-    def show(self, name: str, line: str) -> None:
-        """A run is shown by its events; what it says is in its log."""
-
-    def say(self, line: str) -> None:
-        """Print a line of the supervisor's own."""
-        print(line, flush=True)
-
     def look(self, name: str) -> None:
-        """Pass on what has happened in a run."""
+        """Show the new events of a run."""
         if name in self.failed:
             return
         try:
@@ -183,11 +189,11 @@ class _Audience:
         except DataError as fault:
             self._fail(name, str(fault))
 
-    def end(self, ended: Ended) -> None:
-        """Take note of a run that has failed."""
+    def end(self, ended: ProcessExit) -> None:
+        """Record a run that has failed."""
         if ended.status and not ended.asked:
             said = ended.said.removeprefix("error: ") or f"exit status {ended.status}"
-            self._fail(ended.job.name, f"{said}; all it said is in {ended.job.log}")
+            self._fail(ended.job.name, f"{said}; its output is in {ended.job.log}")
 
     def _fail(self, name: str, why: str) -> None:
         self.failed.setdefault(name, why)

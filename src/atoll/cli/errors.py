@@ -1,4 +1,4 @@
-"""What went wrong in a command, in one line for people, and the exit code that goes with it."""
+"""Prints the error of a command as one line, and sets its exit code."""
 
 import errno
 from collections.abc import Iterator
@@ -13,19 +13,19 @@ from atoll.errors import AtollError, ConfigError, printable
 
 
 class Commands(TyperGroup):
-    """Commands whose errors are one line for people; --debug, anywhere on the line, shows the traceback instead."""
+    """Prints errors of commands as one line; --debug, anywhere on the line, shows the traceback instead."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: D102 - typer's
         ctx.obj = "--debug" in args
         return super().parse_args(ctx, [arg for arg in args if arg != "--debug"])
 
     def invoke(self, ctx: Any) -> Any:  # noqa: D102 - typer's
-        with _explained(debug=ctx.obj), interruptible():  # from here on: importing torch takes seconds
+        with _one_line_errors(debug=ctx.obj), interruptible():  # already here: importing torch takes seconds
             return super().invoke(ctx)
 
 
 @contextmanager
-def _explained(*, debug: bool) -> Iterator[None]:
+def _one_line_errors(*, debug: bool) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -37,13 +37,13 @@ def _explained(*, debug: bool) -> Iterator[None]:
         message = None if debug else _message(error)
         if message is None:
             raise
-        _complain(message)
+        _print_error(message)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
 
 
 @contextmanager
 def saying(words: str) -> Iterator[None]:
-    """What Ctrl-C is answered with inside; where training catches it, it has words of its own."""
+    """Answer Ctrl-C inside this context with `words`; training prints its own."""
     try:
         yield
     except KeyboardInterrupt:
@@ -51,10 +51,10 @@ def saying(words: str) -> Iterator[None]:
 
 
 def _message(error: Exception) -> str | None:
-    """What went wrong, for people; None for what only a traceback can tell."""
+    """Return what went wrong, for people; None if only a traceback can tell."""
     if isinstance(error, AtollError):
         return str(error)
-    # Torch's own types are told by name: importing it only to fail would take seconds.
+    # Torch's error types are compared by name: importing torch only to fail would take seconds.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error):
         return (
             "out of memory: lower train.batch or raise train.accumulate, set model.checkpoint_activations=true, "
@@ -77,7 +77,7 @@ _ADVICE = {
 }
 
 
-def _complain(message: str) -> None:
+def _print_error(message: str) -> None:
     from rich.console import Console
     from rich.text import Text
 

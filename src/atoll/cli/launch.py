@@ -1,7 +1,6 @@
-"""`atoll launch`: all workers of a run as processes on this machine, as they would be on machines of their own.
+"""Implements `atoll launch`: runs all workers as processes on this machine, as they would run on several.
 
-What a worker says goes to OUT/NAME/worker-K/log.txt. There, because that folder is all that worker K writes, and so all
-of it that one has to keep, move or delete.
+The output of worker K goes to OUT/NAME/worker-K/log.txt, for that folder holds all that worker K writes.
 """
 
 import os
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from atoll._util.disk import locked
 from atoll._util.parent_death import PATIENCE_S
-from atoll.cli.processes import Ended, Job, count_cores, supervise
+from atoll.cli.processes import ProcessExit, ProcessSpec, count_cores, supervise
 from atoll.errors import AtollError, ConfigError, printable
 from atoll.runs.layout import LOG, RUN, worker_folder
 from atoll.settings.config import RunConfig, load
@@ -27,67 +26,72 @@ from atoll.settings.config import RunConfig, load
 HERE = "127.0.0.1"
 LOCK = ".launch"
 _PORTS = range(20_000, 32_768)
-_TORCHRUN = "from atoll._util.parent_death import follow; follow(); from torch.distributed.run import main; main()"
-TORCHRUN_TELLS = r"[EW]\d{4} .* torch/distributed/elastic/"
-"""How torchrun's own account of a failure begins, after what a rank has said of it."""
+_TORCHRUN = (
+    "from atoll._util.parent_death import exit_with_parent; exit_with_parent(); "
+    "from torch.distributed.run import main; main()"
+)
+TORCHRUN_AFTERMATH = r"[EW]\d{4} .* torch/distributed/elastic/"
+"""Begins torchrun's own account of a failure, which follows the rank's error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What `atoll launch` is given; most of it is for `atoll train`."""
+class LaunchOptions:
+    """Options of `atoll launch`; most are passed on to `atoll train`."""
 
     file: Path
     changes: Sequence[str] = ()
     workers: int | None = None
-    """None: as many as the file says."""
+    """None for sync.workers of the file."""
     ranks: int = 1
-    """Processes of one worker, which share its batch; more than one are started by torchrun."""
+    """Processes of one worker, which share its batch; torchrun starts more than one."""
     resume: bool = False
     out: Path | None = None
     name: str | None = None
     link: str | None = None
     port: int | None = None
-    """None: one that is free."""
+    """None for a free one."""
 
 
-def launch(options: Options) -> Path:
+def launch(options: LaunchOptions) -> Path:
     """Run all workers to their ends and return the folder of the run.
 
-    AtollError names the worker that failed first; KeyboardInterrupt says how to go on.
+    Raises:
+        AtollError: A worker failed; the message names the first one.
+        KeyboardInterrupt: Interrupted; the message says how to continue.
     """
     address = f"{HERE}:{_port(options.port)}"
     config = checked(options, address)
     place = Path(config.out).expanduser() / config.name
     if not options.resume:
         _refuse_begun(place, config.sync.workers)
-    with _alone(place):
+    with _run_lock(place):
         jobs = plan(options, config, address)
-        told = f"{len(jobs)} workers" if len(jobs) > 1 else "1 worker"
-        where = f"each writes to {place}/worker-K, what it says to {LOG} there"
+        count = f"{len(jobs)} workers" if len(jobs) > 1 else "1 worker"
+        where = f"each writes to {place}/worker-K, its output to {LOG} there"
         try:
-            outcome = supervise(jobs, f"{told}, worker 0 at {address}; {where}")
+            outcome = supervise(jobs, f"{count}, worker 0 at {address}; {where}")
         except BrokenPipeError:
-            why = "nobody reads what is printed here any more, so all workers were stopped"
-            raise AtollError(f"{why}; continue with: {shlex.join(again(options, config))}") from None
+            why = "standard output was closed, so all workers were stopped"
+            raise AtollError(f"{why}; continue with: {shlex.join(resume_command(options, config))}") from None
     if outcome.failed:
-        raise _failure(outcome.failed, shlex.join(again(options, config)))
-    if outcome.interrupted and any(one.status for one in outcome.ended):  # not if they were done anyway
-        _warn_of_unsaved(outcome.ended, options.ranks)
-        raise KeyboardInterrupt(f"stopped; continue with: {shlex.join(again(options, config))}")
+        raise _failure(outcome.failed, shlex.join(resume_command(options, config)))
+    if outcome.interrupted and any(one.status for one in outcome.ended):  # else they were done anyway
+        _warn_unsaved(outcome.ended, options.ranks)
+        raise KeyboardInterrupt(f"stopped; continue with: {shlex.join(resume_command(options, config))}")
     return place
 
 
-# ---------------------------------------------------------------------- before anything is started
+# ---------------------------------------------------------------------- before the start
 
 
-def checked(options: Options, address: str) -> RunConfig:
-    """The run that all workers will read, refused here once instead of by every one of them."""
+def checked(options: LaunchOptions, address: str) -> RunConfig:
+    """Load the run that all workers will read; refuses it once, instead of in every worker."""
     workers = [] if options.workers is None else [f"sync.workers={options.workers}"]
     config = load(options.file, [*options.changes, *workers, f"link.address={address}"])
     given = {"out": options.out and str(options.out), "name": options.name, "link.emulate": options.link}
     config = config.changed(**{key: value for key, value in given.items() if value is not None})
     if config.link.emulate is not None:
-        from atoll.plan.link import parse_link  # brings torch along, which this process has no other use for
+        from atoll.plan.link import parse_link  # imports torch, which this process needs for nothing else
 
         parse_link(config.link.emulate)
     return config
@@ -96,14 +100,13 @@ def checked(options: Options, address: str) -> RunConfig:
 def _refuse_begun(place: Path, workers: int) -> None:
     for folder in (place, *(place / worker_folder(worker) for worker in range(workers))):
         if (folder / RUN).exists():
-            raise ConfigError(
-                f"{folder} holds a run already: continue it with --resume, choose another --name, or delete it"
-            )
+            advice = "continue it with --resume, choose another --name, or delete it"
+            raise ConfigError(f"{folder} holds a run already: {advice}", setting="name", value=place.name)
 
 
 @contextmanager
-def _alone(place: Path) -> Iterator[None]:
-    """Hold a run's folder: a second launch would only add refusals to the logs of the first."""
+def _run_lock(place: Path) -> Iterator[None]:
+    """Lock a run's folder: a second launch would add errors to the logs of the first."""
 
     def refuse() -> None:
         raise AtollError(f"{place} is being trained by another `atoll launch`: wait for it, or choose another --name")
@@ -117,17 +120,18 @@ def _port(wanted: int | None) -> int:
     if wanted is None:
         return free_ports(1)[0]
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was just left is free
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port of an ended process is free
         try:
             probe.bind((HERE, wanted))
         except OSError as fault:
-            why = f"cannot be used on {HERE}: {fault.strerror}"
-            raise ConfigError(f"--port {wanted}: {why}; choose another, or leave it out for a free one") from None
+            problem = f"--port {wanted}: cannot be used on {HERE}: {fault.strerror}"
+            advice = "choose another, or leave it out for a free one"
+            raise ConfigError(f"{problem}; {advice}", setting="port", value=wanted) from None
     return wanted
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody uses, all different; none that the kernel may hand to somebody else at any moment."""
+    """Return free ports, all different, below those that the kernel gives to outgoing connections."""
     free = (port for port in random.sample(_PORTS, len(_PORTS)) if _is_free(port))
     return list(islice(free, count))
 
@@ -141,64 +145,64 @@ def _is_free(port: int) -> bool:
     return True
 
 
-# ---------------------------------------------------------------------- what is started
+# ---------------------------------------------------------------------- the processes
 
 
-def plan(options: Options, config: RunConfig, address: str) -> list[Job]:
-    """One process a worker."""
+def plan(options: LaunchOptions, config: RunConfig, address: str) -> list[ProcessSpec]:
+    """Describe one process for each worker."""
     workers, place = config.sync.workers, Path(config.out).expanduser() / config.name
-    meetings = free_ports(workers) if options.ranks > 1 else [None] * workers
+    master_ports = free_ports(workers) if options.ranks > 1 else [None] * workers
     return [
-        Job(
+        ProcessSpec(
             name=f"worker {worker}",
-            command=command(options, place, worker, workers, address, meetings[worker]),
+            command=command(options, place, worker, workers, address, master_ports[worker]),
             environment=environment(config, worker, options.ranks),
             log=place / worker_folder(worker) / LOG,
-            aftermath=TORCHRUN_TELLS if options.ranks > 1 else None,
+            aftermath=TORCHRUN_AFTERMATH if options.ranks > 1 else None,
         )
         for worker in range(workers)
     ]
 
 
 def command(
-    options: Options, place: Path, worker: int, workers: int, address: str, meeting: int | None = None
+    options: LaunchOptions, place: Path, worker: int, workers: int, address: str, master_port: int | None = None
 ) -> list[str]:
-    """How one worker of the run at `place` is started; `meeting` is the port where its ranks find each other."""
+    """Return the command that starts one worker; `master_port` is torchrun's, for several ranks."""
     logs = place / worker_folder(worker) / "torchrun"
     return [
-        *(by_torchrun(options.ranks, meeting, logs) if options.ranks > 1 else []),
+        *(by_torchrun(options.ranks, master_port, logs) if options.ranks > 1 else []),
         *(sys.executable, "-m", "atoll", "train", str(options.file)),
         *("--worker", str(worker), "--address", address),
-        *_passed_on(options),
+        *_train_options(options),
         *("--set", f"sync.workers={workers}"),  # after the others: the last one counts
         *(["--resume"] if options.resume else []),
         *("--view", "lines"),
     ]
 
 
-def by_torchrun(ranks: int, meeting: int | None, logs: Path) -> list[str]:
-    """What to put before a command so that torchrun starts it as so many ranks, who meet at port `meeting`."""
+def by_torchrun(ranks: int, master_port: int | None, logs: Path) -> list[str]:
+    """Return what to put before a command so that torchrun starts it as `ranks` processes."""
     return [
         *(sys.executable, "-c", _TORCHRUN),
-        *("--nproc-per-node", str(ranks), "--master-port", str(meeting)),
-        *("--log-dir", str(logs)),  # or each start would leave one in /tmp
-        "--no-python",  # its own way to start Python writes lines in pieces, and those of other ranks come between
+        *("--nproc-per-node", str(ranks), "--master-port", str(master_port)),
+        *("--log-dir", str(logs)),  # instead of a new folder in /tmp
+        "--no-python",  # its own start of Python mixes lines of several ranks
     ]
 
 
-def again(options: Options, config: RunConfig) -> list[str]:
-    """The command that goes on from here."""
+def resume_command(options: LaunchOptions, config: RunConfig) -> list[str]:
+    """Return the command that resumes the run."""
     workers, ranks = ["--workers", str(config.sync.workers)], ["--ranks", str(options.ranks)]
     return [
         *("atoll", "launch", str(options.file)),
         *workers,
-        *_passed_on(options),
+        *_train_options(options),
         *(ranks if options.ranks > 1 else []),
         "--resume",
     ]
 
 
-def _passed_on(options: Options) -> list[str]:
+def _train_options(options: LaunchOptions) -> list[str]:
     given = {"--out": options.out, "--name": options.name, "--link": options.link}
     return [
         *(part for change in options.changes for part in ("--set", change)),
@@ -209,7 +213,7 @@ def _passed_on(options: Options) -> list[str]:
 def environment(
     config: RunConfig, worker: int, ranks: int = 1, base: Mapping[str, str] = os.environ, cores: int | None = None
 ) -> dict[str, str]:
-    """Ours, with a worker's share of the cores and of the GPUs: left alone, each would take all of them."""
+    """Return the environment of a worker, limited to its share of the cores and GPUs."""
     result = dict(base)
     if config.threads is None:
         cores = cores or count_cores()
@@ -219,39 +223,39 @@ def environment(
         mine = [gpus[(worker * ranks + rank) % len(gpus)] for rank in range(ranks)]
         result["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
     if ranks > 1:
-        result["PYTHONUNBUFFERED"] = ""  # or lines are written in pieces as well
+        result["PYTHONUNBUFFERED"] = ""  # unbuffered, lines of several ranks would mix
         result.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", f"{PATIENCE_S:.0f}")  # time to save; torchrun gives 30 s
     return result
 
 
 def _gpus(base: Mapping[str, str]) -> list[str]:
-    """What CUDA will call them, found without the seconds that importing torch takes."""
+    """Return the names of the GPUs without importing torch, which takes seconds."""
     if "CUDA_VISIBLE_DEVICES" in base:
         return [name for name in base["CUDA_VISIBLE_DEVICES"].split(",") if name]
     devices = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     return [str(number) for number in range(len(devices))]
 
 
-# ---------------------------------------------------------------------- how it ended
+# ---------------------------------------------------------------------- the end
 
 
-def _failure(ended: Ended, to_go_on: str) -> AtollError:
-    """What went wrong first, and how to go on; status 2 is for settings, here as for the worker."""
-    said = ended.said.removeprefix("error: ") or "it said nothing"
+def _failure(ended: ProcessExit, resume: str) -> AtollError:
+    """Make the error for the first failure; status 2 means a wrong setting, for the worker and here."""
+    said = ended.said.removeprefix("error: ") or "no output"
     how = f"(exit status {ended.status}): {said}"
-    if ended.status < 0:  # then its last line is no reason
+    if ended.status < 0:  # then its last line is not the reason
         oom = ", as the system does when memory runs out" if ended.status == -signal.SIGKILL else ""
         how = f"(killed by {signal.Signals(-ended.status).name}{oom}), its last line: {said}"
-    told = f"{ended.job.name} failed first {how}; all it said is in {ended.job.log}"
+    problem = f"{ended.job.name} failed first {how}; its output is in {ended.job.log}"
     if ended.status == 2:
-        return ConfigError(told)
-    return AtollError(f"{told}\nOnce it is mended, continue with: {to_go_on}")
+        return ConfigError(problem)
+    return AtollError(f"{problem}\nOnce it is fixed, continue with: {resume}")
 
 
-def _warn_of_unsaved(ended: Sequence[Ended], ranks: int) -> None:
-    """Who was stopped and did not end as one that has saved; of several ranks, torchrun hides how they ended."""
+def _warn_unsaved(ended: Sequence[ProcessExit], ranks: int) -> None:
+    """Warn of stopped workers that did not exit as after a save; torchrun hides the status of several ranks."""
     fine = {0, 130} if ranks == 1 else {0, 1, 130}
     for one in ended:
         if one.status not in fine:
-            said = printable(one.said) or "it said nothing"
+            said = printable(one.said) or "no output"
             print(f"warning: {one.job.name} may not have saved: {said}", file=sys.stderr)

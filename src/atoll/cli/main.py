@@ -1,7 +1,7 @@
-"""`atoll` in a terminal: parse, call one function, print. What is slow to import waits for the command that needs it.
+"""Defines the `atoll` command: each subcommand parses its options, calls one function and prints.
 
-Exit codes: 0 done, 1 something failed (also when nobody reads the output any more), 2 the run file or the command line
-is wrong, 130 interrupted.
+Slow imports wait for the command that needs them. Exit codes: 0 done, 1 failed (also when standard output is closed), 2
+the run file or the command line is wrong, 130 interrupted.
 """
 
 import gc
@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from atoll._util.parent_death import follow
+from atoll._util.parent_death import exit_with_parent
 from atoll.cli.errors import Commands, saying
 from atoll.cli.plan.command import plan
 from atoll.errors import ConfigError, printable
@@ -33,10 +33,11 @@ app = typer.Typer(
 
 
 def _assignments(texts: list[str] | None) -> list[str] | None:
-    """Refused here already: of `--set sync.workers 4`, the parser would only find an argument too many."""
+    """Refuse `--set sync.workers 4` here: the parser would only find an argument too many."""
     for text in texts or ():
         if "=" not in text:
-            raise ConfigError(f"--set {text}: use --set KEY=VALUE, such as --set sync.period=50")
+            problem = f"--set {text}: use --set KEY=VALUE, such as --set sync.period=50"
+            raise ConfigError(problem, setting="set", value=text)
     return texts
 
 
@@ -118,7 +119,8 @@ def init(
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(template())
     except FileExistsError:
-        raise ConfigError(f"{path}: exists already; give another path, or --force to overwrite it") from None
+        problem = f"{path}: exists already; give another path, or --force to overwrite it"
+        raise ConfigError(problem, setting="path", value=path) from None
     typer.echo(f"wrote {path}; to train: atoll train {path}")
 
 
@@ -169,7 +171,7 @@ def train(
     }
     file = run
     if run.is_dir():
-        file, folder = _begun(run, worker, resume=resume, moved=bool(out or name))
+        file, folder = _find_run(run, worker, resume=resume, moved=bool(out or name))
         settings |= {"out": str(folder.parent), "name": folder.name}
     config = load(file, changes or ()).changed(**{key: value for key, value in settings.items() if value is not None})
 
@@ -179,41 +181,45 @@ def train(
     try:
         from atoll.train.run import train as train_run
 
-        gc.freeze()  # to look for garbage among all that was imported would halt training now and then
+        gc.freeze()  # garbage collection of all imported objects would stall training
         done = train_run(config, worker=worker, resume=resume)
-    except KeyboardInterrupt:  # while preparing, or the second one: training itself saves on the first
-        raise KeyboardInterrupt(_how_to_go_on(place, worker)) from None
-    if not done.name.startswith("rank-"):  # the first rank of a worker speaks for all
-        whole = done if worker_of(done) is None else done.parent  # a report shows all workers that are there
+    except KeyboardInterrupt:  # before training, or the second one: training saves on the first
+        raise KeyboardInterrupt(_how_to_continue(place, worker)) from None
+    if not done.name.startswith("rank-"):  # rank 0 of a worker prints
+        whole = done if worker_of(done) is None else done.parent  # a report shows all workers
         typer.echo(f"the run is in {done}; to look at it: atoll report {whole}, atoll sample {done}")
 
 
-def _how_to_go_on(place: Path, worker: int | None) -> str:
-    """After a stop that was not training's own."""
+def _how_to_continue(place: Path, worker: int | None) -> str:
+    """Return what to print after a stop outside training."""
     if not (place / RUN).exists():
         return "stopped before training began; the same command begins again"
     which = "" if worker is None else f" --worker {worker}"
     return f"interrupted; continue with: atoll train {quote(str(place))}{which} --resume"
 
 
-def _begun(given: Path, worker: int | None, *, resume: bool, moved: bool) -> tuple[Path, Path]:
-    """The run file and the folder of all of a run, from that folder or, of a worker by itself, from the worker's."""
+def _find_run(given: Path, worker: int | None, *, resume: bool, moved: bool) -> tuple[Path, Path]:
+    """Return the run file and the run's folder, given that folder or the folder of one worker."""
+
+    def refuse(problem: str) -> ConfigError:
+        return ConfigError(f"{given}: {problem}", setting="run", value=given)
+
     if not resume:
-        raise ConfigError(f"{given}: is a folder; to continue the run in it, add --resume")
+        raise refuse("is a folder; to continue the run in it, add --resume")
     if moved:
-        raise ConfigError(f"{given}: is the folder of a run, which --out and --name cannot change")
-    folder = given.resolve()  # the file may say "runs", seen from elsewhere
+        raise refuse("is the folder of a run, which --out and --name cannot change")
+    folder = given.resolve()  # `out` in the file may be relative to another folder
     called = "" if worker is None else worker_folder(worker)
     if called and (folder / called / RUN).is_file():
         return given / called / RUN, folder
     if not (given / RUN).is_file():
         there = ", ".join(place.name for place in worker_folders(given))
         if there and worker is None:
-            raise ConfigError(f"{given}: holds workers with processes of their own ({there}): add --worker and whose")
+            raise refuse(f"holds workers with their own processes ({there}): add --worker and its number")
         also = f" and no {called}" if called else ""
-        raise ConfigError(f"{given}: is not the folder of a run: it has no {RUN}{also}{there and f', only {there}'}")
+        raise refuse(f"is not the folder of a run: it has no {RUN}{also}{there and f', only {there}'}")
     if called and folder.name != called:
-        raise ConfigError(f"{given}: is not the folder of worker {worker}, which is called {called}")
+        raise refuse(f"is not the folder of worker {worker}, which is called {called}")
     return given / RUN, folder.parent if called else folder
 
 
@@ -235,7 +241,7 @@ def launch(
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, metavar="N", help="Processes of one worker, by torchrun.")] = 1,
 ) -> None:
-    """Train with each worker in a process of its own, all on this machine.
+    """Train with one process per worker, all on this machine.
 
     Each worker writes to OUT/NAME/worker-K, and all it says to log.txt there.
     Ctrl-C lets all save and stop, a second one kills them; --resume continues.
@@ -245,22 +251,21 @@ def launch(
       atoll launch run.toml --workers 4
       atoll launch run.toml --workers 4 --resume
     """
-    from atoll.cli.launch import Options
+    from atoll.cli.launch import LaunchOptions
     from atoll.cli.launch import launch as launch_workers
 
-    done = launch_workers(
-        Options(
-            file=run,
-            changes=changes or (),
-            workers=workers,
-            ranks=ranks,
-            resume=resume,
-            out=out,
-            name=name,
-            link=link,
-            port=port,
-        )
+    options = LaunchOptions(
+        file=run,
+        changes=changes or (),
+        workers=workers,
+        ranks=ranks,
+        resume=resume,
+        out=out,
+        name=name,
+        link=link,
+        port=port,
     )
+    done = launch_workers(options)
     typer.echo(f"all workers are done; the run is in {done}")
 
 
@@ -359,11 +364,11 @@ app.command()(plan)
 
 
 def main() -> None:
-    """The `atoll` command."""
-    follow()  # whoever has started this process as one of several
-    if isinstance(sys.stdout, io.TextIOWrapper):  # line by line, or stderr would overtake it; in any encoding
+    """Run the `atoll` command."""
+    exit_with_parent()  # if a supervisor started this process
+    if isinstance(sys.stdout, io.TextIOWrapper):  # line by line, or stderr would overtake it
         sys.stdout.reconfigure(line_buffering=True, errors="replace")
     if "--debug" not in sys.argv:
-        # Torch's C++ writes pages on stderr about what is told in a line here; it looks when it is imported.
+        # Torch's C++ prints pages about what is one line here; it reads this when it is imported.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     app(prog_name="atoll")

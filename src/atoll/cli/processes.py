@@ -1,7 +1,7 @@
-"""Child processes that belong together: their lines shown, all of them stopped together, none left behind.
+"""Supervises child processes: shows their output, stops them together, and leaves none behind.
 
-Each child writes to its log by itself, and what is shown is read from there. So nothing is lost when this process dies,
-a terminal that stands still holds no child up, and lines never mix.
+Each child writes to its own log file, and its output is read from there. So nothing is lost when this process dies, a
+stalled terminal blocks no child, and lines never mix.
 """
 
 import math
@@ -18,39 +18,39 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
-from atoll._util.parent_death import FOLLOWS, PATIENCE_S, lifeline
+from atoll._util.parent_death import EXIT_WITH_PARENT, PATIENCE_S, parent_pipe
 from atoll._util.signals import Interrupts
 from atoll.errors import printable
 
 POLL_S = 0.05
 GRACE_S = 30.0
-"""After one has failed, how long the others may take to notice and end by themselves; asked to stop, they save."""
+"""Seconds that the others have to end by themselves after one has failed; then they are asked to stop, and save."""
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A process to start."""
+class ProcessSpec:
+    """Describes a process to start."""
 
     name: str
-    """Stands before each of its lines."""
+    """Prefixes each of its lines."""
     command: Sequence[str]
     environment: Mapping[str, str]
     log: Path
-    """All it says, after what is there already."""
+    """Its output is appended here."""
     aftermath: str | None = None
-    """A pattern: from the first line that begins like this on, it only tells that something has failed, not why."""
+    """Pattern of the line after which it only reports that a process failed, and no longer why."""
 
 
-class Ended(NamedTuple):
-    """A process that has come to its end."""
+class ProcessExit(NamedTuple):
+    """Tells how a process ended."""
 
-    job: Job
+    job: ProcessSpec
     status: int
     """Its exit status, or the signal that killed it, negative."""
     said: str
@@ -59,74 +59,79 @@ class Ended(NamedTuple):
     """Whether it had been asked to stop."""
 
 
-class Outcome(NamedTuple):
-    """How all of them ended."""
+class SupervisionResult(NamedTuple):
+    """Tells how all processes ended."""
 
-    ended: list[Ended]
-    """In the order in which they did."""
-    failed: Ended | None
-    """The failure that the others follow from."""
+    ended: list[ProcessExit]
+    """In the order in which they ended."""
+    failed: ProcessExit | None
+    """The failure that caused the others."""
     interrupted: bool
     """Whether Ctrl-C or SIGTERM has come."""
 
 
-class Audience(Protocol):
-    """Sees what supervised processes say, and how they end."""
+class ProcessObserver:
+    """Sees what supervised processes print and how they end; by default it only prints the supervisor's lines."""
 
     def show(self, name: str, line: str) -> None:
         """Take a line of a process."""
 
     def say(self, line: str) -> None:
-        """Take a line of the supervisor's own."""
+        """Print a line of the supervisor."""
+        print(line, flush=True)
 
     def look(self, name: str) -> None:
-        """Look elsewhere for news of a process; called while it runs, and once more when it has ended."""
+        """Look elsewhere for news of a process; called while it runs, and once after it has ended."""
 
-    def end(self, ended: Ended) -> None:
-        """Take note of a process that has ended."""
+    def end(self, ended: ProcessExit) -> None:
+        """Take the end of a process."""
 
 
 def supervise(
-    jobs: Sequence[Job],
+    jobs: Sequence[ProcessSpec],
     greeting: str = "",
     *,
-    audience: Audience | None = None,
+    audience: ProcessObserver | None = None,
     at_once: int | None = None,
     together: bool = True,
     grace_s: float = GRACE_S,
     patience_s: float = PATIENCE_S,
-) -> Outcome:
+) -> SupervisionResult:
     """Run processes to their ends; when this returns or raises, none is left.
 
-    Ctrl-C or SIGTERM is passed on to each, once, as SIGINT; the second one kills. Those that were asked to stop have
-    `patience_s`. If nobody reads what is printed any more, all are asked to stop, and BrokenPipeError is raised.
+    Ctrl-C or SIGTERM is passed on to each process, once, as SIGINT; the second signal kills them.
 
     Args:
-        jobs: what to start.
-        greeting: is said first, once signals are heard: who reads it may send one.
-        audience: sees what they say; left out: each line is printed after the name of the process.
-        at_once: how many may run at a time; left out: all.
-        together: whether one that fails ends the others: they have `grace_s` to end by themselves and are then asked
-            to by SIGTERM.
+        jobs: The processes to start.
+        greeting: A line to print once signals are handled.
+        audience: Sees what they print; None prints each line after the name of its process.
+        at_once: How many may run at a time; None for all.
+        together: Whether one that fails ends the others.
+        grace_s: Seconds that the others then have to end by themselves, before SIGTERM asks them to.
+        patience_s: Seconds that a process has to end after it was asked to, before it is killed.
+
+    Raises:
+        BrokenPipeError: Standard output was closed; all processes were asked to stop.
     """
     signals = Interrupts()
-    audience = audience or Screen([job.name for job in jobs])
-    rules = _Rules(at_once or len(jobs), together, grace_s, patience_s)
-    with _noted(signals), lifeline() as stdin:
-        children = _Children(jobs, audience, signals, stdin, rules)
+    audience = audience or PrefixedOutput([job.name for job in jobs])
+    with _recording(signals), parent_pipe() as stdin:
+        supervisor = _Supervisor(jobs, audience, signals, stdin)
         try:
             if greeting:
                 audience.say(greeting)
-            while children.start():
+            while supervisor.start(at_once or len(jobs)):
                 time.sleep(POLL_S)
-                children.look()
-                children.act()
+                supervisor.look()
+                supervisor.act(grace_s if together else math.inf, patience_s)
         except BrokenPipeError:
-            _print_to_nobody()
+            # Discard what is still buffered: Python would try again at its end, and exit with status 120.
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
             raise
         finally:
-            children.end()
-    return Outcome(children.ended, _cause(children.failures), children.interrupted)
+            supervisor.end(patience_s)
+    return SupervisionResult(supervisor.ended, _cause(supervisor.failures), supervisor.interrupted)
 
 
 def count_cores() -> int:
@@ -134,21 +139,10 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def _print_to_nobody() -> None:
-    """Discard what is still to be printed: Python would try again at its end, and make the exit status 120."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
-
-
 @contextmanager
-def _noted(signals: Interrupts) -> Iterator[None]:
-    """Only note Ctrl-C and SIGTERM. It also undoes for children that a shell may have started us deaf to Ctrl-C."""
-
-    def note(number: int, _frame: object) -> None:
-        signals.note(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+def _recording(signals: Interrupts) -> Iterator[None]:
+    """Only record Ctrl-C and SIGTERM; children get the default handlers, even if a shell had us ignore Ctrl-C."""
+    before = {n: signal.signal(n, lambda number, _: signals.note(number)) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
@@ -156,85 +150,75 @@ def _noted(signals: Interrupts) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _cause(failures: Sequence[Ended]) -> Ended | None:
-    """The first to fail, unless it only tells of another: a peer may be quicker to end than the one it has lost."""
+def _cause(failures: Sequence[ProcessExit]) -> ProcessExit | None:
+    """Return the first failure that blames no other process: a peer may end sooner than the one it lost."""
     names = {failure.job.name for failure in failures}
 
-    def blames_another(failure: Ended) -> bool:
+    def blames_another(failure: ProcessExit) -> bool:
         return any(re.search(rf"\b{re.escape(name)}\b", failure.said) for name in names - {failure.job.name})
 
     own = [failure for failure in failures if not blames_another(failure)]
     return next(iter(own or failures), None)
 
 
-# ---------------------------------------------------------------------- all of them
-
-
-class _Rules(NamedTuple):
-    at_once: int
-    together: bool
-    grace_s: float
-    patience_s: float
-
-
-class _Children:
-    """Those that run, and what is to be done about them."""
+class _Supervisor:
+    """Starts, watches and stops the children."""
 
     def __init__(
-        self, jobs: Sequence[Job], audience: Audience, signals: Sequence[int], stdin: int, rules: _Rules
+        self, jobs: Sequence[ProcessSpec], audience: ProcessObserver, signals: Sequence[int], stdin: int
     ) -> None:
         self.running: list[_Child] = []
-        self.ended: list[Ended] = []
-        self.failures: list[Ended] = []
+        self.ended: list[ProcessExit] = []
+        self.failures: list[ProcessExit] = []
         self.interrupted = False
         self._waiting = deque(jobs)
-        self._audience, self._signals, self._stdin, self._rules = audience, signals, stdin, rules
+        self._audience, self._signals, self._stdin = audience, signals, stdin
         self._asked = False
-        self._due = math.inf
-        """When those that still run are asked to stop, or killed if they were asked."""
+        self._due = math.inf  # when running children are asked to stop, or killed if they were asked
 
-    def start(self) -> bool:
-        """Start as many as may run; whether any does."""
-        while self._waiting and len(self.running) < self._rules.at_once:
+    def start(self, at_once: int) -> bool:
+        """Start waiting jobs up to `at_once`; return whether any child runs."""
+        while self._waiting and len(self.running) < at_once:
             self.running.append(_Child(self._waiting.popleft(), self._stdin))
         return bool(self.running)
 
     def look(self) -> None:
-        """Show what is new, and take leave of those that have ended."""
+        """Show new output, and record the children that have ended."""
         over: list[_Child] = []
         for child in self.running:
-            status = child.process.poll()  # before reading: what it said last is in the log by then
+            status = child.process.poll()  # before reading: its last output is in the log by then
             for line in child.lines(last=status is not None):
                 self._audience.show(child.job.name, line)
             self._audience.look(child.job.name)
             if status is not None:
                 over.append(child)
-        # Of several in one look, first were those that a signal killed, which the others noticed; then by last words.
-        for child in sorted(over, key=lambda child: (child.status >= 0, child.last_words_ns)):
+        # Of several in one look, a signal killed the first, which the others noticed; the rest by last output.
+        for child in sorted(over, key=lambda child: (child.process.returncode >= 0, child.last_output_ns)):
             child.close()
             self.running.remove(child)
-            self.ended.append(Ended(child.job, child.status, child.said, self._asked))
-            if child.status and not self._asked:
-                self.failures.append(self.ended[-1])
-            self._audience.end(self.ended[-1])
+            ended = ProcessExit(child.job, child.process.returncode, child.said, self._asked)
+            self.ended.append(ended)
+            if ended.status and not self._asked:
+                self.failures.append(ended)
+            self._audience.end(ended)
 
-    def act(self) -> None:
-        """Pass signals on, and mind the time."""
+    def act(self, grace_s: float, patience_s: float) -> None:
+        """Pass signals on, and enforce the time limits."""
         if self._signals and (self.running or self._waiting) and not self.interrupted:
             self.interrupted = True
             self._audience.say("stopping: all save first; Ctrl-C again stops at once, without saving")
-            self._ask(signal.SIGINT)
-        if self.failures and self._rules.together and self._due == math.inf:
-            self._due = time.monotonic() + self._rules.grace_s
+            self._ask(signal.SIGINT, patience_s)
+        if self.failures and self._due == math.inf:
+            self._due = time.monotonic() + grace_s
         if len(self._signals) > 1 or (self._asked and self._late):
             self._kill()
         elif self._late:
-            self._ask(signal.SIGTERM)
+            self._ask(signal.SIGTERM, patience_s)
 
-    def end(self) -> None:
-        """Leave none behind, also when something has gone wrong here: they may still save."""
+    def end(self, patience_s: float) -> None:
+        """Leave no child behind, even after an error here; they may still save."""
         left = list(self.running)
-        self._ask(signal.SIGTERM)
+        self._ask(signal.SIGTERM, patience_s)
         while self.running and not self._late and len(self._signals) < 2:
             time.sleep(POLL_S)
             self.running = [child for child in self.running if child.process.poll() is None]
@@ -247,103 +231,88 @@ class _Children:
     def _late(self) -> bool:
         return time.monotonic() >= self._due
 
-    def _ask(self, number: signal.Signals) -> None:
-        """Once only: the second signal would keep them from saving."""
+    def _ask(self, number: signal.Signals, patience_s: float) -> None:
+        """Ask all children to stop, once only: a second signal would keep them from saving."""
         if self._asked:
             return
         self._asked = True
         self._waiting.clear()
-        self._due = time.monotonic() + self._rules.patience_s
+        self._due = time.monotonic() + patience_s
         for child in self.running:
             child.process.send_signal(number)
-            child.wake()
+            child.signal_all(signal.SIGCONT)  # a stopped process (SIGSTOP) would not get the other signal
 
     def _kill(self) -> None:
         for child in self.running:
-            child.kill()
-
-
-# ---------------------------------------------------------------------- one of them
+            child.signal_all(signal.SIGKILL)
 
 
 class _Child:
-    """A process that runs, and how far its log has been read."""
+    """A running process, and how far its log has been read."""
 
-    def __init__(self, job: Job, stdin: int) -> None:
+    def __init__(self, job: ProcessSpec, stdin: int) -> None:
         self.job = job
         job.log.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:
             log = opened.enter_context(job.log.open("a+b"))
-            _head(log.fileno(), job.command)
+            _write_title(log.fileno(), job.command)
             self._log = opened.enter_context(job.log.open("rb"))
             self._log.seek(0, os.SEEK_END)
-            # In a session of its own: Ctrl-C reaches this process alone, which passes it on once; twice would not save.
+            # In its own session: Ctrl-C reaches only this process, which passes it on once; a second would not save.
             self.process = subprocess.Popen(
                 job.command,
                 stdin=stdin,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 # Unbuffered, or its last line on stderr would come before what it printed earlier.
-                env={"PYTHONUNBUFFERED": "1", **job.environment, FOLLOWS: "1"},
+                env={"PYTHONUNBUFFERED": "1", **job.environment, EXIT_WITH_PARENT: "1"},
                 start_new_session=True,
             )
             log.close()
             self.close = opened.pop_all().close
         self._part = b""
         self._last = self._error = ""
-        self._over = False
+        self._in_aftermath = False
 
     @property
-    def status(self) -> int:
-        """How it ended; it must have."""
-        assert self.process.returncode is not None
-        return self.process.returncode
-
-    @property
-    def last_words_ns(self) -> int:
+    def last_output_ns(self) -> int:
         """When it last wrote to its log."""
         return os.fstat(self._log.fileno()).st_mtime_ns
 
     @property
     def said(self) -> str:
-        """Its last error, for a farewell may follow it; else its last line."""
+        """Its last error, which other lines may follow; else its last line."""
         return self._error or self._last
 
     def lines(self, *, last: bool) -> Iterator[str]:
-        """Whole lines that are new; what the `last` words lack of a line is not waited for."""
+        """Yield new whole lines; with `last`, an unfinished one too."""
         *whole, self._part = (self._part + self._log.read()).split(b"\n")
         if last and self._part:
             whole, self._part = [*whole, self._part], b""
         for raw in whole:
-            line = raw.decode(errors="replace").rstrip("\r").rpartition("\r")[2]  # of a progress bar, its last state
-            self._note(line)
+            line = raw.decode(errors="replace").rstrip("\r").rpartition("\r")[2]  # the last state of a progress bar
+            self._remember(line)
             yield line
 
-    def _note(self, line: str) -> None:
-        self._over = self._over or bool(self.job.aftermath and re.match(self.job.aftermath, line))
-        if not self._over:
+    def _remember(self, line: str) -> None:
+        self._in_aftermath |= bool(self.job.aftermath and re.match(self.job.aftermath, line))
+        if not self._in_aftermath:
             self._last = line.strip() or self._last
-        if line.startswith("error: ") and not (self._over and self._error):  # a rank's own may come a little late
+        if line.startswith("error: ") and not (self._in_aftermath and self._error):  # a rank's own may come late
             self._error = line
 
-    def wake(self) -> None:
-        """Let what was stopped (SIGSTOP) go on: otherwise it would not hear that it is asked to end."""
-        for pid in (self.process.pid, *_descendants(self.process.pid)):
+    def signal_all(self, number: signal.Signals) -> None:
+        """Send a signal to the process and its descendants: torchrun gives each rank its own session."""
+        descendants = _descendants(self.process.pid)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+        for pid in descendants:
             with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGCONT)
-
-    def kill(self) -> None:
-        """At once, with all that it has started: torchrun gives each rank a session of its own."""
-        family = _descendants(self.process.pid)
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        for pid in family:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
 
 
-def _head(log: int, command: Sequence[str]) -> None:
-    """Begin a line in a log that says what follows, for it is kept over many starts."""
+def _write_title(log: int, command: Sequence[str]) -> None:
+    """Append a line with the time and the command to a log, which is kept over many starts."""
     size = os.fstat(log).st_size
     torn = size and os.pread(log, 1, size - 1) != b"\n"
     title = f"--- {datetime.now():%Y-%m-%d %H:%M:%S} {shlex.join(command)}\n"
@@ -359,11 +328,8 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-# ---------------------------------------------------------------------- what is shown
-
-
-class Screen:
-    """Prints the lines of all, each after the name of who said it; in colour on a terminal."""
+class PrefixedOutput(ProcessObserver):
+    """Prints each line after the name of its process, in colour on a terminal."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._console = Console(highlight=False)
@@ -371,24 +337,10 @@ class Screen:
         self._colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(names)}
 
     def show(self, name: str, line: str) -> None:
-        """Print a line of one of them."""
-        head, line = f"{name:<{self._width}} | ", self._printable(line)
+        """Print a line of a process; characters that the terminal lacks are replaced."""
+        encoding = sys.stdout.encoding or "utf-8"
+        head, line = f"{name:<{self._width}} | ", printable(line).encode(encoding, "replace").decode(encoding)
         if self._console.is_terminal:
             self._console.print(Text.assemble((head, self._colours[name]), line), soft_wrap=True)
         else:
             print(head + line, flush=True)
-
-    def say(self, line: str) -> None:
-        """Print a line of our own."""
-        print(line, flush=True)
-
-    def look(self, name: str) -> None:
-        """There is nothing but lines."""
-
-    def end(self, ended: Ended) -> None:
-        """What it said last has been printed."""
-
-    def _printable(self, line: str) -> str:
-        """Make a line fit for any terminal: a character that it does not have must not end a run."""
-        encoding = sys.stdout.encoding or "utf-8"
-        return printable(line).encode(encoding, "replace").decode(encoding)

@@ -1,4 +1,4 @@
-"""The whole contract between the outer loop and what carries its rounds."""
+"""Defines what the outer loop needs from a link: `Link`, and the values that pass through it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,18 +10,17 @@ from atoll.core.allreduce import Reduction
 from atoll.core.guard import UNKNOWN, Size, outliers
 
 LEFT_OUT = "left out"
-"""How a term is shown that one of two has not."""
-MOST_TOLD = 3
-"""Differences that are named; where there are more, the rest is counted."""
+"""Stands for a term that one of two workers does not have."""
+_MAX_DIFFERENCES = 3  # shown in full; the rest is counted
 
 
 class RoundId(NamedTuple):
-    """One exchange of one fragment: the inner step it was sent after, and the fragment's number."""
+    """Names one exchange of one fragment: the inner step it was sent after, and the fragment's number."""
 
     step: int
     fragment: int
     last: bool = False
-    """The exchange of what is left at the end of a run, after any regular one of the same step."""
+    """The exchange of what remains at the end of a run, after any regular round of the same step."""
 
     def __str__(self) -> str:
         return f"step {self.step}, fragment {self.fragment}{', the last exchange' if self.last else ''}"
@@ -29,127 +28,142 @@ class RoundId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A worker that took part in a round, and where it stood."""
+    """Describes a worker that takes part in a round, and the anchor its delta was taken from."""
 
     worker: int
     weight: float
-    """Its part in the mean, before normalisation."""
+    """Its share of the mean, before normalisation."""
     anchor_version: int
-    """Rounds applied so far to the anchor that the delta was taken from."""
+    """Rounds applied so far to the anchor."""
     anchor_fingerprint: int
-    """Of that anchor's bits; workers with the same version must have the same."""
+    """Hash of the anchor's bits; workers with the same version must have the same."""
     size: Size = UNKNOWN
-    """How large its delta is, and its last ones were."""
+    """Norm of its delta, and of its last ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one worker puts into a round."""
+    """Holds what one worker puts into a round."""
 
     member: Member
     payload: Tensor
     """The encoded delta, uint8; not changed after it is handed over."""
 
     def settled(self) -> "Contribution":
-        """Itself, as an Offer."""
+        """Return itself: a contribution is an Offer that is ready."""
         return self
 
 
 class Offer(Protocol):
-    """What one worker puts into a round, made or still in the making on a GPU."""
+    """What one worker puts into a round, perhaps still being computed on a GPU."""
 
     @property
     def payload(self) -> Tensor:
-        """Where it is, or will be."""
+        """The buffer that holds the payload, or will."""
 
     def settled(self) -> Contribution | None:
-        """Wait for it, in whatever thread; None if it turns out that it cannot be sent. Always the same answer."""
+        """Wait in any thread until it is computed; None if it cannot be sent. The answer never changes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
-    """What a round took, as one worker saw it; times are those of time.perf_counter(), seconds."""
+class TransferStats:
+    """Times and bytes of one round as one worker saw it; times are seconds of time.perf_counter()."""
 
     opened_s: float
     done_s: float
-    """When the last of it was there."""
-    sent: int = 0
-    """Bytes put on the wire, headers included; inside one process 0, or what an emulated line carries."""
-    received: int = 0
+    """When the last byte was there."""
+    sent_bytes: int = 0
+    """Bytes on the wire, headers included; inside one process 0, or what an emulated line carries."""
+    received_bytes: int = 0
     waited_s: float = 0.0
-    """For how long the worker did nothing but wait for it."""
+    """Seconds during which the worker only waited for the round."""
 
     @property
     def hidden_s(self) -> float:
-        """For how long it travelled while the worker trained."""
+        """Seconds during which the round travelled while the worker trained."""
         return max(0.0, self.done_s - self.opened_s - self.waited_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A completed exchange, the same on every worker: who took part, in ascending worker order."""
+    """Holds a completed exchange, the same on every worker; members are in ascending worker order."""
 
     round_id: RoundId
     members: tuple[Member, ...]
     payloads: tuple[Tensor, ...]
-    """Of the members, uint8; empty where only the mean of them all came back."""
+    """The members' payloads, uint8; empty where only their mean came back."""
     reduced: Tensor | None = None
-    """The encoded mean, uint8, of a round in two shots; otherwise whoever wants the mean takes it."""
+    """The encoded mean, uint8, of a two-shot round; None where every worker takes the mean itself."""
     outliers: tuple[Member, ...] = ()
-    """Whose payloads arrived and were left out for their size."""
+    """Members whose payloads arrived and were left out for their size."""
     inner: Tensor | None = None
-    """Inner products of the members' deltas, fp64 [members, members], where they come back without payloads."""
-    passage: Passage | None = field(default=None, compare=False)
+    """Inner products of the members' deltas, fp64 [members, members], where no payloads come back."""
+    transfer: TransferStats | None = field(default=None, compare=False)
 
 
 class Pending(Protocol):
-    """A round under way."""
+    """A round in flight."""
 
     def wait(self) -> Round:
-        """Block until the round is complete; LinkError names the worker that is missing."""
+        """Block until the round is complete; LinkError names the missing worker."""
 
 
 class Link(Protocol):
-    """One worker's end of what carries rounds; it moves bytes and does no arithmetic."""
+    """Carries one worker's rounds; a link moves bytes and does no arithmetic.
+
+    Implementations inherit from it: what is defined here fits a link whose members are fixed and whose worker is one
+    rank.
+    """
 
     worker: int
     workers: int
 
     def join(self, terms: Mapping[str, str], weight: float) -> None:
-        """Say what all must agree on; LinkError names the differences to another worker."""
+        """Join the other workers; LinkError names the terms in which another worker differs.
+
+        Args:
+            terms: What all workers must agree on, such as the period and the codec.
+            weight: This worker's share of every mean, before normalisation.
+        """
 
     def present(self, step: int) -> bool:
-        """Whether this worker is a member during this inner step; known for the current step and the next."""
+        """Return whether this worker is a member during this inner step; known for this step and the next."""
+        return True
 
     def trains(self, step: int) -> bool:
-        """Whether it makes this inner step: false when absent, or when it is too slow and skips it."""
+        """Return whether this worker makes this inner step: not if it is absent, or too slow and skips it."""
+        return True
 
     def weights(self, step: int) -> Mapping[int, float]:
-        """Worker -> weight of all who are present at this step."""
+        """Return worker -> weight of all workers that are present at this step."""
 
     def open(self, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
-        """Start a round; None takes part in nothing and still learns the result. Does not wait for the offer."""
+        """Start a round without waiting for the offer; with None, the worker only receives the result."""
 
-    def on_any_rank(self, so: bool) -> bool:
-        """Whether it is `so` on some rank of this worker, where ranks hold parts of it; all of them ask."""
+    def on_any_rank(self, value: bool) -> bool:
+        """Return whether `value` is true on any rank of this worker; a collective call of its ranks."""
+        return value
 
     def check(self) -> None:
-        """Raise the LinkError of a round that has failed meanwhile, so that nobody trains on for nothing."""
+        """Raise the LinkError of a round that has failed since, so that no worker trains on in vain."""
+        return
 
     def close(self, reason: str | None = None) -> None:
-        """Leave for good; with a reason, before the end: whoever waits for this worker is told."""
+        """Leave for good; a reason, given when leaving before the end, is told to waiting workers."""
 
 
-def admitted(arrived: Sequence[Contribution], reduction: Reduction) -> tuple[list[Contribution], tuple[Member, ...]]:
-    """Split what has arrived into the contributions that count and the members that are left out for their size."""
+def split_outliers(
+    arrived: Sequence[Contribution], reduction: Reduction
+) -> tuple[list[Contribution], tuple[Member, ...]]:
+    """Split contributions into those that enter the mean and the members left out for their size."""
     out = outliers([contribution.member.size for contribution in arrived], reduction.outlier_ratio)
     counted = [contribution for contribution, is_out in zip(arrived, out, strict=True) if not is_out]
     return counted, tuple(c.member for c, is_out in zip(arrived, out, strict=True) if is_out)
 
 
-def difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
-    """What is not the same of the terms, as "period: 5 against 6; codec: ...", at most three; None if all is."""
+def describe_differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
+    """Describe at most three differing terms, as "period: 5 against 6; codec: ..."; None if all are equal."""
     differ = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
-    told = [f"{key}: {mine.get(key, LEFT_OUT)} against {theirs.get(key, LEFT_OUT)}" for key in differ[:MOST_TOLD]]
-    more = [f"and {len(differ) - MOST_TOLD} more"] if len(differ) > MOST_TOLD else []
-    return "; ".join(told + more) or None
+    shown = [f"{key}: {mine.get(key, LEFT_OUT)} against {theirs.get(key, LEFT_OUT)}" for key in differ]
+    more = [f"and {len(differ) - _MAX_DIFFERENCES} more"] if len(differ) > _MAX_DIFFERENCES else []
+    return "; ".join(shown[:_MAX_DIFFERENCES] + more) or None

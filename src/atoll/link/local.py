@@ -1,7 +1,7 @@
-"""Workers inside one process: research, tests, the demo. A real link, with faults given as data.
+"""Links the workers of one process, for research, tests and the demo; faults are given as data.
 
-Each worker may run in a thread of its own (`run_local`), or one caller may step them all together (`atoll.Lockstep`).
-The result is the same to the bit: nothing depends on who comes first.
+Each worker may run in its own thread (`run_local`), or one caller may step all workers together (`atoll.Lockstep`).
+Both give the same bits: nothing depends on which worker comes first.
 """
 
 import random
@@ -14,20 +14,20 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from atoll._util.checks import check_whole
+from atoll._util.checks import check_whole, config_error
 from atoll.core.allreduce import Reduction, mean_between, shots
 from atoll.errors import ConfigError, LinkError
-from atoll.link.base import Offer, Passage, Pending, Round, RoundId, admitted, difference
+from atoll.link.base import Link, Offer, Pending, Round, RoundId, TransferStats, describe_differences, split_outliers
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Absence:
-    """A worker that is not there from inner step `first` to `last`, both included; last=None means for good.
+    """Takes a worker away from inner step `first` to `last`, both included; last=None means for good.
 
     Absence(worker=3, first=1, last=50) joins late; Absence(worker=3, first=51) leaves after step 50. An absent worker
-    calls `step()` like the others, to follow the rounds; `OuterLoop.trains` tells it not to train.
+    still calls `step()`, to follow the rounds; `OuterLoop.trains` tells it not to train.
     """
 
     worker: int
@@ -37,53 +37,54 @@ class Absence:
     def __post_init__(self) -> None:
         whole = all(type(step) is int for step in (self.worker, self.first, self.last or 1))
         if not whole or self.first < 1 or (self.last is not None and self.last < self.first):
-            raise ConfigError(
+            problem = (
                 f"an absence lasts from first >= 1 to last >= first, whole numbers, got {self.first} to {self.last}"
             )
+            raise ConfigError(problem, setting="absences", value=self)
 
     def covers(self, worker: int, step: int) -> bool:
-        """Whether this worker is away during this inner step."""
+        """Return whether this worker is away during this inner step."""
         return worker == self.worker and self.first <= step and (self.last is None or step <= self.last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """What goes wrong, as data: the same faults on every run."""
+    """Describes what goes wrong, the same on every run."""
 
     drop: float = 0.0
-    """Chance that one worker's payload of one round is lost; it then keeps its own parameters."""
+    """Probability that one worker's payload of one round is lost; it then keeps its own parameters."""
     seed: int = 0
     """Decides which payloads are lost."""
     absences: tuple[Absence, ...] = ()
-    """Who is away, and when."""
+    """Which workers are away, and when."""
     speeds: Mapping[int, float] = field(default_factory=dict)
-    """Worker -> the share of inner steps it has time for, above 0 up to 1; others make all of them."""
+    """Worker -> share of inner steps it makes, above 0 and at most 1; workers not named make all of them."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.drop <= 1:
-            raise ConfigError(f"drop must be a chance between 0 and 1, got {self.drop}")
+            raise config_error("drop", self.drop, "a probability between 0 and 1")
         if not isinstance(self.absences, tuple):
-            raise ConfigError(f"absences must be a tuple of Absence(...), got {self.absences!r}")
+            raise config_error("absences", self.absences, "a tuple of Absence(...)")
         for worker, speed in self.speeds.items():
             if not 0 < speed <= 1:
-                raise ConfigError(f"speed of worker {worker} must be above 0 and at most 1, got {speed}")
+                raise config_error(f"speed of worker {worker}", speed, "above 0 and at most 1")
 
     def lost(self, worker: int, round_id: RoundId) -> bool:
-        """Whether this worker's payload of this round is lost."""
+        """Return whether this worker's payload of this round is lost."""
         return random.Random(f"{self.seed} {worker} {round_id}").random() < self.drop
 
     def present(self, worker: int, step: int) -> bool:
-        """Whether this worker is there during this inner step."""
+        """Return whether this worker is a member during this inner step."""
         return not any(absence.covers(worker, step) for absence in self.absences)
 
     def trains(self, worker: int, step: int) -> bool:
-        """Whether this worker makes this inner step."""
+        """Return whether this worker makes this inner step."""
         speed = self.speeds.get(worker, 1.0)
         return self.present(worker, step) and int(step * speed) > int((step - 1) * speed)
 
 
-class _Board:
-    """Where the workers of one process leave their contributions for each other."""
+class _LocalStore:
+    """Holds the contributions that the workers of one process leave for each other."""
 
     def __init__(self, workers: int, faults: Faults, timeout_s: float) -> None:
         self.workers = workers
@@ -96,21 +97,20 @@ class _Board:
         self.gone: dict[int, str] = {}
         self.rounds: dict[RoundId, dict[int, Offer | None]] = {}
         self.reductions: dict[RoundId, dict[int, Reduction]] = {}
-        self.dealt: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # by fragment, the last that was reduced
+        self.dealt: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # by fragment: its last reduced round
         self.reduced: dict[RoundId, Tensor] = {}
-        self.last_s: dict[RoundId, float] = {}  # when somebody last posted to a round
+        self.last_s: dict[RoundId, float] = {}  # when a worker last posted to a round
         self.taken: dict[RoundId, set[int]] = {}
 
     def join(self, worker: int, terms: Mapping[str, str], weight: float) -> None:
         with self.changed:
             self.check_open(worker)
             if worker in self.terms:
-                raise LinkError(
-                    f"worker {worker} has joined already: an OuterLoop needs a link of its own, from a new local()"
-                )
+                problem = f"worker {worker} has joined already: each OuterLoop needs its own link, from a new local()"
+                raise LinkError(problem, worker=worker)
             for other, theirs in self.terms.items():
-                if differs := difference(terms, theirs):
-                    raise LinkError(f"worker {worker} and worker {other} differ in {differs}")
+                if differs := describe_differences(terms, theirs):
+                    raise LinkError(f"worker {worker} and worker {other} differ in {differs}", worker=other)
             self.terms[worker] = terms
             self.joined[worker] = weight
             self.threads[worker] = threading.current_thread()
@@ -119,7 +119,7 @@ class _Board:
     def weights(self, worker: int, step: int) -> dict[int, float]:
         members = self.members(step)
         with self.changed:
-            self.wait_for(f"step {step}", worker, lambda: [w for w in members if w not in self.joined])
+            self.wait_for(step, worker, lambda: [w for w in members if w not in self.joined])
             return {w: self.joined[w] for w in members}
 
     def members(self, step: int) -> list[int]:
@@ -140,20 +140,22 @@ class _Board:
         with self.changed:
             self.check_open(worker)
             posted = self.rounds[round_id]
-            self.wait_for(str(round_id), worker, lambda: [w for w in members if w not in posted])
+            self.wait_for(round_id, worker, lambda: [w for w in members if w not in posted])
             offers = [offer for _, offer in sorted(posted.items()) if offer is not None]
-        arrived = [c for offer in offers if (c := offer.settled()) is not None]  # others may go on meanwhile
+        arrived = [
+            c for offer in offers if (c := offer.settled()) is not None
+        ]  # outside the lock: this may wait for a GPU
         with self.changed:
             self.check_open(worker)
-            counted, outliers = admitted(arrived, reduction)
+            counted, outliers = split_outliers(arrived, reduction)
             payloads, who = tuple(c.payload for c in counted), tuple(c.member for c in counted)
             if counted and shots(len(members)) == 2 and round_id not in self.reduced:
                 here = [payload.to(reduction.device) for payload in payloads]
                 self.reduced[round_id] = mean_between(self.reducers(round_id), here, [m.weight for m in who])
-            if round_id in self.reduced and reduction.residual is not None:  # one that is away saves it, too
+            if round_id in self.reduced and reduction.residual is not None:  # an absent worker saves it, too
                 reduction.residual.note(tuple(round_id), tuple(members))
-            passage = Passage(opened_s, self.last_s[round_id])
-            completed = Round(round_id, who, payloads, self.reduced.get(round_id), outliers, passage=passage)
+            transfer = TransferStats(opened_s, self.last_s[round_id])
+            completed = Round(round_id, who, payloads, self.reduced.get(round_id), outliers, transfer=transfer)
             self.taken.setdefault(round_id, set()).add(worker)
             if len(self.taken[round_id] | self.gone.keys()) == self.workers:
                 del self.rounds[round_id], self.reductions[round_id], self.taken[round_id], self.last_s[round_id]
@@ -161,7 +163,7 @@ class _Board:
             return completed
 
     def reducers(self, round_id: RoundId) -> dict[int, Reduction]:
-        """The members of a round that is reduced now; one that was away knows of the round before, too."""
+        """Return the members of a round about to be reduced; one that was absent learns of the round before."""
         reductions = {member: self.reductions[round_id][member] for member in self.members(round_id.step)}
         before = self.dealt.get(round_id.fragment)
         for reduction in reductions.values():
@@ -170,25 +172,27 @@ class _Board:
         self.dealt[round_id.fragment] = tuple(round_id), tuple(reductions)
         return reductions
 
-    def wait_for(self, what: str, worker: int, missing: Callable[[], list[int]]) -> None:
-        """Wait, holding the lock, until nobody is missing."""
+    def wait_for(self, what: RoundId | int, worker: int, missing: Callable[[], list[int]]) -> None:
+        """Wait for a round, or for all to join before a step, holding the lock, until `missing` is empty."""
+        round_id, at = (what, str(what)) if isinstance(what, RoundId) else (None, f"step {what}")
         deadline = time.monotonic() + self.timeout_s
         while absent := missing():
             for other in absent:
                 if other in self.gone:
-                    raise LinkError(f"{what}: worker {other} left without sending: {self.gone[other]}")
+                    problem = f"{at}: worker {other} left without sending: {self.gone[other]}"
+                    raise LinkError(problem, worker=other, round_id=round_id)
                 if self.threads.get(other) is threading.current_thread():
-                    raise LinkError(
-                        f"{what}: worker {worker} waits for worker {other}, which the same thread steps: "
-                        "step them together with atoll.Lockstep(loops).step()"
-                    )
+                    problem = f"{at}: worker {worker} waits for worker {other}, which the same thread steps"
+                    advice = "step them together with atoll.Lockstep(loops).step()"
+                    raise LinkError(f"{problem}: {advice}", worker=other, round_id=round_id)
             if not self.changed.wait(deadline - time.monotonic()):
-                who = f"worker{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
-                raise LinkError(f"{what}: nothing from {who} in {self.timeout_s:g} s")
+                names = f"worker{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
+                problem = f"{at}: nothing from {names} in {self.timeout_s:g} s"
+                raise LinkError(problem, worker=absent[0], round_id=round_id)
 
     def check_open(self, worker: int) -> None:
         if worker in self.gone:
-            raise LinkError(f"the link of worker {worker} is closed: {self.gone[worker]}")
+            raise LinkError(f"the link of worker {worker} is closed: {self.gone[worker]}", worker=worker)
 
     def leave(self, worker: int, reason: str) -> None:
         with self.changed:
@@ -197,75 +201,83 @@ class _Board:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
-    board: _Board
+class _LocalPending:
+    store: _LocalStore
     worker: int
     round_id: RoundId
     reduction: Reduction
     opened_s: float
 
     def wait(self) -> Round:
-        return self.board.take(self.worker, self.round_id, self.reduction, self.opened_s)
+        return self.store.take(self.worker, self.round_id, self.reduction, self.opened_s)
 
 
-class LocalLink:
-    """One worker's end of a link inside this process; `local` makes all of them."""
+class LocalLink(Link):
+    """Links one worker to the others of this process; `local` makes the links of all workers."""
 
-    def __init__(self, board: _Board, worker: int) -> None:
+    def __init__(self, store: _LocalStore, worker: int) -> None:
         self.worker = worker
-        self.workers = board.workers
-        self._board = board
+        self.workers = store.workers
+        self._store = store
 
     def join(self, terms: Mapping[str, str], weight: float) -> None:
-        """Say what all must agree on; LinkError names the differences to another worker."""
-        self._board.join(self.worker, terms, weight)
+        """Join the other workers; LinkError names the terms in which another worker differs."""
+        self._store.join(self.worker, terms, weight)
 
     def present(self, step: int) -> bool:
-        """Whether this worker is a member during this inner step."""
-        return self._board.faults.present(self.worker, step)
+        """Return whether this worker is a member during this inner step."""
+        return self._store.faults.present(self.worker, step)
 
     def trains(self, step: int) -> bool:
-        """Whether it makes this inner step: false when absent, or when slower and skipping it."""
-        return self._board.faults.trains(self.worker, step)
+        """Return whether this worker makes this inner step: not if it is absent, or slower and skips it."""
+        return self._store.faults.trains(self.worker, step)
 
     def weights(self, step: int) -> Mapping[int, float]:
-        """Worker -> weight of all who are present at this step; waits for those who have yet to join."""
-        return self._board.weights(self.worker, step)
+        """Return worker -> weight of all present workers; waits for those that have yet to join."""
+        return self._store.weights(self.worker, step)
 
     def open(self, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
-        """Start a round; None takes part in nothing and still learns the result."""
-        self._board.post(self.worker, round_id, offer, reduction)
-        return _Pending(self._board, self.worker, round_id, reduction, time.perf_counter())
-
-    def on_any_rank(self, so: bool) -> bool:
-        """Whether it is so: a worker is whole here."""
-        return so
-
-    def check(self) -> None:
-        """Nothing fails here while nobody waits."""
+        """Start a round; with None, the worker only receives the result."""
+        self._store.post(self.worker, round_id, offer, reduction)
+        return _LocalPending(self._store, self.worker, round_id, reduction, time.perf_counter())
 
     def close(self, reason: str | None = None) -> None:
-        """Leave for good: whoever waits for this worker gets a LinkError with the reason."""
-        self._board.leave(self.worker, reason or "it was closed")
+        """Leave for good: workers that wait for this one get a LinkError with the reason."""
+        self._store.leave(self.worker, reason or "it was closed")
 
 
 def local(workers: int, *, faults: Faults | None = None, timeout_s: float = 600.0) -> list[LocalLink]:
-    """The ends of a link between `workers` workers of this process, in worker order."""
+    """Make the links of all workers of this process, in worker order.
+
+    Args:
+        workers: Number of workers.
+        faults: What goes wrong; None for nothing.
+        timeout_s: Seconds that a worker waits for another before it raises a LinkError.
+    """
     check_whole("workers", workers)
     if not timeout_s > 0:
-        raise ConfigError(f"timeout_s must be a number of seconds above 0, got {timeout_s}")
+        raise config_error("timeout_s", timeout_s, "a number of seconds above 0")
     faults = Faults() if faults is None else faults
     if not isinstance(faults, Faults):
-        raise ConfigError(f"faults must be a Faults(...), got {faults!r}")
+        raise config_error("faults", faults, "a Faults(...)")
     for worker in (*(absence.worker for absence in faults.absences), *faults.speeds):
         if not 0 <= worker < workers:
-            raise ConfigError(f"faults name worker {worker}; workers are 0 to {workers - 1}")
-    board = _Board(workers, faults, timeout_s)
-    return [LocalLink(board, worker) for worker in range(workers)]
+            problem = f"faults name worker {worker}; workers are 0 to {workers - 1}"
+            raise ConfigError(problem, setting="faults", value=worker)
+    store = _LocalStore(workers, faults, timeout_s)
+    return [LocalLink(store, worker) for worker in range(workers)]
 
 
 def run_local(work: Callable[[LocalLink], Result], links: list[LocalLink]) -> list[Result]:
-    """Run `work(link)` for every worker, each in its own thread; one that fails takes the others down with it."""
+    """Run `work(link)` for every worker in its own thread; if one fails, all do, and its error is raised.
+
+    Args:
+        work: Called with the worker's link; its result is returned.
+        links: The links of all workers, from `local` or `shaped`.
+
+    Returns:
+        The results, in worker order.
+    """
 
     def worker(link: LocalLink) -> Result:
         try:
@@ -285,7 +297,7 @@ def run_local(work: Callable[[LocalLink], Result], links: list[LocalLink]) -> li
                 link.close(f"interrupted by {type(interruption).__name__}")
             raise
     errors = [error for future in futures if (error := future.exception()) is not None]
-    # The first cause, rather than the LinkErrors it brought about in the others.
+    # The cause, rather than the LinkErrors that it brought about in the others.
     for error in sorted(errors, key=lambda e: isinstance(e, LinkError)):
         raise error
     return [future.result() for future in futures]

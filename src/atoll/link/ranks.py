@@ -1,15 +1,15 @@
-"""The far link of a worker that has several ranks: what befalls one of them befalls all, at the same moment.
+"""Gives a worker of several ranks one link to the other workers; all its ranks succeed or fail together.
 
-Ranks that hold the same parameters (DDP) need one link between them: the first rank exchanges, the others hear from it
-(`TeamLink`). Ranks that hold a part each (FSDP) exchange it with the same rank of the other workers (`PartLink`).
-Either way, an error of one is raised on all: a rank that went on alone would wait for the others for ever. So `join`,
-`check` and `wait` are collective: every rank of the worker makes the same calls in the same order.
+Ranks that replicate the parameters (DDP) share one link: rank 0 exchanges and broadcasts the result (`ReplicatedLink`).
+Ranks that shard them (FSDP) each exchange their shard with the same rank of the other workers (`ShardedLink`). An error
+on one rank is raised on all: a rank that went on alone would wait for the others for ever. So `join`, `check` and
+`wait` are collective: every rank of the worker makes the same calls in the same order.
 """
 
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from textwrap import shorten
 from typing import Any, TypeVar
 
@@ -19,195 +19,184 @@ from torch import Tensor, distributed
 from atoll.core.allreduce import Reduction
 from atoll.core.guard import Size
 from atoll.errors import AtollError, LinkError
-from atoll.link.base import Link, Member, Offer, Passage, Pending, Round, RoundId, difference
+from atoll.link.base import Link, Member, Offer, Pending, Round, RoundId, TransferStats, describe_differences
 
 Value = TypeVar("Value")
 
 
-class Circle:
-    """The ranks of one worker, as they talk among themselves; a process group of its own (gloo) keeps it in order."""
+class RankGroup:
+    """Runs collectives between the ranks of one worker, over a gloo process group that nothing else uses."""
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self._group = group
         self.rank = distributed.get_rank(group)
         self.ranks = distributed.get_world_size(group)
 
-    def hear(self, text: str | None) -> str:
-        """What the first rank says; the others give None."""
-        said = None if text is None else torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
-        size = torch.tensor([0 if said is None else said.numel()], dtype=torch.int64, device="cpu")
+    def broadcast_text(self, text: str | None) -> str:
+        """Return the text of rank 0 on every rank; the others pass None."""
+        data = None if text is None else torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+        size = torch.tensor([0 if data is None else data.numel()], dtype=torch.int64, device="cpu")
         self._run(lambda: distributed.broadcast(size, group=self._group, group_src=0))
-        return self.take(said, int(size)).numpy().tobytes().decode()
+        return self.broadcast_bytes(data, int(size)).numpy().tobytes().decode()
 
-    def take(self, data: Tensor | None, size: int) -> Tensor:
-        """`size` bytes of the first rank, uint8 on the CPU; the others give None."""
-        here = torch.empty(size, dtype=torch.uint8, device="cpu") if data is None else data.cpu().contiguous()
+    def broadcast_bytes(self, data: Tensor | None, size: int) -> Tensor:
+        """Return `size` bytes of rank 0 on every rank, uint8 on the CPU; the others pass None."""
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu") if data is None else data.cpu().contiguous()
         if size:
-            self._run(lambda: distributed.broadcast(here, group=self._group, group_src=0))
-        return here
+            self._run(lambda: distributed.broadcast(buffer, group=self._group, group_src=0))
+        return buffer
 
-    def gather(self, text: str) -> list[str]:
-        """What every rank says, in rank order."""
-        said = text.encode()
+    def all_gather_text(self, text: str) -> list[str]:
+        """Return the texts of all ranks, in rank order."""
+        data = text.encode()
         sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.ranks)]
-        size = torch.tensor([len(said)], dtype=torch.int64, device="cpu")
+        size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
         self._run(lambda: distributed.all_gather(sizes, size, group=self._group))
         longest = max(map(int, sizes))
         if not longest:
             return [""] * self.ranks
-        padded = torch.tensor(list(said.ljust(longest)), dtype=torch.uint8, device="cpu")
+        padded = torch.tensor(list(data.ljust(longest)), dtype=torch.uint8, device="cpu")
         parts = [torch.empty_like(padded) for _ in sizes]
         self._run(lambda: distributed.all_gather(parts, padded, group=self._group))
         return [part[: int(size)].numpy().tobytes().decode() for part, size in zip(parts, sizes, strict=True)]
 
-    def sum(self, numbers: Tensor) -> Tensor:
-        """The sum over all ranks, fp64 on the CPU: the same bits on each."""
+    def all_reduce_sum(self, numbers: Tensor) -> Tensor:
+        """Return the sum over all ranks, fp64 on the CPU: the same bits on each."""
         total = numbers.to("cpu", torch.float64, copy=True)
         self._run(lambda: distributed.all_reduce(total, group=self._group))
         return total
 
-    def together(self, act: Callable[[], Value]) -> Value:
-        """Let every rank act; if one of them fails, all do, with its words."""
-        fault: AtollError | None = None
+    def raise_on_all(self, act: Callable[[], Value]) -> Value:
+        """Call `act` on every rank; if it fails on one, all ranks raise that error's message."""
+        error: AtollError | None = None
         value: Value | None = None
         try:
             value = act()
-        except AtollError as error:
-            fault = error
-        faults = self.gather("" if fault is None else str(fault) or type(fault).__name__)
-        if fault is not None:
-            raise fault
-        for told in faults:
-            if told:
-                raise LinkError(told)
+        except AtollError as fault:
+            error = fault
+        messages = self.all_gather_text("" if error is None else str(error) or type(error).__name__)
+        if error is not None:
+            raise error
+        if message := next(filter(None, messages), None):
+            raise LinkError(message)
         return value  # type: ignore[return-value]
 
-    def _run(self, talk: Callable[[], Any]) -> None:
+    def _run(self, collective: Callable[[], Any]) -> None:
         try:
-            talk()
+            collective()
         except RuntimeError as fault:
-            raise self.loss_of_a_rank(fault) from fault
+            raise self.rank_lost_error(fault) from fault
 
-    def loss_of_a_rank(self, fault: RuntimeError) -> LinkError:
-        """What to say of a collective operation that has failed: torch's words begin with a file of its own."""
-        words = shorten(str(fault).split("] ", 1)[-1], 120, placeholder=" ...")
-        return LinkError(
-            f"rank {self.rank} has lost another rank of its worker, which was killed or has failed itself ({words})"
-        )
+    def rank_lost_error(self, fault: RuntimeError) -> LinkError:
+        """Make the error for a failed collective, without the source path that torch's message begins with."""
+        why = shorten(str(fault).split("] ", 1)[-1], 120, placeholder=" ...")
+        return LinkError(f"rank {self.rank} has lost another rank of its worker, which was killed or failed ({why})")
 
 
-class TeamLink:
-    """One rank's end of the link of a worker whose ranks hold the same parameters.
+class ReplicatedLink(Link):
+    """Links one rank of a worker whose ranks replicate the parameters.
 
-    The first rank gives the real link, whose members must be fixed; the others give None, and nothing of theirs is
-    sent: they hold the same bits.
+    Rank 0 passes the real link, whose members must be fixed; the others pass None and send nothing, for they hold the
+    same bits.
     """
 
-    def __init__(self, circle: Circle, link: Link | None, worker: int, workers: int) -> None:
-        assert (link is not None) == (circle.rank == 0)
+    def __init__(self, rank_group: RankGroup, link: Link | None, worker: int, workers: int) -> None:
+        assert (link is not None) == (rank_group.rank == 0)
         self.worker = worker
         self.workers = workers
-        self._circle = circle
+        self._rank_group = rank_group
         self._link = link
         self._weights: dict[int, float] = {}
 
     def join(self, terms: Mapping[str, str], weight: float) -> None:
-        """Say what all must agree on; LinkError names the differences to another worker, or to the first rank."""
+        """Join the other workers; LinkError names the terms in which another worker, or rank 0, differs."""
 
-        def meet(link: Link) -> dict[str, Any]:
+        def join_link(link: Link) -> dict[str, Any]:
             link.join(terms, weight)
             return {"terms": dict(terms), "weights": list(link.weights(1).items())}
 
-        said = self._relayed(meet)
-        self._weights = {int(worker): float(weight) for worker, weight in said["weights"]}
-        if differs := difference(terms, said["terms"]):
-            raise LinkError(f"worker {self.worker}: rank {self._circle.rank} and rank 0 differ in {differs}")
-
-    def present(self, step: int) -> bool:
-        """Always: members are fixed."""
-        return True
-
-    def trains(self, step: int) -> bool:
-        """Always: members are fixed."""
-        return True
+        joined = self._on_rank_0(join_link)
+        self._weights = {int(worker): float(weight) for worker, weight in joined["weights"]}
+        if differs := describe_differences(terms, joined["terms"]):
+            problem = f"worker {self.worker}: rank {self._rank_group.rank} and rank 0 differ in {differs}"
+            raise LinkError(problem, worker=self.worker)
 
     def weights(self, step: int) -> Mapping[int, float]:
-        """Worker -> weight of all."""
+        """Return worker -> weight of all workers."""
         return self._weights
 
     def open(self, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
-        """Start a round; None takes part in nothing and still learns the result."""
-        pending = None if self._link is None else _opened(self._link, round_id, offer, reduction)
-        return _Relay(self, round_id, pending)
-
-    def on_any_rank(self, so: bool) -> bool:
-        """Whether it is so: all ranks hold the same bits."""
-        return so
+        """Start a round; with None, the worker only receives the result."""
+        pending = None if self._link is None else _open(self._link, round_id, offer, reduction)
+        return _BroadcastPending(self, round_id, pending)
 
     def check(self) -> None:
-        """Raise the LinkError of a round that has failed meanwhile, on all ranks alike; a few bytes from the first."""
-        self._relayed(lambda link: link.check())
+        """Raise the LinkError of a round that has failed since, on all ranks; rank 0 broadcasts a few bytes."""
+        self._on_rank_0(lambda link: link.check())
 
     def close(self, reason: str | None = None) -> None:
-        """Leave for good; with a reason, before the end: whoever waits for this worker is told."""
+        """Leave for good; a reason, given when leaving before the end, is told to waiting workers."""
         if self._link is not None:
             self._link.close(reason)
 
-    # ------------------------------------------------------------------ inside the worker
-
-    def _relayed(self, act: Callable[[Link], Any]) -> Any:
-        """What the first rank makes of its link (JSON), heard by all, or its error, raised on all."""
+    def _on_rank_0(self, act: Callable[[Link], Any]) -> Any:
+        """Call `act` on rank 0, and return its JSON result, or raise its error, on every rank."""
         if self._link is None:
-            return _understood(self._circle.hear(None))
+            text = self._rank_group.broadcast_text(None)
+            result = json.loads(text) if text else None
+            if isinstance(result, dict) and "error" in result:
+                raise LinkError(result["error"])
+            return result
         try:
             result = act(self._link)
         except AtollError as fault:
-            self._circle.hear(json.dumps({"error": str(fault)}))
+            self._rank_group.broadcast_text(json.dumps({"error": str(fault)}))
             raise
-        self._circle.hear("" if result is None else json.dumps(result))
+        self._rank_group.broadcast_text("" if result is None else json.dumps(result))
         return result
 
     def complete(self, round_id: RoundId, pending: Pending | None) -> Round:
-        """A round that the first rank has waited for, as every rank needs it."""
+        """Wait for a round on rank 0 and return it on every rank."""
         began, mine = time.perf_counter(), None
 
         def wait(_: Link) -> dict[str, Any]:
             nonlocal mine
             assert pending is not None
             mine = pending.wait()
-            return _described(mine)
+            return _describe(mine)
 
-        said = self._relayed(wait)
-        sent = [None] * len(said["tensors"]) if mine is None else _tensors(mine)
-        heard = [self._circle.take(own, size) for own, (size, _) in zip(sent, said["tensors"], strict=True)]
+        about = self._on_rank_0(wait)
+        sent = [None] * len(about["tensors"]) if mine is None else _tensors(mine)
+        sizes, devices = [size for size, _ in about["tensors"]], [device for _, device in about["tensors"]]
+        tensors = [self._rank_group.broadcast_bytes(own, size) for own, size in zip(sent, sizes, strict=True)]
         if mine is not None:
             return mine
-        heard = [tensor.to(device) for tensor, (_, device) in zip(heard, said["tensors"], strict=True)]
-        reduced = heard.pop() if said["reduced"] else None
-        members, outliers = (tuple(map(_member, said[name])) for name in ("members", "outliers"))
-        inner = None if said["inner"] is None else torch.tensor(said["inner"], dtype=torch.float64, device="cpu")
-        passage = Passage(began, time.perf_counter())
-        return Round(round_id, members, tuple(heard), reduced, outliers, inner, passage)
+        tensors = [tensor.to(device) for tensor, device in zip(tensors, devices, strict=True)]
+        reduced = tensors.pop() if about["reduced"] else None
+        members, outliers = (tuple(map(_member, about[name])) for name in ("members", "outliers"))
+        inner = None if about["inner"] is None else torch.tensor(about["inner"], dtype=torch.float64, device="cpu")
+        transfer = TransferStats(began, time.perf_counter())
+        return Round(round_id, members, tuple(tensors), reduced, outliers, inner, transfer)
 
 
-class _Relay:
-    """A round that the first rank waits for and the others hear of."""
+@dataclass(frozen=True, slots=True)
+class _BroadcastPending:
+    """A round that rank 0 waits for and broadcasts."""
 
-    def __init__(self, link: TeamLink, round_id: RoundId, pending: Pending | None) -> None:
-        self._link = link
-        self._round_id = round_id
-        self._pending = pending
+    link: ReplicatedLink
+    round_id: RoundId
+    pending: Pending | None
 
     def wait(self) -> Round:
-        return self._link.complete(self._round_id, self._pending)
+        return self.link.complete(self.round_id, self.pending)
 
 
 def _tensors(completed: Round) -> list[Tensor]:
     return [*completed.payloads, *([] if completed.reduced is None else [completed.reduced])]
 
 
-def _described(completed: Round) -> dict[str, Any]:
-    """A round without its bytes: who took part, how large the tensors are that follow, and on what kind of device."""
+def _describe(completed: Round) -> dict[str, Any]:
+    """Describe a round without its bytes: members, and the size and device type of each tensor that follows."""
     return {
         "members": [astuple(member) for member in completed.members],
         "outliers": [astuple(member) for member in completed.outliers],
@@ -222,79 +211,72 @@ def _member(fields: list[Any]) -> Member:
     return replace(Member(*standing), size=Size(*size))
 
 
-def _understood(text: str) -> Any:
-    """What the first rank has said; its error is raised here too."""
-    said = json.loads(text) if text else None
-    if isinstance(said, dict) and "error" in said:
-        raise LinkError(said["error"])
-    return said
+class ShardedLink(Link):
+    """Links one rank of a worker whose ranks hold a shard each; an error on one rank is raised on all."""
 
-
-class PartLink:
-    """One rank's end of the link of a worker whose ranks hold a part each: its own, less the right to fail alone."""
-
-    def __init__(self, circle: Circle, link: Link) -> None:
+    def __init__(self, rank_group: RankGroup, link: Link) -> None:
         self.worker = link.worker
         self.workers = link.workers
-        self._circle = circle
+        self._rank_group = rank_group
         self._link = link
 
     def join(self, terms: Mapping[str, str], weight: float) -> None:
-        """Say what all must agree on; LinkError names the differences to another worker."""
-        self._circle.together(lambda: self._link.join(terms, weight))
+        """Join the other workers; LinkError names the terms in which another worker differs."""
+        self._rank_group.raise_on_all(lambda: self._link.join(terms, weight))
 
     def present(self, step: int) -> bool:
-        """Whether this worker is a member during this inner step; known for the current step and the next."""
+        """Return whether this worker is a member during this inner step."""
         return self._link.present(step)
 
     def trains(self, step: int) -> bool:
-        """Whether it makes this inner step."""
+        """Return whether this worker makes this inner step."""
         return self._link.trains(step)
 
     def weights(self, step: int) -> Mapping[int, float]:
-        """Worker -> weight of all who are present at this step."""
+        """Return worker -> weight of all workers that are present at this step."""
         return self._link.weights(step)
 
     def open(self, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
-        """Start a round; None takes part in nothing and still learns the result."""
-        return _Part(self._circle, _opened(self._link, round_id, offer, reduction))
+        """Start a round of this rank's shard; with None, the rank only receives the result."""
+        return _ShardPending(self._rank_group, _open(self._link, round_id, offer, reduction))
 
-    def on_any_rank(self, so: bool) -> bool:
-        """Whether it is so on some rank of this worker; a few bytes between them."""
-        return bool(self._circle.sum(torch.tensor([float(so)], dtype=torch.float64, device="cpu")).item())
+    def on_any_rank(self, value: bool) -> bool:
+        """Return whether `value` is true on any rank of this worker; an all-reduce of a few bytes."""
+        count = torch.tensor([float(value)], dtype=torch.float64, device="cpu")
+        return bool(self._rank_group.all_reduce_sum(count).item())
 
     def check(self) -> None:
-        """Raise the LinkError of a round that has failed meanwhile, here or on another rank."""
-        self._circle.together(self._link.check)
+        """Raise the LinkError of a round that has failed since, on this rank or another."""
+        self._rank_group.raise_on_all(self._link.check)
 
     def close(self, reason: str | None = None) -> None:
-        """Leave for good; with a reason, before the end: whoever waits for this worker is told."""
+        """Leave for good; a reason, given when leaving before the end, is told to waiting workers."""
         self._link.close(reason)
 
 
-class _Part:
-    """A round of one rank's part, complete when those of all ranks are."""
+@dataclass(frozen=True, slots=True)
+class _ShardPending:
+    """A round of one rank's shard, complete when those of all ranks are."""
 
-    def __init__(self, circle: Circle, pending: Pending) -> None:
-        self._circle = circle
-        self._pending = pending
-
-    def wait(self) -> Round:
-        return self._circle.together(self._pending.wait)
-
-
-class _Failed:
-    """A round that could not be opened; the other ranks wait for it, so it fails when they do."""
-
-    def __init__(self, fault: AtollError) -> None:
-        self._fault = fault
+    rank_group: RankGroup
+    pending: Pending
 
     def wait(self) -> Round:
-        raise self._fault
+        return self.rank_group.raise_on_all(self.pending.wait)
 
 
-def _opened(link: Link, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
+@dataclass(frozen=True, slots=True)
+class _FailedPending:
+    """A round that could not be opened; it fails in `wait`, where the other ranks wait too."""
+
+    error: AtollError
+
+    def wait(self) -> Round:
+        raise self.error
+
+
+def _open(link: Link, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
     try:
         return link.open(round_id, offer, reduction)
     except AtollError as fault:
-        return _Failed(fault)
+        return _FailedPending(fault)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from atoll.core.flat import Window, checksum, fingerprint, frozen, local_part, plain_name
 from atoll.core.fragments import unsynchronised_buffers
 from atoll.errors import ConfigError
-from atoll.link.base import Link, difference
+from atoll.link.base import Link, describe_differences
 from atoll.outer.presets import Gradients, Sync
 
 MOST_TERMS = 512
@@ -93,13 +93,13 @@ def check_saved(state: Mapping[str, Any], here: Mapping[str, Any], windows: Sequ
     if state["worker"] != here["worker"]:
         raise ConfigError(f"this is the state of worker {state['worker']}; this is worker {here['worker']}")
     ratio = {"outlier_ratio": here["terms"]["outlier_ratio"]}
-    if differs := difference({**ratio, **state["terms"]}, here["terms"]):
+    if differs := describe_differences({**ratio, **state["terms"]}, here["terms"]):
         raise ConfigError(f"the state was saved with other settings than these: {differs}")
     if (weight := state.get("weight", here["weight"])) != here["weight"]:
         raise ConfigError(
             f"weight: the state was saved with {weight!r}, this is {here['weight']!r}: resume with the same"
         )
-    if differs := difference(state.get("frozen", here["frozen"]), here["frozen"]):
+    if differs := describe_differences(state.get("frozen", here["frozen"]), here["frozen"]):
         raise ConfigError(f"the state was saved beside another model: {differs}")
     live = zip(windows, state.get("live", here["live"]), here["live"], strict=True)
     for fragment, (window, before, now) in enumerate(live):

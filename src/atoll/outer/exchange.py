@@ -88,12 +88,12 @@ class Exchange:
         completed = pending.wait()
         waited_s = time.perf_counter() - began
         self.counters.wait_s += waited_s
-        if completed.passage is not None:
-            passage = replace(completed.passage, waited_s=waited_s)
-            self.counters.hidden_s += passage.hidden_s
-            self.counters.wire_sent += passage.sent
-            self.counters.wire_received += passage.received
-            completed = replace(completed, passage=passage)
+        if completed.transfer is not None:
+            transfer = replace(completed.transfer, waited_s=waited_s)
+            self.counters.hidden_s += transfer.hidden_s
+            self.counters.wire_sent += transfer.sent_bytes
+            self.counters.wire_received += transfer.received_bytes
+            completed = replace(completed, transfer=transfer)
         payload_bytes = self.codec.payload_bytes(self.windows[completed.round_id.fragment].numel)
         self._check(completed, payload_bytes)
         self.counters.bytes_received += self._received(completed, payload_bytes)

@@ -250,7 +250,7 @@ class Rounds:
         if not completed.members:
             if self._observer:
                 outliers = tuple(member.worker for member in completed.outliers)
-                self._observer(Applied(completed.round_id, step, (), completed.passage, outliers=outliers))
+                self._observer(Applied(completed.round_id, step, (), completed.transfer, outliers=outliers))
             return
         products = Products() if self._observer else None
         self._replica(completed.round_id).outer_step(completed, products, alpha, plain_mean=plain_mean)

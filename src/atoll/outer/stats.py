@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atoll._util.device_values import DeviceValues
 from atoll.core.outer import shares_of
-from atoll.link.base import Passage, Round, RoundId
+from atoll.link.base import Round, RoundId, TransferStats
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class Applied:
     """The inner step it was applied after."""
     members: tuple[int, ...]
     """Workers whose payloads arrived and counted."""
-    passage: Passage | None = field(default=None, compare=False)
+    transfer: TransferStats | None = field(default=None, compare=False)
     """When and how it travelled."""
     counted: DeviceValues | None = field(default=None, compare=False)
     """Where `sums` come from; None if nobody's payload arrived."""
@@ -117,7 +117,7 @@ class Products:
         if self._sums:
             sums = torch.stack(self._sums).sum(0)
         members, outliers = (tuple(m.worker for m in who) for who in (completed.members, completed.outliers))
-        return Applied(completed.round_id, step, members, completed.passage, DeviceValues(sums), outliers)
+        return Applied(completed.round_id, step, members, completed.transfer, DeviceValues(sums), outliers)
 
 
 def mean_square(inner: Tensor, weights: Sequence[float]) -> Tensor:

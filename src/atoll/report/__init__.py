@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from atoll._util.disk import write_whole
+from atoll._util.disk import write_atomically
 from atoll.errors import ConfigError
 from atoll.plan.link import Link
 from atoll.report.load import RunRecord, load, load_all
@@ -44,5 +44,5 @@ def write(
     if png is not None:
         files |= {Path(png) / f"{picture.key}.png": to_png(picture.draw) for picture in drawn}
     for path, content in files.items():
-        write_whole(path, content)
+        write_atomically(path, content)
     return list(files)

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from atoll._util.disk import write_whole
+from atoll._util.disk import write_atomically
 from atoll.errors import ConfigError
 from atoll.report.load import RunRecord, load_all
 from atoll.report.measured import Lane, Span, lanes
@@ -34,7 +34,7 @@ def write_trace(folders: Sequence[Path], out: Path) -> Path:
     if out.is_dir():
         raise ConfigError(f"--trace {out}: is a folder; give the file to write, such as {out / 'trace.json'}")
     trace = {"traceEvents": list(entries(load_all(folders))), "displayTimeUnit": "ms"}
-    write_whole(out, json.dumps(trace, allow_nan=False, separators=(",", ":")).encode())
+    write_atomically(out, json.dumps(trace, allow_nan=False, separators=(",", ":")).encode())
     return out
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from atoll._util.disk import read_limited, write_whole, writing
+from atoll._util.disk import read_limited, write_atomically, writing
 from atoll.errors import ConfigError
 from atoll.runs.events import Eval, Event, Round, Sink, Step, utilisation
 
@@ -191,7 +191,7 @@ def _kept_id(path: Path) -> str:
     """The id in a file, made up the first time."""
     with writing(path):
         if not path.exists():
-            write_whole(path, secrets.token_hex(8).encode())
+            write_atomically(path, secrets.token_hex(8).encode())
         return read_limited(path, 256).decode(errors="replace")
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from atoll import checkpoint
-from atoll._util.disk import locked, write_whole
+from atoll._util.disk import locked, write_atomically
 from atoll.errors import AtollError, CheckpointError, ConfigError, printable
 from atoll.link.net.seat import Seat
 from atoll.runs.events import End, read
@@ -186,8 +186,8 @@ class RunFolder:
             "command": shlex.join(sys.argv),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        write_whole(self.path / ABOUT, (json.dumps(about, indent=2) + "\n").encode())
-        write_whole(self.path / RUN, config.to_toml().encode())  # last: its presence says that the run has begun
+        write_atomically(self.path / ABOUT, (json.dumps(about, indent=2) + "\n").encode())
+        write_atomically(self.path / RUN, config.to_toml().encode())  # last: its presence says that the run has begun
 
     def save(self, trainer: Trainer, metrics: int, data: TokenData) -> None:
         """Write a checkpoint; `metrics` is the length of the metrics file, all on disk."""

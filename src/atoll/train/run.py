@@ -12,7 +12,7 @@ from atoll._util.signals import Interrupts, interruptible
 from atoll._util.units import count_text
 from atoll.errors import AtollError, ConfigError
 from atoll.link.base import Link
-from atoll.link.net.link import DistLink
+from atoll.link.net.link import NetLink
 from atoll.link.net.seat import Seat
 from atoll.runs.events import Jsonl, Resumed, Saved, Sink, read
 from atoll.runs.layout import BEST, CHECKPOINTS, METRICS, MODEL, RUN, worker_folder
@@ -78,7 +78,7 @@ def _train(config: RunConfig, seat: Seat | None, team: Team, resume: bool) -> Pa
         interrupted = stack.enter_context(interruptible())
         links, mate = links_of(config, seat, team)
         if mate is not None:
-            mate.heed = interrupted.heed
+            mate.check_interrupts = interrupted.raise_pending
         stack.enter_context(_leaving(links))
         stack.enter_context(team.guarded())
         if folder.of_many:
@@ -123,9 +123,9 @@ def _write_down_the_last_rounds(trainer: Trainer) -> None:
         trainer.account.settle()
 
 
-def _meet_all(place: str, mate: DistLink | None, team: Team, interrupted: Interrupts) -> None:
+def _meet_all(place: str, mate: NetLink | None, team: Team, interrupted: Interrupts) -> None:
     """Wait for the other workers; nothing is computed meanwhile, so Ctrl-C need not wait for the end of a step."""
-    with interrupted.heeded_at_once():
+    with interrupted.raising_at_once():
         team.settle(lambda: meet(mate, place))
 
 

@@ -1,7 +1,7 @@
-"""What a line can carry, measured: latency from small round trips, a rate each way from seconds of bytes.
+"""Measures a line between two machines over TCP: latency from small round trips, a rate in each direction.
 
-One end serves, the other measures, over plain TCP. Every measurement is a connection of its own that begins with a line
-of text; at the end of the bytes, the end that received them knows the rate. Nothing that arrives is kept or run.
+One end serves, the other measures. Every measurement is its own connection, which begins with a line of text; the end
+that receives the bytes computes the rate. Nothing that arrives is kept or run.
 """
 
 import json
@@ -14,35 +14,36 @@ from contextlib import contextmanager
 from statistics import median
 from typing import NamedTuple
 
-from atoll.errors import ConfigError, LinkError
+from atoll._util.checks import config_error
+from atoll.errors import LinkError
 
 PING, UP, DOWN, DONE = "ping", "up", "down", "done"
 _GREETING = "atoll-probe 1"
 _PIECE = bytes(256 * 1024)
 _ROUND_TRIPS = 20
-_LONGEST_S = 60.0  # that a stranger can make this end send
+_LONGEST_S = 60.0  # that a client can make this end send
 _PATIENCE_S = 20.0  # for the next byte
-_SETTLED = 0.3  # the part of the time after which TCP has found its speed
+_SLOW_START = 0.3  # share of the time in which TCP finds its speed
 
 
 class LineSpeed(NamedTuple):
-    """What one end measured."""
+    """Rates and latency of a line, as one end measured them."""
 
     up_bits_per_s: float
-    """From here to there."""
+    """From this machine to the other."""
     down_bits_per_s: float
-    """From there to here."""
+    """From the other machine to this one."""
     latency_s: float
     """One way: half of the median round trip."""
 
 
 def parse_end(text: str, *, serving: bool) -> tuple[str, int]:
-    """'10.0.0.1:29600' or, to serve on every interface, ':29600' as host and port."""
+    """Parse '10.0.0.1:29600' or, to serve on every interface, ':29600' into host and port."""
     host, colon, port = text.strip().rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536 or not (host or serving):
         how = ":29600 or 10.0.0.1:29600" if serving else "HOST:PORT of the end that serves, like 10.0.0.1:29600"
-        raise ConfigError(f"probe-link must be {how}, got {text!r}")
+        raise config_error("probe-link", text, how)
     return host, int(port)
 
 
@@ -50,7 +51,7 @@ def parse_end(text: str, *, serving: bool) -> tuple[str, int]:
 
 
 def measure(host: str, port: int, seconds: float = 3.0) -> LineSpeed:
-    """Measure the line to an end that serves; `seconds` for each direction."""
+    """Measure the line to the end that serves, for `seconds` in each direction."""
     try:
         latency_s = _latency(host, port)
         up = _upload(host, port, seconds)
@@ -72,7 +73,7 @@ def _asking(host: str, port: int, what: str, seconds: float) -> Iterator[socket.
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         line.sendall(f"{_GREETING} {what} {seconds:g}\n".encode())
         if _read_line(line) != _GREETING:
-            raise OSError("something else answers there")
+            raise OSError("another service answers there")
         yield line
 
 
@@ -92,7 +93,7 @@ def _upload(host: str, port: int, seconds: float) -> float:
     with _asking(host, port, UP, seconds) as line:
         _send_for(line, seconds)
         line.shutdown(socket.SHUT_WR)
-        line.settimeout(_PATIENCE_S + 10 * seconds)  # a slow line still carries what the buffers hold
+        line.settimeout(_PATIENCE_S + 10 * seconds)  # a slow line still has to drain the buffers
         return float(json.loads(_read_line(line) or "0"))
 
 
@@ -105,16 +106,16 @@ def _download(host: str, port: int, seconds: float) -> float:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)  # somebody may be waiting to read it through a pipe
+    print(line, flush=True)  # a pipe would hold it back
 
 
 def serve(host: str, port: int, tell: Callable[[str], None] = _say) -> None:
-    """Answer one end's measurements, then return; who says something else is sent away."""
+    """Answer the measurements of one client, then return; other connections are dropped."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family)
     except OSError as error:
-        why = os.strerror(error.errno) if error.errno else str(error)  # its own text has the address once more
+        why = os.strerror(error.errno) if error.errno else str(error)  # its message repeats the address
         raise LinkError(f"cannot listen on {host}:{port}: {why}") from error
     with listening:
         tell(f"waiting on port {port}; at the other end: atoll plan --probe-link THIS-MACHINE:{port} ...")
@@ -157,8 +158,8 @@ def _send_for(line: socket.socket, seconds: float) -> None:
 
 
 def _receive_all(line: socket.socket) -> float:
-    """Bits per second of what comes until the other end stops, the beginning aside, in which TCP finds its speed."""
-    marks: list[tuple[float, int]] = []  # when how many bytes were there
+    """Receive until the other end stops; return bits per second, not counting TCP's slow start."""
+    marks: list[tuple[float, int]] = []  # (seconds, total bytes)
     room, total = bytearray(len(_PIECE)), 0
     while count := line.recv_into(room):
         total += count
@@ -166,13 +167,13 @@ def _receive_all(line: socket.socket) -> float:
     if not marks or marks[-1][0] <= marks[0][0]:
         raise OSError("too little came to tell a rate")
     (first_s, _), (last_s, _) = marks[0], marks[-1]
-    # The last before it, so that there is one after it even if all came to a halt in between.
-    begun_s, before = [mark for mark in marks if mark[0] <= first_s + _SETTLED * (last_s - first_s)][-1]
+    # The last mark before the cut, so that one follows it even if the line stalled in between.
+    begun_s, before = [mark for mark in marks if mark[0] <= first_s + _SLOW_START * (last_s - first_s)][-1]
     return 8 * (total - before) / (last_s - begun_s)
 
 
 def _read_line(line: socket.socket) -> str:
-    """Up to a newline, at most 100 bytes; byte by byte, so that nothing after it is taken."""
+    """Read up to a newline, at most 100 bytes, byte by byte, so that nothing after it is consumed."""
     read = b""
     while len(read) < 100 and (byte := line.recv(1)) not in (b"", b"\n"):
         read += byte

@@ -1,46 +1,53 @@
-"""Who is at the root of a failure, from what the workers have told of each other.
+"""Finds the worker at the root of a failure from the reports of all workers.
 
-The one that is gone tells nothing. Of those that do, most have only seen that another one closed its connections.
+A worker that died reports nothing. Of those that report, most have only seen another one close its connections.
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from atoll.errors import LinkError
 
-class Report(NamedTuple):
-    """What one worker tells when it can go on no longer."""
+
+class FailureReport(NamedTuple):
+    """What one worker publishes when it cannot go on."""
 
     worker: int
-    """Who is to blame, as far as it can see; itself, if it leaves for reasons of its own."""
+    """The worker to blame, as far as it can see; itself, if it leaves of itself."""
     why: str
-    """In words that follow "worker 3"."""
+    """Continues "worker 3 ..."."""
     round: str
-    """In which round."""
+    """The round it failed in."""
     closed: bool = False
-    """All it has seen is a connection that closed."""
+    """It has only seen a connection close."""
 
     @classmethod
-    def read(cls, said: Any, workers: int) -> "Report | None":
-        """What another worker has left in the store, if it is a report."""
-        match said:
+    def read(cls, value: Any, workers: int) -> "FailureReport | None":
+        """Parse what another worker published; None if it is no report."""
+        match value:
             case {"worker": int() as worker, "why": str() as why, "round": str() as at, "closed": bool() as closed}:
                 return cls(worker, why[:1000], at[:100], closed) if 0 <= worker < workers else None
         return None
 
 
-def verdict(me: int, reports: Mapping[int, Report], workers: int, *, reached: bool) -> str:
-    """What to tell the user of worker `me`: the round and the worker at the root; the same one on every worker.
+def root_cause(me: int, reports: Mapping[int, FailureReport], workers: int, *, reached: bool) -> LinkError:
+    """Make the error that worker `me` raises: it names the round and the root, the same one on every worker.
 
-    `reports` are those that came in time, with one's own; without the store (not `reached`) there are no others.
+    Args:
+        me: This worker.
+        reports: Reporting worker -> its report, this worker's included, as far as they came in time.
+        workers: Number of workers.
+        reached: Whether the store answered; if not, `reports` holds only this worker's.
     """
     mine = reports[me]
     if mine.worker == me:
-        return f"{mine.round}: worker {me} {mine.why}"
+        return LinkError(f"{mine.round}: worker {me} {mine.why}", worker=me)
     if not reached:
         if mine.worker == 0:
-            return _told(me, 0, reports)
-        return f"{mine.round}: worker 0, where all meet, does not answer, and worker {mine.worker} {mine.why}"
-    left = {teller: report for teller, report in reports.items() if report.worker == teller}
+            return _blame(me, 0, reports)
+        problem = f"{mine.round}: worker 0, which hosts the store, does not answer, and worker {mine.worker} {mine.why}"
+        return LinkError(problem, worker=0)
+    left = {reporter: report for reporter, report in reports.items() if report.worker == reporter}
     silent = [worker for worker in range(workers) if worker not in reports]
     if left:
         root = mine.worker if mine.worker in left else min(left)
@@ -48,11 +55,11 @@ def verdict(me: int, reports: Mapping[int, Report], workers: int, *, reached: bo
         root = mine.worker if mine.worker in silent else min(silent)
     else:
         root = _follow(me, reports)
-    return _told(me, root, reports)
+    return _blame(me, root, reports)
 
 
-def _follow(me: int, reports: Mapping[int, Report]) -> int:
-    """Along what workers have seen for themselves: who was late may have waited for another."""
+def _follow(me: int, reports: Mapping[int, FailureReport]) -> int:
+    """Follow who blames whom to its end: a worker that was late may have waited for another."""
     at = me if not reports[me].closed else min((t for t, r in reports.items() if not r.closed), default=me)
     known: set[int] = set()
     while at not in known and at in reports and (not reports[at].closed or not known):
@@ -61,16 +68,18 @@ def _follow(me: int, reports: Mapping[int, Report]) -> int:
     return at
 
 
-def _told(me: int, root: int, reports: Mapping[int, Report]) -> str:
-    accusers = {teller: report for teller, report in reports.items() if report.worker == root}
+def _blame(me: int, root: int, reports: Mapping[int, FailureReport]) -> LinkError:
+    accusers = {reporter: report for reporter, report in reports.items() if report.worker == root}
     if not accusers:
         mine = reports[me]
-        return f"{mine.round}: worker {root} is gone without a word, and so worker {mine.worker} {mine.why}"
-    # What it says of itself counts for more than what was seen of it.
-    teller = min(accusers, key=lambda worker: (accusers[worker].closed, worker != root, worker != me, worker))
-    report = accusers[teller]
+        problem = f"{mine.round}: worker {root} is gone without a word, and so worker {mine.worker} {mine.why}"
+        return LinkError(problem, worker=root)
+    # What a worker reports of itself counts for more than what others saw of it.
+    reporter = min(accusers, key=lambda worker: (accusers[worker].closed, worker != root, worker != me, worker))
+    report = accusers[reporter]
     if root == me:
-        return f"{report.round}: worker {teller} has told of this one, worker {me}, that it {report.why}"
+        problem = f"{report.round}: worker {reporter} has reported of this one, worker {me}, that it {report.why}"
+        return LinkError(problem, worker=me)
     died = " without a word: it was killed, or has crashed" if report.closed and root not in reports else ""
-    source = "" if teller in (me, root) else f" (as worker {teller} has told)"
-    return f"{report.round}: worker {root} {report.why}{died}{source}"
+    source = "" if reporter in (me, root) else f" (as worker {reporter} has reported)"
+    return LinkError(f"{report.round}: worker {root} {report.why}{died}{source}", worker=root)

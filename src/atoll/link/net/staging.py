@@ -1,8 +1,7 @@
-"""Between the memory that payloads are used in and the host's, from which they are sent.
+"""Copies payloads between a device and the host memory that they are sent from.
 
-On a GPU, copies go on a stream of their own through pinned memory, in the thread that carries the round: neither the
-training thread nor the stream it trains on waits for them. Pinned memory comes from torch's cache, so that after the
-first rounds none is made.
+On a GPU, copies run on a side stream through pinned memory, in the thread of the transfer: neither the training thread
+nor its stream waits for them. Torch caches pinned memory, so after the first rounds none is allocated.
 """
 
 from functools import cache
@@ -11,37 +10,37 @@ import torch
 from torch import Tensor
 
 
-class Stage:
-    """For payloads in the host's memory: there is little to do."""
+class HostStaging:
+    """Stages payloads that are in host memory already: nothing is copied but into send buffers."""
 
     pinned = False
-    """Whether what arrives should be received into pinned memory."""
+    """Whether messages should be received into pinned memory."""
 
-    def begin(self) -> None:
-        """Called first by the thread that carries the round."""
+    def enter_thread(self) -> None:
+        """Prepare the calling thread, which carries the round."""
 
-    def room(self, size: int) -> Tensor:
-        """So many bytes of the host's memory, uint8, for `down`."""
+    def buffer(self, size: int) -> Tensor:
+        """Allocate `size` bytes of host memory, uint8."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.pinned)
 
-    def down(self, payload: Tensor, room: Tensor) -> None:
-        """Put the payload into `room`; waits for it."""
-        room.copy_(payload)
+    def copy_to_host(self, payload: Tensor, buffer: Tensor) -> None:
+        """Copy the payload into a host buffer, and wait for the copy."""
+        buffer.copy_(payload)
 
-    def host(self, payload: Tensor) -> Tensor:
-        """The payload in the host's memory; waits for it."""
+    def to_host(self, payload: Tensor) -> Tensor:
+        """Return the payload in host memory; waits for the copy."""
         return payload
 
-    def up(self, payload: Tensor) -> Tensor:
-        """The payload where it is used, once `arrive` has been called."""
+    def to_device(self, payload: Tensor) -> Tensor:
+        """Return the payload on its device; usable after `wait_on_current_stream`."""
         return payload
 
-    def arrive(self) -> None:
-        """Let whatever this thread does from now on with the payloads wait until they are there."""
+    def wait_on_current_stream(self) -> None:
+        """Let the caller's stream wait until the payloads are on the device."""
 
 
-class _GpuStage(Stage):
-    """For one round of payloads on a GPU; made by the thread that trains, when what it sends has been queued."""
+class _CudaStaging(HostStaging):
+    """Stages one round's payloads on a GPU; made by the training thread after it has queued what it sends."""
 
     pinned = True
 
@@ -49,39 +48,39 @@ class _GpuStage(Stage):
         self._stream = _side_stream(device)
         self._queued = torch.cuda.Event()
         self._queued.record(torch.cuda.current_stream(device))
-        self._there = torch.cuda.Event()
-        self._brought: list[Tensor] = []
+        self._copied = torch.cuda.Event()
+        self._on_device: list[Tensor] = []
 
-    def begin(self) -> None:
-        torch.cuda.set_device(self._stream.device)  # or a new thread takes the first GPU, and memory on it
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self._stream.device)  # a new thread would otherwise allocate on the first GPU
 
-    def down(self, payload: Tensor, room: Tensor) -> None:
-        done = torch.cuda.Event(blocking=True)  # leaves the core to others meanwhile
+    def copy_to_host(self, payload: Tensor, buffer: Tensor) -> None:
+        done = torch.cuda.Event(blocking=True)  # does not spin on a core
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._queued)
-            room.copy_(payload, non_blocking=True)
+            buffer.copy_(payload, non_blocking=True)
             done.record(self._stream)
         done.synchronize()
 
-    def host(self, payload: Tensor) -> Tensor:
-        room = self.room(payload.numel())
-        self.down(payload, room)
-        return room
+    def to_host(self, payload: Tensor) -> Tensor:
+        buffer = self.buffer(payload.numel())
+        self.copy_to_host(payload, buffer)
+        return buffer
 
-    def up(self, payload: Tensor) -> Tensor:
+    def to_device(self, payload: Tensor) -> Tensor:
         with torch.cuda.stream(self._stream):
             pinned = payload if payload.is_pinned() else payload.pin_memory()
-            brought = pinned.to(self._stream.device, non_blocking=True)
-            self._there.record(self._stream)
-        self._brought.append(brought)
-        return brought
+            copy = pinned.to(self._stream.device, non_blocking=True)
+            self._copied.record(self._stream)
+        self._on_device.append(copy)
+        return copy
 
-    def arrive(self) -> None:
-        here = torch.cuda.current_stream(self._stream.device)
-        here.wait_event(self._there)
-        for payload in self._brought:
-            payload.record_stream(here)  # its memory is the side stream's, which must not give it away meanwhile
-        self._brought = []
+    def wait_on_current_stream(self) -> None:
+        current = torch.cuda.current_stream(self._stream.device)
+        current.wait_event(self._copied)
+        for payload in self._on_device:
+            payload.record_stream(current)  # the side stream owns the memory and must not reuse it meanwhile
+        self._on_device = []
 
 
 @cache
@@ -89,6 +88,6 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def stage(device: torch.device) -> Stage:
-    """For one round whose payloads are used on this device."""
-    return _GpuStage(device) if device.type == "cuda" else Stage()
+def staging_for(device: torch.device) -> HostStaging:
+    """Return the staging of one round whose payloads are used on this device."""
+    return _CudaStaging(device) if device.type == "cuda" else HostStaging()

@@ -1,4 +1,4 @@
-"""One torchrun that has started all workers: where they meet, and what they must not share."""
+"""Connects workers that one torchrun has started, and refuses a process group that spans them."""
 
 import os
 import socket
@@ -9,22 +9,20 @@ from torch import distributed
 from atoll.errors import ConfigError
 from atoll.link.net.rendezvous import open_store
 
-_calls = count()  # of torchrun_address: all processes count alike, and each link has an address of its own
+_calls = count()  # of torchrun_address: all processes count alike, and each link gets its own address
 
 
 def torchrun_address(join_s: float) -> str:
-    """Where worker 0 listens, HOST:PORT, if one torchrun has started all processes."""
+    """Return where worker 0 listens, HOST:PORT, if one torchrun has started all processes."""
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         first = int(os.environ["RANK"]) == 0 and int(os.environ["WORLD_SIZE"]) > 0
     except (KeyError, ValueError) as fault:
-        raise ConfigError(
-            f"address is missing, and this process was not started by torchrun ({fault}): "
-            "give address, worker and workers"
-        ) from fault
+        problem = f"address is missing, and this process was not started by torchrun ({fault})"
+        raise ConfigError(f"{problem}: give address, worker and workers", setting="address") from fault
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return f"{host}:{port}"
-    # The port belongs to torchrun's own store: through it, worker 0 tells which other one it has found free.
+    # The port belongs to torchrun's own store: through it, worker 0 publishes a free one.
     key = f"atoll/address/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_calls)}"
     store = open_store(host, port, join_s, is_master=False)
     if first:
@@ -40,10 +38,10 @@ def _free_port(host: str) -> int:
 
 
 def refuse_a_group_of_workers() -> None:
-    """Raise a ConfigError if torch's default process group has other workers in it: what uses it mixes them up.
+    """Raise a ConfigError if torch's default process group spans workers.
 
-    Whoever has made the group (a Hugging Face Trainer, Lightning, the script itself) wraps models in DDP over it, and
-    then gradients are averaged over all workers at every step.
+    A Hugging Face Trainer, Lightning or the script itself would wrap the model in DDP over that group, and average
+    gradients over all workers at every step.
     """
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
         return

@@ -1,9 +1,9 @@
-"""Messages between workers: a header of 80 bytes that says what follows and proves it, then a payload.
+"""Packs messages between workers, an 80-byte header and a payload, and sends them through a process group.
 
-`docs/wire.md` has the layout. What comes from the network is compared with what is due, field by field, before any of
-it is used; nothing in it decides how much is read, allocated or run. Messages travel through a process group, in chunks
-that share a connection. Receives are posted before sends: gloo announces a receive on the same connection that carries
-data the other way, so one that is posted late waits behind it, and the two directions take turns.
+`docs/wire.md` has the layout. A received header is compared field by field with what is due before anything in it is
+used; nothing in it decides how much is read, allocated or run. Messages travel in chunks that share a connection.
+Receives are posted before sends: gloo announces a receive on the connection that carries data the other way, so one
+posted late waits behind that data, and the two directions take turns.
 """
 
 import math
@@ -30,25 +30,25 @@ MAGIC: Final = b"ATOL"
 VERSION: Final = 3
 HEADER_BYTES: Final = 80
 MAX_WEIGHT: Final = 1e18
-"""Of a worker in a mean."""
+"""Largest weight of a worker in a mean."""
 CODECS: Final = {"fp64": 1, "fp32": 2, "bf16": 3, "fp16": 4, "int8": 5, "int4": 6, "e3m0": 7, "e2m1": 8, "lloyd4": 9}
-"""Format -> its number on the wire; numbers are never reused."""
+"""Codec format -> number on the wire; numbers are never reused."""
 
 _NAMES: Final = {number: name for name, number in CODECS.items()}
 _LAYOUT: Final = struct.Struct("<4sHBBQIHHdddQQQII")
 _LAST, _EMPTY = 0x40, 0x80  # flags beside the kind
 assert _LAYOUT.size == HEADER_BYTES
 CHUNK_BYTES = 1 << 19
-"""Of one send; also of every receive, for gloo ends the process if more comes than was asked for."""
+"""Size of every send and receive: gloo aborts the process if more arrives than was asked for."""
 TAGS = 1 << 30
-"""Tags of messages are below."""
+"""Tags of messages are below this."""
 
-_FOREVER = timedelta(days=36500)  # who waits is let go by closing the connections
-_JOIN_S = 1.0  # for all threads whose connections are closed; gloo lets none go that had received a part of a chunk
+_FOREVER = timedelta(days=36500)  # closing the connections ends a wait
+_JOIN_S = 1.0  # for threads whose connections are closed; gloo holds one that has received a part of a chunk
 
 
-class Kind(IntEnum):
-    """What a message carries."""
+class MessageKind(IntEnum):
+    """Tells what a message carries."""
 
     WHOLE = 0
     """A member's payload."""
@@ -58,67 +58,69 @@ class Kind(IntEnum):
     """The encoded mean of the part that the sender has reduced."""
 
 
-class BadMessage(ValueError):  # noqa: N818 - it is a message, not yet an error of the run
-    """What arrived is not what was due, in words that follow "worker 3"."""
+class BadMessage(ValueError):  # noqa: N818 - not yet an error of the run
+    """A message differs from what was due; the text continues "worker 3 ..."."""
 
 
 @dataclass(frozen=True, slots=True)
-class Envelope:
-    """What a message is, as both ends know it before it is sent."""
+class MessageSpec:
+    """Describes a message as both ends know it before it is sent."""
 
-    kind: Kind
+    kind: MessageKind
     round_id: RoundId
     sender: int
     codec: str
     length: int
     """Bytes of the payload."""
     part: int = 0
-    """Which one, in two shots."""
+    """Which part, in two shots."""
 
     @classmethod
-    def whole(cls, round_id: RoundId, sender: int, reduction: Reduction) -> "Envelope":
-        """Of a member's payload."""
-        return cls(Kind.WHOLE, round_id, sender, reduction.codec.format, reduction.payload_bytes)
+    def whole(cls, round_id: RoundId, sender: int, reduction: Reduction) -> "MessageSpec":
+        """Describe a member's whole payload."""
+        return cls(MessageKind.WHOLE, round_id, sender, reduction.codec.format, reduction.payload_bytes)
 
     @classmethod
-    def of_part(cls, round_id: RoundId, sender: int, reduction: Reduction, part: int, count: int) -> "Envelope":
-        """Of one part of a payload, for the member that reduces it."""
-        return cls(Kind.PART, round_id, sender, reduction.codec.format, reduction.part_bytes(part, count), part)
+    def of_part(cls, round_id: RoundId, sender: int, reduction: Reduction, part: int, count: int) -> "MessageSpec":
+        """Describe one part of a payload, for the member that reduces it."""
+        return cls(MessageKind.PART, round_id, sender, reduction.codec.format, reduction.part_bytes(part, count), part)
 
     @classmethod
-    def of_mean(cls, round_id: RoundId, reduction: Reduction, part: int, count: int, members: int) -> "Envelope":
-        """Of the mean of one part, from the member that has reduced it; its last one brings inner products too."""
+    def of_mean(cls, round_id: RoundId, reduction: Reduction, part: int, count: int, members: int) -> "MessageSpec":
+        """Describe the mean of one part, from its reducer, whose last mean carries inner products too."""
         length = reduction.part_bytes(part, count) + (products_bytes(members) if part + members >= count else 0)
-        return cls(Kind.MEAN, round_id, part % members, reduction.codec.for_mean.format, length, part)
+        return cls(MessageKind.MEAN, round_id, part % members, reduction.codec.for_mean.format, length, part)
 
     @property
     def message_bytes(self) -> int:
-        """Header and payload."""
+        """Bytes of header and payload."""
         return HEADER_BYTES + self.length
 
 
-def seal(envelope: Envelope, contribution: Contribution | None, message: Tensor | None = None) -> Tensor:
-    """The message [message_bytes] uint8, on the CPU; None takes as many bytes, and says that they mean nothing.
+def pack(spec: MessageSpec, contribution: Contribution | None, message: Tensor | None = None) -> Tensor:
+    """Pack a message [message_bytes], uint8 on the CPU.
 
-    A message of the same size whatever happened keeps the receives that were posted for it valid. If `message` is
-    given, the payload is already in its place there.
+    Args:
+        spec: What the message is.
+        contribution: What it carries; None packs zeros of the same size, so that posted receives stay valid.
+        message: A buffer that already holds the payload in its place; None allocates one.
     """
     if message is None:
-        message = torch.empty(envelope.message_bytes, dtype=torch.uint8, device="cpu")
+        message = torch.empty(spec.message_bytes, dtype=torch.uint8, device="cpu")
         if contribution is not None:
             message[HEADER_BYTES:].copy_(contribution.payload)
-    body, flags = message[HEADER_BYTES:], int(envelope.kind) | (_LAST if envelope.round_id.last else 0)
-    member = Member(envelope.sender, 0.0, 0, 0)
+    body, flags = message[HEADER_BYTES:], int(spec.kind) | (_LAST if spec.round_id.last else 0)
+    member = Member(spec.sender, 0.0, 0, 0)
     if contribution is None:
         flags |= _EMPTY
         body.zero_()
     else:
         member = contribution.member
     fields = (
-        *(MAGIC, VERSION, CODECS[envelope.codec], flags),
-        *(envelope.round_id.step, envelope.round_id.fragment, envelope.sender, envelope.part),
+        *(MAGIC, VERSION, CODECS[spec.codec], flags),
+        *(spec.round_id.step, spec.round_id.fragment, spec.sender, spec.part),
         *(member.weight, *member.size, member.anchor_version, member.anchor_fingerprint),
-        *(envelope.length, checksum(body)),
+        *(spec.length, checksum(body)),
     )
     header = bytearray(_LAYOUT.pack(*fields, 0))
     header[-4:] = zlib.crc32(header[:-4]).to_bytes(4, "little")
@@ -126,11 +128,16 @@ def seal(envelope: Envelope, contribution: Contribution | None, message: Tensor 
     return message
 
 
-def unseal(message: Tensor, due: Envelope, found: int | None = None) -> Contribution | None:
-    """What a message [message_bytes] uint8 carries, sharing its memory; None if its sender had nothing to give.
+def unpack(message: Tensor, due: MessageSpec, found: int | None = None) -> Contribution | None:
+    """Unpack a message [message_bytes] uint8; None if its sender had nothing to contribute.
 
-    `found` is the `checksum` of its payload, if that was taken while it arrived. BadMessage says how it differs from
-    what was due.
+    Args:
+        message: The message; the contribution shares its memory.
+        due: What the message must be.
+        found: The `checksum` of its payload, if it was computed while the message arrived.
+
+    Raises:
+        BadMessage: The message differs from what was due.
     """
     header = message[:HEADER_BYTES].numpy().tobytes()
     if len(header) < HEADER_BYTES or header[:4] != MAGIC:
@@ -152,7 +159,7 @@ def unseal(message: Tensor, due: Envelope, found: int | None = None) -> Contribu
     if flags & _EMPTY:
         return None
     weight, norm, usual, anchor_version, anchor_fingerprint = standing
-    if due.kind is not Kind.MEAN and not (math.isfinite(weight) and 0 < weight <= MAX_WEIGHT):
+    if due.kind is not MessageKind.MEAN and not (math.isfinite(weight) and 0 < weight <= MAX_WEIGHT):
         raise BadMessage(f"sent a weight of {weight}")
     if not all(math.isfinite(size) and size >= 0 for size in (norm, usual)):
         raise BadMessage(f"sent a norm of {norm} where {usual} is usual")
@@ -160,7 +167,7 @@ def unseal(message: Tensor, due: Envelope, found: int | None = None) -> Contribu
 
 
 def products_bytes(members: int) -> int:
-    """Size of the inner products of the members' deltas in the last mean of a member: fp64, each pair once."""
+    """Return the bytes of the members' inner products in a last mean: fp64, each pair once."""
     return 8 * members * (members + 1) // 2
 
 
@@ -176,86 +183,90 @@ def _compare(what: str, sent: object, due: object) -> None:
 
 
 def checksum(body: Tensor, so_far: int = 0) -> int:
-    """CRC-32 of bytes, uint8 on the CPU; of those that follow others, with what was found so far."""
+    """Return the CRC-32 of uint8 on the CPU; `so_far` continues the checksum of preceding bytes."""
     return zlib.crc32(body.numpy().data, so_far)
 
 
-class LostError(Exception):
-    """A message that did not come or could not be sent: from or to whom, and in words that follow "worker 3"."""
+class PeerError(Exception):
+    """A message to or from `worker` was lost; the text continues "worker 3 ..."."""
 
     def __init__(self, worker: int, why: str, *, closed: bool = False) -> None:
         super().__init__(why)
         self.worker = worker
         self.closed = closed
-        """All that is known is that it has closed the connection, which may have reasons that lie elsewhere."""
+        """Only the closed connection is known; the cause may lie with another worker."""
 
     @classmethod
-    def gone(cls, worker: int) -> "LostError":
-        """Of a worker that has closed its connection."""
+    def gone(cls, worker: int) -> "PeerError":
+        """Make the error for a worker that closed its connection."""
         return cls(worker, "closed its connection", closed=True)
 
 
-class Incoming:
-    """A message that is due, chunk by chunk; its sender counts with `weight`, as all have agreed."""
+class IncomingMessage:
+    """Receives a message chunk by chunk; its sender must have the agreed `weight`."""
 
-    def __init__(self, envelope: Envelope, weight: float, buffer: Tensor, works: Iterable[Any]) -> None:
-        self.envelope = envelope
+    def __init__(self, spec: MessageSpec, weight: float, buffer: Tensor, works: Iterable[Any]) -> None:
+        self.spec = spec
         self._weight = weight
         self._buffer = buffer
-        self._works = deque(works)  # gloo waits for ever when it is asked twice about the same one
-        self._here_bytes = 0
+        self._works = deque(works)  # gloo hangs when the same work is waited for twice
+        self._received_bytes = 0
         self._checksum = 0
 
     @property
     def left_bytes(self) -> int:
-        """What has not been waited for."""
-        return self.envelope.message_bytes - self._here_bytes
+        """Bytes not yet waited for."""
+        return self.spec.message_bytes - self._received_bytes
 
     def advance(self) -> None:
-        """Wait for the next chunk, and take its checksum while others arrive."""
-        _settle(self.envelope.sender, [self._works.popleft()])
-        end = min(self._here_bytes + CHUNK_BYTES, self.envelope.message_bytes)
-        payload = self._buffer[max(self._here_bytes, HEADER_BYTES) : end]
-        self._checksum, self._here_bytes = checksum(payload, self._checksum), end
+        """Wait for the next chunk, and checksum it while others arrive."""
+        _wait_all(self.spec.sender, [self._works.popleft()])
+        end = min(self._received_bytes + CHUNK_BYTES, self.spec.message_bytes)
+        payload = self._buffer[max(self._received_bytes, HEADER_BYTES) : end]
+        self._checksum, self._received_bytes = checksum(payload, self._checksum), end
 
     def wait(self) -> Contribution | None:
-        """What it brings, or None if its sender had nothing."""
+        """Wait for the whole message and unpack it; None if its sender had nothing to contribute."""
         while self._works:
             self.advance()
         try:
-            brought = unseal(self._buffer[: self.envelope.message_bytes], self.envelope, self._checksum)
+            contribution = unpack(self._buffer[: self.spec.message_bytes], self.spec, self._checksum)
         except BadMessage as bad:
-            raise LostError(self.envelope.sender, str(bad)) from bad
-        if brought is not None and self.envelope.kind is not Kind.MEAN and brought.member.weight != self._weight:
-            why = f"sent a weight of {brought.member.weight!r} where {self._weight!r} was agreed at the start"
-            raise LostError(self.envelope.sender, why)
-        return brought
+            raise PeerError(self.spec.sender, str(bad)) from bad
+        weight = None if contribution is None else contribution.member.weight
+        if self.spec.kind is not MessageKind.MEAN and weight not in (None, self._weight):
+            why = f"sent a weight of {weight!r} where {self._weight!r} was agreed at the start"
+            raise PeerError(self.spec.sender, why)
+        return contribution
 
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
-    """A message on its way."""
+class OutgoingMessage:
+    """Sends a message; keeps its memory until it has left."""
 
     receiver: int
     works: tuple[Any, ...]
 
     def wait(self) -> None:
-        """Until all of it has left; it keeps the message's memory."""
-        _settle(self.receiver, self.works)
+        """Wait until all of it has left."""
+        _wait_all(self.receiver, self.works)
 
 
-def _settle(worker: int, works: Iterable[Any]) -> None:
+def _wait_all(worker: int, works: Iterable[Any]) -> None:
     for work in works:
         try:
             work.wait(_FOREVER)
         except RuntimeError as fault:
-            raise LostError.gone(worker) from fault
+            raise PeerError.gone(worker) from fault
 
 
-class Mail:
-    """Messages to and from the others through one process group; `tag` tells those of different rounds apart.
+class PeerConnections:
+    """Exchanges messages with the other workers over one gloo process group; a tag names the round.
 
-    `weights` are those of all workers in every mean, as they were agreed on.
+    Args:
+        group: The process group, rank = worker.
+        peers: The other workers.
+        weights: Worker -> agreed weight in every mean.
     """
 
     def __init__(self, group: Any, peers: Sequence[int], weights: Mapping[int, float]) -> None:
@@ -264,44 +275,46 @@ class Mail:
         self._weights = weights
         self._threads: list[threading.Thread] = []
 
-    def watch(self, lost: Callable[[LostError], None]) -> None:
-        """Let `lost` be told when a connection closes, also between rounds."""
+    def watch(self, lost: Callable[[PeerError], None]) -> None:
+        """Call `lost` when a connection closes, also between rounds."""
         for peer in self._peers:
-            # Nothing is ever sent there, so it ends with the connection; gloo tells nobody who waits for nothing.
+            # A receive that nothing is ever sent to ends with the connection; gloo has no other notification.
             watch = self._expect(torch.empty(1, dtype=torch.uint8, device="cpu"), peer, TAGS)
             self.start(_watch, peer, watch, lost)
 
-    def expect(self, envelope: Envelope, tag: int, *, pinned: bool = False) -> Incoming:
-        """Post the receives of a message; into pinned memory, if it goes on to a GPU."""
-        chunks = -(-envelope.message_bytes // CHUNK_BYTES)
+    def expect(self, spec: MessageSpec, tag: int, *, pinned: bool = False) -> IncomingMessage:
+        """Post the receives of a message, into pinned memory if it goes on to a GPU."""
+        chunks = -(-spec.message_bytes // CHUNK_BYTES)
         buffer = torch.empty(chunks * CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        works = [self._expect(chunk, envelope.sender, tag) for chunk in buffer.split(CHUNK_BYTES)]
-        return Incoming(envelope, self._weights[envelope.sender], buffer, works)
+        works = [self._expect(chunk, spec.sender, tag) for chunk in buffer.split(CHUNK_BYTES)]
+        return IncomingMessage(spec, self._weights[spec.sender], buffer, works)
 
-    def send(self, message: Tensor, receiver: int, tag: int) -> Outgoing:
+    def send(self, message: Tensor, receiver: int, tag: int) -> OutgoingMessage:
         """Start sending a message."""
         group = self._open(receiver)
         try:
-            return Outgoing(receiver, tuple(group.send([chunk], receiver, tag) for chunk in message.split(CHUNK_BYTES)))
+            return OutgoingMessage(
+                receiver, tuple(group.send([chunk], receiver, tag) for chunk in message.split(CHUNK_BYTES))
+            )
         except RuntimeError as fault:
-            raise LostError.gone(receiver) from fault
+            raise PeerError.gone(receiver) from fault
 
     def start(self, run: Callable[..., None], *arguments: Any) -> None:
-        """Begin what waits for messages, in a thread."""
+        """Run a function that waits for messages in a daemon thread."""
         thread = threading.Thread(target=run, args=arguments, name=f"atoll {run.__name__}", daemon=True)
         self._threads = [thread, *(other for other in self._threads if other.is_alive())]
         thread.start()
 
     def close(self) -> None:
-        """Close all connections: whoever waits here is let go, and the others notice."""
+        """Close all connections: waits here end, and the other workers notice."""
         group, self._group = self._group, None
         for peer in self._peers if group is not None else ():
-            with suppress(RuntimeError):  # a wait that runs out closes all connections of a group; nothing else does
+            with suppress(RuntimeError):  # only a timeout closes a gloo group's connections
                 nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
                 group.recv([nothing], peer, TAGS + 1).wait(timedelta(milliseconds=1))
 
     def end(self) -> None:
-        """Close, and see the threads to their ends: one that is left when Python ends can take the process down."""
+        """Close and join the threads: one left at interpreter exit can crash the process."""
         self.close()
         until = time.monotonic() + _JOIN_S
         for thread in self._threads:
@@ -312,15 +325,15 @@ class Mail:
         try:
             return self._open(sender).recv([buffer], sender, tag)
         except RuntimeError as fault:
-            raise LostError.gone(sender) from fault
+            raise PeerError.gone(sender) from fault
 
     def _open(self, peer: int) -> Any:
         if self._group is None:
-            raise LostError.gone(peer)
+            raise PeerError.gone(peer)
         return self._group
 
 
-def _watch(peer: int, work: Any, lost: Callable[[LostError], None]) -> None:
+def _watch(peer: int, work: Any, lost: Callable[[PeerError], None]) -> None:
     with suppress(RuntimeError):
         work.wait(_FOREVER)
-    lost(LostError.gone(peer))
+    lost(PeerError.gone(peer))

@@ -104,9 +104,11 @@ class Account:
             self.sink.write(self._round(*self._observed.pop(0)))
 
     def _round(self, applied: Applied, zero_s: float) -> Round:
-        sent, passage, loop = applied.round_id, applied.passage, self.loops[0]
-        assert self._sync is not None and passage is not None
-        wire_sent, wire_received, *sums = self._team.over_parts([passage.sent, passage.received, *applied.sums])
+        sent, transfer, loop = applied.round_id, applied.transfer, self.loops[0]
+        assert self._sync is not None and transfer is not None
+        wire_sent, wire_received, *sums = self._team.over_parts(
+            [transfer.sent_bytes, transfer.received_bytes, *applied.sums]
+        )
         norm, cosine = sizes(sums)
         return Round(
             step=sent.step,
@@ -118,10 +120,10 @@ class Account:
             cosine=cosine,
             bytes=self._sync.codec.payload_bytes(loop.fragments[sent.fragment].numel),
             worker=self._workers[0],
-            opened_s=passage.opened_s - zero_s,
-            done_s=passage.done_s - zero_s,
-            waited_s=passage.waited_s,
-            hidden_s=passage.hidden_s,
+            opened_s=transfer.opened_s - zero_s,
+            done_s=transfer.done_s - zero_s,
+            waited_s=transfer.waited_s,
+            hidden_s=transfer.hidden_s,
             wire_sent=int(wire_sent),
             wire_received=int(wire_received),
         )

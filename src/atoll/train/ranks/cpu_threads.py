@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from atoll.link.net.link import DistLink
+from atoll.link.net.link import NetLink
 from atoll.settings.config import RunConfig
 from atoll.train.ranks.worker_ranks import Team
 
 
 def share_cores(
-    link: DistLink | None, config: RunConfig, team: Team, environment: Mapping[str, str] = os.environ
+    link: NetLink | None, config: RunConfig, team: Team, environment: Mapping[str, str] = os.environ
 ) -> str | None:
     """Take this process's share of the cores, and say so in words; None if nothing was changed.
 

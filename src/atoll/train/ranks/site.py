@@ -9,9 +9,9 @@ from functools import partial
 from atoll import checkpoint
 from atoll._util.disk import sha256_of
 from atoll.errors import ConfigError, LinkError
-from atoll.link.base import LEFT_OUT, Link, difference
+from atoll.link.base import LEFT_OUT, Link, describe_differences
 from atoll.link.local import local
-from atoll.link.net.link import DistLink, connect
+from atoll.link.net.link import NetLink, connect
 from atoll.link.net.seat import Seat
 from atoll.link.net.torchrun import torchrun_address
 from atoll.link.shaped import Outage, Shape, shaped
@@ -79,7 +79,7 @@ def _refuse_faults(config: RunConfig) -> None:
         raise ConfigError(f"faults.{name}: is for workers of one process; between processes, members are fixed")
 
 
-def links_of(config: RunConfig, seat: Seat | None, team: Team) -> tuple[list[Link], DistLink | None]:
+def links_of(config: RunConfig, seat: Seat | None, team: Team) -> tuple[list[Link], NetLink | None]:
     """The ends of the workers in this process, in worker order, none for a worker by itself.
 
     And the one to other processes, if it has one, as it is without any emulation. Where the ranks of a worker hold the
@@ -88,7 +88,7 @@ def links_of(config: RunConfig, seat: Seat | None, team: Team) -> tuple[list[Lin
     if config.sync.method == "none":
         return [], None
     ends: list[Link] = []
-    mate: DistLink | None = None
+    mate: NetLink | None = None
     if seat is None:
         ends += local(config.sync.workers, faults=config.faults_of_link(), timeout_s=config.link.deadline_s)
     elif team.leads or not team.whole:
@@ -102,7 +102,7 @@ def links_of(config: RunConfig, seat: Seat | None, team: Team) -> tuple[list[Lin
             join_s=config.link.join_s,
         )
         if config.log.view != "none":
-            mate.tell = partial(print, flush=True)
+            mate.on_wait = partial(print, flush=True)
         ends.append(mate)
     if config.link.emulate is not None and ends:
         ends = [*shaped(ends, shape_of(config, 1 if team.whole else team.ranks))]
@@ -130,7 +130,7 @@ def shape_of(config: RunConfig, sharers: int = 1) -> Shape:
 # ---------------------------------------------------------------------- agreement
 
 
-def agree_on_settings(link: DistLink | None, config: RunConfig) -> None:
+def agree_on_settings(link: NetLink | None, config: RunConfig) -> None:
     """Compare run files before any work is done; LinkError names the differences."""
     if link is None:
         return
@@ -139,7 +139,7 @@ def agree_on_settings(link: DistLink | None, config: RunConfig) -> None:
     _compare(link, "settings", bound)
 
 
-def agree_on_data(link: DistLink | None, data: TokenData) -> None:
+def agree_on_data(link: NetLink | None, data: TokenData) -> None:
     """Compare tokenizers, which must be the same, and texts, which may differ if that is meant.
 
     With one question: of ranks that agree together, one that fails at a first would be waited for at a second.
@@ -155,7 +155,7 @@ def agree_on_data(link: DistLink | None, data: TokenData) -> None:
         print(f"note: {who} and this one (worker {link.worker}) have different text", file=sys.stderr)
 
 
-def step_to_resume(team: Team, link: DistLink | None, steps: Sequence[int]) -> int | None:
+def step_to_resume(team: Team, link: NetLink | None, steps: Sequence[int]) -> int | None:
     """The checkpoint to resume from, given the steps of those that are here.
 
     None: with several workers, there is none; else the newest good one, if any.
@@ -166,12 +166,12 @@ def step_to_resume(team: Team, link: DistLink | None, steps: Sequence[int]) -> i
     return common_step(link, steps) if link else None
 
 
-def common_step(link: DistLink, steps: Sequence[int]) -> int | None:
+def common_step(link: NetLink, steps: Sequence[int]) -> int | None:
     """The newest checkpoint that every process of the run has, given those of this one; None before the first."""
     return checkpoint.common_step(link.gather("checkpoints", list(steps)))
 
 
-def all_finished(link: DistLink | None, finished: bool) -> bool:
+def all_finished(link: NetLink | None, finished: bool) -> bool:
     """Whether the run has ended on every worker. If it has not, those that have finished must finish once more.
 
     For a worker that was killed while the others came to their end still needs their last rounds. One that has finished
@@ -188,7 +188,7 @@ def all_finished(link: DistLink | None, finished: bool) -> bool:
 
 
 @contextmanager
-def resumable(link: DistLink | None) -> Iterator[None]:
+def resumable(link: NetLink | None) -> Iterator[None]:
     """Inside, all workers have a state to come back to: whoever loses the others is told how to go on."""
     try:
         yield
@@ -198,21 +198,21 @@ def resumable(link: DistLink | None) -> Iterator[None]:
         raise LinkError(f"{fault}; to go on, {RESUME}") from fault
 
 
-def meet(link: DistLink | None, place: str) -> None:
+def meet(link: NetLink | None, place: str) -> None:
     """Wait until all have come to this place of the run, however long they evaluate or export."""
     if link is not None:
         link.gather(place, True, _LONGEST_S)
 
 
 def _compare(
-    link: DistLink, key: str, mine: Mapping[str, str], free: Collection[str] = ()
+    link: NetLink, key: str, mine: Mapping[str, str], free: Collection[str] = ()
 ) -> dict[Seat, Mapping[str, str]]:
     """What every process says; LinkError names what differs and is not free to."""
     mine = {"ranks that exchange": str(link.seat.ranks), **mine}
     said: dict[Seat, Mapping[str, str]] = {}
-    for seat, theirs in link.hear(key, mine):  # as they come: where ranks differ, some never do
+    for seat, theirs in link.collect(key, mine):  # as they come: where ranks differ, some never do
         ours, bound = ({name: text for name, text in one.items() if name not in free} for one in (mine, theirs))
-        if differs := difference(ours, bound):
+        if differs := describe_differences(ours, bound):
             raise LinkError(f"{link.seat} and {seat} differ in {differs}")
         said[seat] = theirs
     return said

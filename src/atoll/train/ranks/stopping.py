@@ -8,7 +8,7 @@ from pathlib import Path
 
 from atoll._util.signals import Interrupts
 from atoll.errors import LinkError
-from atoll.link.net.link import DistLink
+from atoll.link.net.link import NetLink
 from atoll.train.ranks.worker_ranks import Team
 
 TOGETHER_S = 15.0
@@ -31,7 +31,7 @@ class Stop:
     worker stop as one, whichever of them was told.
     """
 
-    def __init__(self, interrupts: Interrupts, link: DistLink | None, steps: Callable[[], int], team: Team) -> None:
+    def __init__(self, interrupts: Interrupts, link: NetLink | None, steps: Callable[[], int], team: Team) -> None:
         self._interrupts = interrupts
         self._link = link
         self._steps = steps
@@ -40,7 +40,7 @@ class Stop:
         self._together = link is None
         self._has_told = False
         if link is not None and team.leads:
-            interrupts.told = self._tell
+            interrupts.on_first = self._tell
 
     def _tell(self) -> None:
         if self._has_told:
@@ -51,7 +51,7 @@ class Stop:
 
         def tell() -> None:
             with suppress(LinkError):  # it may have left already
-                link.meeting().tell_at_last("stop", after, TOGETHER_S)
+                link.rendezvous().try_publish("stop", after, TOGETHER_S)
 
         # In a thread: this is a signal handler, and the store may be far away.
         threading.Thread(target=tell, daemon=True).start()
@@ -72,7 +72,7 @@ class Stop:
         leading = self._link.seat.peers()
         # Not past the deadline of the others, who may wait in a round: they would not hear why this worker leaves.
         within_s = min(TOGETHER_S, self._link.deadline_s / 2)
-        told = self._link.meeting().heard_by("stop", leading, within_s)
+        told = self._link.rendezvous().poll("stop", leading, within_s)
         together = len(told) == len(leading)
         return max(told.values()) if together else self._steps(), together
 

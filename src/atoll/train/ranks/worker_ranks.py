@@ -24,7 +24,7 @@ from atoll.core.fragments import Fragment, find_blocks
 from atoll.errors import AtollError, CheckpointError, ConfigError, LinkError
 from atoll.link.base import Link
 from atoll.link.net.seat import Seat
-from atoll.link.ranks import Circle, PartLink, TeamLink
+from atoll.link.ranks import RankGroup, ReplicatedLink, ShardedLink
 from atoll.settings.config import RunConfig
 from atoll.train.model.decoder import Decoder, Loss
 from atoll.train.model.hub import HubModel
@@ -135,10 +135,10 @@ class Team:
 class _Several(Team):
     """What is the same however the ranks hold the model."""
 
-    def __init__(self, config: RunConfig, seat: Seat, circle: Circle) -> None:
+    def __init__(self, config: RunConfig, seat: Seat, rank_group: RankGroup) -> None:
         self.rank, self.ranks = seat.rank, seat.ranks
         self._seat = seat
-        self._circle = circle
+        self._rank_group = rank_group
         self._cuda = _on_gpu(config)
 
     def settled(self, config: RunConfig) -> RunConfig:
@@ -158,7 +158,7 @@ class _Several(Team):
             of_torch = isinstance(fault, distributed.DistError) or "gloo" in str(fault)
             if isinstance(fault, AtollError) or not of_torch:
                 raise
-            raise self._circle.loss_of_a_rank(fault) from fault
+            raise self._rank_group.rank_lost_error(fault) from fault
 
     def share(self, batch: Tensor) -> Tensor:
         return batch.chunk(self.ranks)[self.rank]
@@ -174,18 +174,18 @@ class _Several(Team):
         return summed / self.ranks
 
     def total(self, numbers: Sequence[float]) -> list[float]:
-        return [float(number) for number in self._circle.sum(torch.tensor(numbers, dtype=torch.float64))]
+        return [float(number) for number in self._rank_group.all_reduce_sum(torch.tensor(numbers, dtype=torch.float64))]
 
     def any(self, flag: bool) -> bool:
         return self.total([flag])[0] > 0
 
     def first(self, ask: Callable[[], Value]) -> Value:
-        found = json.dumps(self._circle.together(lambda: ask() if self.leads else None))
-        heard: Value = json.loads(self._circle.hear(found if self.leads else None))
+        found = json.dumps(self._rank_group.raise_on_all(lambda: ask() if self.leads else None))
+        heard: Value = json.loads(self._rank_group.broadcast_text(found if self.leads else None))
         return heard
 
     def each(self, value: Any) -> list[Any]:
-        return [json.loads(said) for said in self._circle.gather(json.dumps(value))]
+        return [json.loads(said) for said in self._rank_group.all_gather_text(json.dumps(value))]
 
 
 class _Mirrored(_Several):
@@ -208,7 +208,7 @@ class _Mirrored(_Several):
         return self.first(ask)
 
     def link(self, end: Link | None) -> Link:
-        return TeamLink(self._circle, end, self._seat.worker, self._seat.workers)
+        return ReplicatedLink(self._rank_group, end, self._seat.worker, self._seat.workers)
 
 
 class _Sharded(_Several):
@@ -253,11 +253,11 @@ class _Sharded(_Several):
         return self.total(numbers)
 
     def settle(self, ask: Callable[[], Value]) -> Value:
-        return self._circle.together(ask)
+        return self._rank_group.raise_on_all(ask)
 
     def link(self, end: Link | None) -> Link:
         assert end is not None
-        return PartLink(self._circle, end)
+        return ShardedLink(self._rank_group, end)
 
 
 class _LossOf(nn.Module):
@@ -306,8 +306,8 @@ def team_of(config: RunConfig, seat: Seat | None) -> Iterator[Team]:
     timeout = timedelta(seconds=_PATIENCE_S + config.link.deadline_s + config.link.join_s)
     _connect(seat, on_gpu, timeout)
     try:
-        circle = Circle(distributed.new_group(backend="gloo", timeout=timeout))
-        yield (_Sharded if config.train.parallel == "fsdp" else _Mirrored)(config, seat, circle)
+        rank_group = RankGroup(distributed.new_group(backend="gloo", timeout=timeout))
+        yield (_Sharded if config.train.parallel == "fsdp" else _Mirrored)(config, seat, rank_group)
     except BaseException:
         if not on_gpu:  # NCCL would wait for the ranks that are gone; the process is about to end anyway
             distributed.destroy_process_group()
