@@ -36,7 +36,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from atoll._util.disk import flush, locked, parse_json, read_limited, sha256_of
+from atoll._util.disk import locked, parse_json, read_limited, sha256_of, whole_folder
 from atoll._util.tensor_tree import MAX_DEPTH, decode, encode, unshared
 from atoll._util.units import bytes_text
 from atoll.errors import CheckpointError, ConfigError
@@ -204,10 +204,9 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 def _write(root: Path, step: int, tree: Any, tensors: dict[str, Tensor]) -> Path:
     """Write a whole checkpoint and return its folder, which gets its name only once all is on disk."""
-    folder = _temporary_name(root)
-    data, manifest = folder / TENSORS, folder / MANIFEST
-    try:
-        folder.mkdir()
+    folder = root / f"step-{step:09d}"
+    with whole_folder(folder, _temporary_name(root), folder.with_suffix(".old")) as new:
+        data, manifest = new / TENSORS, new / MANIFEST
         save_file(unshared(tensors), data)
         body = {
             "format": FORMAT,
@@ -224,11 +223,7 @@ def _write(root: Path, step: int, tree: Any, tensors: dict[str, Tensor]) -> Path
             raise CheckpointError(f"all but the tensors of the state takes {size}: put long lists into tensors")
         manifest.write_bytes(sealed)
         shutil.copymode(manifest, data)  # safetensors hides the file from all others, whatever the umask
-        for path in (data, manifest, folder):
-            flush(path)
-        return _put_in_place(folder, root / f"step-{step:09d}")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)  # there is none left unless something failed
+    return folder
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -338,18 +333,6 @@ def _recover(root: Path) -> None:
             _discard(folder)
         elif folder.suffix == ".old":
             folder.rename(folder.with_suffix(""))
-
-
-def _put_in_place(temporary: Path, folder: Path) -> Path:
-    """Give a finished checkpoint its name; one of the same step can be read as .old until that is done."""
-    set_aside = folder.with_suffix(".old")
-    if folder.exists():  # POSIX renames nothing onto a folder that has files in it
-        folder.rename(set_aside)
-    temporary.rename(folder)
-    flush(folder.parent)
-    if set_aside.exists():
-        _discard(set_aside)
-    return folder
 
 
 def _discard(folder: Path) -> None:

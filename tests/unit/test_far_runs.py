@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll import checkpoint
+from atoll._util import disk
 from atoll._util.disk import sha256_of
 from atoll.cli import main as cli
 from atoll.link.net.rendezvous import Meeting
@@ -184,13 +184,13 @@ def _falling(me: Me, file: Path, moment: str) -> None:
     def die(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    change, put, ask = pytest.MonkeyPatch(), checkpoint._put_in_place, Meeting._set
+    change, put, ask = pytest.MonkeyPatch(), disk._put_in_place, Meeting._set
     if me.worker == 1:
         match moment:
             case "before the first save":
                 change.setattr(RunFolder, "save", die)
             case "in the save of step 20":
-                change.setattr(checkpoint, "_put_in_place", lambda *of: die() if "20" in of[1].name else put(*of))
+                change.setattr(disk, "_put_in_place", lambda *of: die() if of[1].name == "step-000000020" else put(*of))
             case "a slow store":
 
                 def slow(self: Meeting, key: str, value: object) -> None:

@@ -150,7 +150,7 @@ READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "tokenizer": (open_tokenizer, "tokenizer.json"),
     "metrics": (metrics, METRICS),
     "tail": (tail, METRICS),
-    "manifest of tokens": (lambda path: cache.check(path.parent, cache.silent), cache.MANIFEST),
+    "manifest of tokens": (lambda path: cache.check(path.parent, cache.no_progress), cache.MANIFEST),
     "exported model": (lambda path: load_export(path.parent), "config.json"),
     "rows": (lambda path: list(documents(str(path))), "rows.jsonl"),
     "parquet": (lambda path: list(documents(str(path))), "rows.parquet"),
@@ -261,7 +261,7 @@ def test_a_device_among_the_files_of_a_cache_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "train.bin").unlink()
     device(tmp_path / "train.bin")
     with pytest.raises(DataError, match="is no plain file; delete the folder"):
-        cache.check(tmp_path, cache.silent)
+        cache.check(tmp_path, cache.no_progress)
 
 
 def test_the_tokenizer_of_a_run_is_refused_before_any_text_is_read(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def test_much_text_in_little_documents_is_read_in_batches(tmp_path: Path) -> Non
 def stages(corpus: str, tmp_path: Path, **settings: Any) -> list[str]:
     """The stages of a call, each once."""
     told: list[tuple[str, int, int | None]] = []
-    made(corpus, tmp_path, tell=lambda *words: told.append(words), **settings)
+    made(corpus, tmp_path, on_progress=lambda *words: told.append(words), **settings)
     assert all(total is None or 0 <= done <= total for _, done, total in told)
     return list(dict.fromkeys(stage for stage, _, _ in told))
 
@@ -246,7 +246,7 @@ def test_progress_over_plain_text_ends_at_its_total(tmp_path: Path) -> None:
     for i in range(20):
         (tmp_path / f"{i}.txt").write_text("é" * 100_000)
     told: list[tuple[str, int, int | None]] = []
-    made(str(tmp_path), tmp_path, tell=lambda *words: told.append(words))
+    made(str(tmp_path), tmp_path, on_progress=lambda *words: told.append(words))
     tokens = [(done, total) for stage, done, total in told if stage == "tokens"]
     assert len(tokens) > 1
     assert tokens == sorted(tokens)
@@ -364,7 +364,7 @@ def test_an_interrupted_build_leaves_nothing(corpus: str, tmp_path: Path) -> Non
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        made(corpus, tmp_path, tell=interrupt)
+        made(corpus, tmp_path, on_progress=interrupt)
     assert names(tmp_path / "cache") == []
 
 
@@ -393,7 +393,7 @@ def tell(stage, done, total):
     if stage == "tokens":
         sys.stdin.readline()
 
-data = prepare(sys.argv[1], cache=sys.argv[2], tell=tell)
+data = prepare(sys.argv[1], cache=sys.argv[2], on_progress=tell)
 print("done", data.folder.name, len(data.train[0]), flush=True)
 """
 
@@ -426,7 +426,7 @@ def test_of_two_that_build_the_same_one_waits(corpus: str, tmp_path: Path) -> No
     told: SimpleQueue[str] = SimpleQueue()
     with child(corpus, tmp_path) as builder, ThreadPoolExecutor() as threads:
         assert line(builder) == "tokens"
-        waiter = threads.submit(made, corpus, tmp_path, tell=lambda stage, *_: told.put(stage))
+        waiter = threads.submit(made, corpus, tmp_path, on_progress=lambda stage, *_: told.put(stage))
         assert told.get() == "waiting for another process that builds the same"
         made(corpus, tmp_path, limit=3)  # another corpus need not wait, and leaves the builder alone
         assert any(name.startswith(".building-") for name in names(tmp_path / "cache"))
@@ -441,7 +441,7 @@ def test_who_waits_for_a_process_that_is_killed_builds_instead(corpus: str, tmp_
     told: SimpleQueue[str] = SimpleQueue()
     with child(corpus, tmp_path) as builder, ThreadPoolExecutor() as threads:
         assert line(builder) == "tokens"
-        waiter = threads.submit(made, corpus, tmp_path, tell=lambda stage, *_: told.put(stage))
+        waiter = threads.submit(made, corpus, tmp_path, on_progress=lambda stage, *_: told.put(stage))
         assert told.get().startswith("waiting")
         builder.send_signal(signal.SIGKILL)
         data = waiter.result()
@@ -459,7 +459,7 @@ def test_a_lock_left_by_a_forked_child_is_let_go(corpus: str, tmp_path: Path) ->
             if stage == "tokens" and os.path.realpath(f"/proc/self/fd/{entry}").endswith(".lock"):
                 inherited.append(os.dup(int(entry)))
 
-    data = made(corpus, tmp_path, tell=tell)
+    data = made(corpus, tmp_path, on_progress=tell)
     with (tmp_path / "cache" / f".{data.folder.name}.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert inherited

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,6 +53,32 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def whole_folder(folder: Path, new: Path, old: Path) -> Iterator[Path]:
+    """Yield `new`, an empty folder to fill; then rename it to `folder` once all its files are on disk.
+
+    A folder of that name is replaced, and can be read as `old` until that is done. After an error all is as before.
+    """
+    new.mkdir(parents=True)
+    try:
+        yield new
+        for path in new.iterdir():
+            flush(path)
+        flush(new)
+        _put_in_place(new, folder, old)
+    finally:
+        if old.exists():  # given its name back, or deleted under another: a crash half-way leaves no torn `old`
+            old.rename(new if folder.exists() else folder)
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _put_in_place(new: Path, folder: Path, old: Path) -> None:
+    if folder.exists():  # POSIX renames nothing onto a folder that has files in it
+        folder.rename(old)
+    new.rename(folder)
+    flush(folder.parent)
 
 
 def sha256_of(path: Path) -> str:

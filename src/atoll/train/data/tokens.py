@@ -1,4 +1,4 @@
-"""Documents -> token files on disk, built once, mapped into memory by all who read them.
+"""Turns documents into token files on disk, built once and mapped into memory.
 
     cache/4fa8c6e01b72d935/      named after the corpus, the tokenizer and the share held out
       train.bin  held_out.bin    tokens, little-endian, 1, 2 or 4 bytes each; a separator ends every document
@@ -8,7 +8,7 @@
       clusters-4/                the same training documents, one file for each of four workers
         worker-0.bin ...  manifest.json
 
-Memory holds some documents at a time and eight bytes for each, so a corpus may be larger than memory.
+Memory holds some documents at a time and eight bytes for each of all, so a corpus may be larger than memory.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from atoll._util.checks import check_whole
 from atoll._util.disk import sha256_of
 from atoll.errors import ConfigError, DataError
 from atoll.settings.sections import BPE_VOCABULARY
-from atoll.train.data.cache import MANIFEST, Meter, Tell, build_once, check, silent
+from atoll.train.data.cache import MANIFEST, Meter, OnProgress, build_once, check, no_progress
 from atoll.train.data.clusters import assign
 from atoll.train.data.corpus import documents, identity, missing, text_bytes
 from atoll.train.data.tokenizer import (
@@ -45,20 +45,20 @@ from atoll.train.data.tokenizer import (
 )
 
 VERSION: Final = 1
-"""Of what is on disk; part of a folder's name, so that another version is built anew."""
+"""Version of the files; part of a folder's name, so another version builds its own."""
 BPE_BYTES: Final = 2**28
-"""Bytes of text that a BPE is trained on, at most: more hardly changes it."""
+"""Most bytes of text that a BPE is trained on: more hardly changes it."""
 
 Split = Literal["iid", "clusters"]
 
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """A file of tokens, mapped into memory, read-only."""
+    """A file of tokens, mapped into memory read-only."""
 
     path: Path
     tokens: npt.NDArray[Any]
-    """[tokens], uint8, uint16 or uint32."""
+    """Token ids [tokens], uint8, uint16 or uint32."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -66,14 +66,14 @@ class TokenFile:
 
 @dataclass(frozen=True, eq=False)
 class TokenData:
-    """A corpus as tokens."""
+    """A corpus as tokens, with its tokenizer."""
 
     tokenizer: Tokenizer
     train: tuple[TokenFile, ...]
-    """One for all workers, or one per worker."""
+    """One file for all workers, or one per worker."""
     held_out: TokenFile
     documents: int
-    """Of training and held-out text together."""
+    """Documents of training and held-out text together."""
     folder: Path
 
 
@@ -88,15 +88,29 @@ def prepare(
     workers: int = 1,
     cache: Path | str,
     limit: int | None = None,
-    tell: Tell = silent,
+    on_progress: OnProgress = no_progress,
 ) -> TokenData:
-    """The tokens of a corpus, from the cache, or built into it first.
+    """Return the tokens of a corpus from the cache, building them first if they are not there.
 
-    `held_out` is the share of documents kept for evaluation. A hash of its text decides for each, so order and
-    neighbours do not matter and copies stay together. If that picks none (or all), one document changes sides: the one
-    whose length fits the share best; and a corpus of one document is cut. If another process builds the same,
-    this one waits and then uses it. Settings are those of the run file's [data]. A source that is such a folder of
-    tokens already is taken as it is, with the tokenizer and the held-out text that it has.
+    A hash of its text decides whether a document is held out, so order does not matter and copies stay together. If
+    that picks none (or all), the document whose length fits the share best changes sides; a corpus of one document is
+    cut in two. If another process builds the same tokens, this one waits for it.
+
+    Args:
+        source: One or several sources of text (see `corpus`), or a folder of tokens, which is used as it is.
+        field: The field or column that holds the text of a row.
+        tokenizer: "bytes", "bpe" or the path of a tokenizer.json.
+        vocabulary: Tokens of the BPE; None for every other tokenizer.
+        held_out: Share of the documents kept for evaluation, between 0 and 1.
+        split: "iid" for one file that all workers share, "clusters" for one file of similar documents per worker.
+        workers: Workers of the run.
+        cache: Folder for token files.
+        limit: Most documents to read; None reads all.
+        on_progress: Called as the build goes on.
+
+    Raises:
+        ConfigError: for settings that do not fit each other or the folder of tokens.
+        DataError: for text that cannot be read, or tokens that are damaged.
     """
     if split not in get_args(Split):
         raise ConfigError(f"data.split must be one of {', '.join(get_args(Split))}, got {split!r}")
@@ -107,30 +121,30 @@ def prepare(
     ready = _ready(source)
     folder = ready or Path(cache).expanduser() / _key(source, field, limit, tokenizer, vocabulary, held_out)
     if ready is None:
-        meter = Meter(tell, "tokens", text_bytes(source, limit))
+        meter = Meter(on_progress, "tokens", text_bytes(source, limit))
         read = partial(documents, source, field=field, limit=limit)
         make = partial(_make_tokenizer, tokenizer, vocabulary)
         build_once(folder, folder, meter, partial(_fill, read=read, make=make, share=held_out, meter=meter))
-    manifest = check(folder, tell)
-    made = open_tokenizer(folder)
+    manifest = check(folder, on_progress)
+    opened = open_tokenizer(folder)
     if ready is not None:
-        _refuse_other_tokens(folder, made.vocabulary, vocabulary, limit)
-    open_file = partial(_map, dtype=dtype_of(made.vocabulary))
+        _check_ready(folder, opened.vocabulary, vocabulary, limit)
+    open_file = partial(_map, dtype=dtype_of(opened.vocabulary))
     train = open_file(folder / "train.bin")
     files: tuple[TokenFile, ...] = (train,)
     if split == "clusters" and workers > 1:
         clusters = folder / f"clusters-{workers}"
-        meter = Meter(tell, "clusters", train.tokens.nbytes)
+        meter = Meter(on_progress, "clusters", train.tokens.nbytes)
         build_once(clusters, folder, meter, partial(_fill_clusters, train=train, workers=workers, meter=meter))
-        check(clusters, tell)
+        check(clusters, on_progress)
         files = tuple(open_file(clusters / f"worker-{i}.bin") for i in range(workers))
-    return TokenData(made, files, open_file(folder / "held_out.bin"), manifest["documents"], folder)
+    return TokenData(opened, files, open_file(folder / "held_out.bin"), manifest["documents"], folder)
 
 
 def check_there(
     source: str | Sequence[str], *, field: str, limit: int | None, tokenizer: str, vocabulary: int | None
 ) -> None:
-    """Refuse what `prepare` would refuse for not being there, without reading any text."""
+    """Refuse a source or a tokenizer that does not exist, as `prepare` does, without reading text."""
     if _ready(source) is not None:
         return
     _tokenizer_identity(tokenizer, vocabulary)
@@ -140,13 +154,13 @@ def check_there(
 def _key(
     source: str | Sequence[str], field: str, limit: int | None, tokenizer: str, vocabulary: int | None, share: float
 ) -> str:
-    """Name the folder of a corpus after everything that its tokens depend on."""
+    """Return the name of a corpus's folder: a hash of everything that its tokens depend on."""
     settings = json.dumps([VERSION, identity(source, field, limit), _tokenizer_identity(tokenizer, vocabulary), share])
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
 
 def _ready(source: str | Sequence[str]) -> Path | None:
-    """Return the folder that a source is if it holds tokens already."""
+    """Return the folder of a source that holds tokens already, or None."""
     if not isinstance(source, str):
         if len(source) != 1:
             return None
@@ -155,8 +169,8 @@ def _ready(source: str | Sequence[str]) -> Path | None:
     return folder if source and all(os.path.isfile(folder / name) for name in (MANIFEST, "train.bin")) else None
 
 
-def _refuse_other_tokens(folder: Path, has: int, vocabulary: int | None, limit: int | None) -> None:
-    """Refuse settings that a folder of tokens cannot follow any more."""
+def _check_ready(folder: Path, has: int, vocabulary: int | None, limit: int | None) -> None:
+    """Refuse settings for text that a folder of tokens cannot follow."""
     if vocabulary not in (None, has):
         problem = f"data.vocabulary is {vocabulary}, but the tokens in {folder} are of a vocabulary of {has}"
         raise ConfigError(f"{problem}: leave it out, or give the text instead")
@@ -169,11 +183,11 @@ def _map(path: Path, dtype: np.dtype[Any]) -> TokenFile:
     return TokenFile(path, np.memmap(path, dtype, mode="r").view(np.ndarray))
 
 
-# Which tokenizer.
+# ---- the tokenizer
 
 
 def _tokenizer_identity(name: str, vocabulary: int | None) -> str:
-    """What a tokenizer depends on besides the corpus; refused if it cannot be had."""
+    """Return what a tokenizer depends on besides the corpus; refuse one that cannot be opened."""
     if vocabulary is not None and name != "bpe":
         problem = f"data.vocabulary is only for data.tokenizer = 'bpe', got {vocabulary!r} with {name!r}"
         raise ConfigError(f"{problem}: every other tokenizer brings its own")
@@ -191,29 +205,29 @@ def _tokenizer_identity(name: str, vocabulary: int | None) -> str:
 
 
 def _make_tokenizer(name: str, vocabulary: int | None, texts: Iterable[str], meter: Meter) -> Tokenizer:
-    """Bytes, a BPE trained on these texts, or the one in a file."""
+    """Return a byte tokenizer, a BPE trained on these texts, or the one in a file."""
     if name == "bytes":
         return Bytes()
     if name != "bpe":
         return open_tokenizer(Path(name).expanduser())
 
-    progress = Meter(meter.tell, "training the tokenizer", meter.total and min(meter.total, BPE_BYTES))
+    progress = Meter(meter.on_progress, "training the tokenizer", meter.total and min(meter.total, BPE_BYTES))
 
-    def some() -> Iterator[str]:
+    def beginning() -> Iterator[str]:
         for text in texts:
             yield text
             progress.add(len(text.encode()))
             if progress.read >= BPE_BYTES:
                 return
 
-    return train_bpe(some(), vocabulary or BPE_VOCABULARY)
+    return train_bpe(beginning(), vocabulary or BPE_VOCABULARY)
 
 
-# What is in the folder.
+# ---- the files
 
 
-class _Shard:
-    """A token file that is being written, and the lengths of its documents."""
+class _Writer:
+    """Writes a token file and keeps the lengths of its documents."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         self._path, self._dtype = path, dtype_of(tokenizer.vocabulary)
@@ -248,7 +262,7 @@ class _Shard:
         return ids[:-1]
 
     def nearest(self, length: float) -> int:
-        """The document whose length comes nearest; among several, the one that sorts first, whatever their order."""
+        """Return the document whose length is nearest; of several, the one whose bytes sort first."""
         self._file.flush()
         tokens = _map(self._path, self._dtype).tokens
         lengths = np.asarray(self.lengths)
@@ -265,25 +279,28 @@ def _fill(
     share: float,
     meter: Meter,
 ) -> dict[str, Any]:
-    """Write the files of a corpus; returns what else the manifest should say."""
+    """Write the files of a corpus; return what else the manifest says."""
     with closing(read()) as texts:
         tokenizer = make(texts=texts, meter=meter)
     tokenizer.save(folder)
-    with _Shard(folder / "train.bin", tokenizer) as train, _Shard(folder / "held_out.bin", tokenizer) as held_out:
+    with (
+        _Writer(folder / "train.bin", tokenizer) as train,
+        _Writer(folder / "held_out.bin", tokenizer) as held_out,
+    ):
         for batch in _batched(read()):
             raw = [text.encode() for text in batch]
             tokens = tokenizer.encode_batch(batch)
             meter.add(sum(map(len, raw)), sum(len(ids) + 1 for ids in tokens) * train.item_bytes)
             for each, ids in zip(raw, tokens, strict=True):
-                (held_out if _place(each) < share else train).add(ids)
+                (held_out if _hash01(each) < share else train).add(ids)
         count = len(train.lengths) + len(held_out.lengths)
-        _settle(train, held_out, share)
+        _fill_empty_side(train, held_out, share)
         (folder / "lengths.bin").write_bytes(np.asarray(train.lengths, "<i8").tobytes())
     return {"documents": count, "vocabulary": tokenizer.vocabulary}
 
 
 def _batched(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Documents in lists of about a million characters: enough to keep all cores busy, and little memory."""
+    """Yield lists of documents of about a million characters: enough to keep all cores busy."""
     batch: list[str] = []
     characters = 0
     for text in texts:
@@ -296,13 +313,13 @@ def _batched(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _place(raw: bytes) -> float:
-    """Where a text falls in 0..1, by its content alone."""
+def _hash01(raw: bytes) -> float:
+    """Return a hash of a text in 0..1."""
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big") / 2**64
 
 
-def _settle(train: _Shard, held_out: _Shard, share: float) -> None:
-    """See to it that neither side is empty."""
+def _fill_empty_side(train: _Writer, held_out: _Writer, share: float) -> None:
+    """Move or cut a document if training or held-out text is empty."""
     total = sum(train.lengths) + sum(held_out.lengths)
     if len(train.lengths) + len(held_out.lengths) == 1:
         ids = (train if train.lengths else held_out).take(0)
@@ -318,7 +335,7 @@ def _settle(train: _Shard, held_out: _Shard, share: float) -> None:
 
 
 def _fill_clusters(folder: Path, train: TokenFile, workers: int, meter: Meter) -> dict[str, Any]:
-    """Write one file per worker, each with the documents of one cluster in their old order."""
+    """Write one file per worker with the documents of one cluster, in their old order."""
     lengths = np.fromfile(train.path.with_name("lengths.bin"), "<i8")
     meter.add(0)
     assigned = assign(train.tokens, lengths, workers)
