@@ -143,7 +143,7 @@ def _connect(
 def _agree(process: _Process, given: RunConfig, config: RunConfig, finished: bool) -> bool:
     """Compare settings with all other processes; return False if the run has ended on all of them."""
     if process.folder.of_many:
-        _check_data(config)  # before waiting for the others
+        tokens.check_there(config.data)  # before waiting for the others
     if process.control.all_finished(finished):
         return False
     process.control.agree_on_settings(given)  # not as begun: a worker without a checkpoint has left much out
@@ -166,36 +166,8 @@ def _build(process: _Process, config: RunConfig) -> tuple[TokenData, Trainer]:
 
 def prepare(config: RunConfig) -> TokenData:
     """Return the tokens of a run, building them first if they are not in the cache."""
-    settings = config.data
     with preparing(config.log.view) as on_progress:
-        return tokens.prepare(
-            _source(config),
-            field=settings.field,
-            tokenizer=settings.tokenizer,
-            vocabulary=settings.vocabulary,
-            held_out=settings.held_out,
-            split=settings.split,
-            workers=config.sync.workers,
-            cache=Path(settings.cache),
-            limit=settings.limit,
-            on_progress=on_progress,
-        )
-
-
-def _check_data(config: RunConfig) -> None:
-    settings = config.data
-    tokens.check_there(
-        _source(config),
-        field=settings.field,
-        limit=settings.limit,
-        tokenizer=settings.tokenizer,
-        vocabulary=settings.vocabulary,
-    )
-
-
-def _source(config: RunConfig) -> str | list[str]:
-    source = config.data.source
-    return source if isinstance(source, str) else list(source)
+        return tokens.prepare(config.data, workers=config.sync.workers, on_progress=on_progress)
 
 
 def start(config: RunConfig, data: TokenData) -> tuple[Model, RunConfig]:

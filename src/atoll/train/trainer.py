@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -28,9 +29,25 @@ from atoll.train.model.decoder import Decoder
 from atoll.train.progress.reporter import Reporter
 from atoll.train.ranks import fsdp
 from atoll.train.ranks.worker_ranks import Model, WorkerRanks
-from atoll.train.step.backward import Backward, autocast
-from atoll.train.step.cuda_graph import capture_small_passes
+from atoll.train.step.backward import Backward, LossFunction, autocast
+from atoll.train.step.cuda_graph import BackwardPass, capture_small_passes
 from atoll.train.step.optimizer import InnerOptimizer, learning_rate
+
+
+@dataclass(slots=True)
+class LocalWorker:
+    """One worker of this process."""
+
+    number: int
+    """Its number in the run."""
+    model: Model
+    loss: LossFunction
+    inner: InnerOptimizer
+    backward: BackwardPass
+    loop: OuterLoop | None = None
+    """None if the only worker does not synchronise."""
+    draws: int = 0
+    """Batches it has taken."""
 
 
 class Trainer:
@@ -61,54 +78,63 @@ class Trainer:
         self.ranks = ranks or WorkerRanks()
         self._batches = batches
         self._held_out = held_out
-        self._device = torch.device(config.device)
-        self.workers = [link.worker for link in links] or [0]
-        """Numbers of the workers in this process; every list here is in their order."""
-        self.models: list[Model] = [start, *(copy.deepcopy(start) for _ in self.workers[1:])]
-        if config.compile is True:
-            for model in self.models:  # one graph serves all: the parameters are its inputs
-                model.compile()
-        self._losses = [self.ranks.wrap(model) for model in self.models]
-        self._inner = [InnerOptimizer(model, config.train) for model in self.models]
-        backwards = [Backward(loss, inner, config) for loss, inner in zip(self._losses, self._inner, strict=True)]
-        one_rank = self.ranks.count == 1
-        self._backwards = capture_small_passes(config, self.models, backwards) if one_rank else backwards
-        self._draws = [0 for _ in self.workers]  # batches that each worker has taken
-        self._weights = batches.weights() if config.data.weighting == "examples" else [1.0] * config.sync.workers
-        self.reporter = Reporter(config, self.workers, self._weights, self.ranks)
+        self._local = self._make_workers(start, [link.worker for link in links] or [0])
+        weights = batches.weights() if config.data.weighting == "examples" else [1.0] * config.sync.workers
+        self.reporter = Reporter(config, [worker.number for worker in self._local], weights, self.ranks)
         self._sync = config.synchronisation()
-        self._loops = self._make_loops(self._sync, links) if self._sync is not None else []
-        self._lockstep = Lockstep(self._loops) if self._loops else None
-        self.reporter.loops = self._loops
+        self._lockstep = None if self._sync is None else Lockstep(self._make_loops(self._sync, links, weights))
         self.best = math.inf
         """Lowest held-out loss so far, nats per token."""
         self._last_loss = math.nan
         self._evaluated_at = 0
 
-    def _make_loops(self, sync: Sync | Gradients, links: Sequence[Link]) -> list[OuterLoop]:
+    def _make_workers(self, start: Model, numbers: Sequence[int]) -> list[LocalWorker]:
+        config, models = self.config, [start, *(copy.deepcopy(start) for _ in numbers[1:])]
+        if config.compile is True:
+            for model in models:  # one graph serves all: the parameters are its inputs
+                model.compile()
+        losses = [self.ranks.wrap(model) for model in models]
+        inner = [InnerOptimizer(model, config.train) for model in models]
+        passes: Sequence[BackwardPass] = [Backward(*each, config) for each in zip(losses, inner, strict=True)]
+        if self.ranks.count == 1:
+            passes = capture_small_passes(config, models, passes)
+        return [LocalWorker(*each) for each in zip(numbers, models, losses, inner, passes, strict=True)]
+
+    def _make_loops(self, sync: Sync | Gradients, links: Sequence[Link], weights: Sequence[float]) -> list[OuterLoop]:
         observing = self.ranks.is_leader or not self.ranks.hold_whole_model
         try:
             loops = [
                 OuterLoop(
-                    model,
+                    worker.model,
                     sync,
                     link,
-                    weight=self._weights[link.worker],
+                    weight=weights[link.worker],
                     leave_out_nonfinite=True,
                     outlier_ratio=self.config.sync.outlier_ratio,
                     offload=self.config.sync.offload,
                     observer=self.reporter.observe if observing and link is links[0] else None,
                 )
-                for model, link in zip(self.models, links, strict=True)
+                for worker, link in zip(self._local, links, strict=True)
             ]
         except ConfigError as error:  # all else was checked with the run file
             raise ConfigError(
                 f'sync.fragments: "{self.config.sync.fragments}" does not fit this model, '
                 f'"whole" and "balanced:2" fit any: {error}'
             ) from error
-        for loop in loops:
-            self.ranks.check_fragments(self.models[0], loop.fragments)
+        for worker, loop in zip(self._local, loops, strict=True):
+            self.ranks.check_fragments(worker.model, loop.fragments)
+            worker.loop = loop
+        self.reporter.loops = loops
         return loops
+
+    @property
+    def models(self) -> list[Model]:
+        """The models of this process's workers, in worker order."""
+        return [worker.model for worker in self._local]
+
+    @property
+    def _loops(self) -> Sequence[OuterLoop]:
+        return self._lockstep.loops if self._lockstep is not None else ()
 
     def join(self) -> None:
         """Join the workers of other processes; LinkError names what they do not agree on."""
@@ -118,7 +144,7 @@ class Trainer:
     @property
     def evaluates(self) -> bool:
         """Whether this process evaluates the outer parameters, which are the same on every worker."""
-        return self.workers[0] == 0
+        return self._local[0].number == 0
 
     @property
     def done(self) -> bool:
@@ -149,17 +175,17 @@ class Trainer:
         self.steps += 1
         rate = learning_rate(self.steps, self.config.train)
         before = self.reporter.counters()
-        training = [n for n in range(len(self.models)) if self._lockstep is None or self._loops[n].trains]
-        losses = {n: self._backward(n) for n in training}
+        training = {n: worker for n, worker in enumerate(self._local) if worker.loop is None or worker.loop.trains}
+        losses = {n: self._backward(worker) for n, worker in training.items()}
         if self._lockstep is not None:
             self._lockstep.average_gradients()
             self._check_any_gradient_is_finite(before)
-        norms = {n: self._inner[n].clip() for n in training}
-        for n in training:
-            if self._is_nonfinite(losses[n], norms[n]):
-                self._loops[n].roll_back()
+        norms = {n: worker.inner.clip() for n, worker in training.items()}
+        for n, worker in training.items():
+            if self._is_nonfinite(losses[n], norms[n]) and worker.loop is not None:
+                worker.loop.roll_back()
             else:
-                self._inner[n].step(rate)
+                worker.inner.step(rate)
         if self._lockstep is not None:
             self._lockstep.step()
             self._report_faults(before)
@@ -168,12 +194,12 @@ class Trainer:
             self.check_finite()
             self.reporter.write_step(self.steps, rate)
 
-    def _backward(self, n: int) -> Tensor:
+    def _backward(self, worker: LocalWorker) -> Tensor:
         """Compute the gradients of a worker's next batch; return its mean cross-entropy, a detached scalar."""
-        batch = self.ranks.own_rows(self._batches.batch(self.workers[n], self._draws[n]))
-        self._draws[n] += 1
-        cross_entropy = self._backwards[n](batch)
-        self.ranks.share_nonfinite(self.models[n])
+        batch = self.ranks.own_rows(self._batches.batch(worker.number, worker.draws))
+        worker.draws += 1
+        cross_entropy = worker.backward(batch)
+        self.ranks.share_nonfinite(worker.model)
         return self.ranks.mean(cross_entropy)
 
     # ------------------------------------------------------------------ non-finite numbers
@@ -184,7 +210,7 @@ class Trainer:
         On a GPU, the delta shows it after the next send. Under data-parallel, non-finite gradients were left out of
         the mean.
         """
-        if self._device.type != "cpu" or isinstance(self._sync, Gradients):
+        if torch.device(self.config.device).type != "cpu" or isinstance(self._sync, Gradients):
             return False
         if math.isfinite(loss.item()) and math.isfinite(norm.item()):
             return False
@@ -216,15 +242,15 @@ class Trainer:
 
     def _report_faults(self, before: list[Counters]) -> None:
         """Report workers that were rolled back or left out of a round in this step."""
-        for n, (loop, then) in enumerate(zip(self._loops, before, strict=True)):
+        for loop, then in zip(self._loops, before, strict=True):
             if loop.counters.roll_backs > then.roll_backs:
                 what = "loss or delta not finite, or far too large: rolled back to the anchor"
-                self.reporter.write_fault(self.steps, self.workers[n], what)
+                self.reporter.write_fault(self.steps, loop.link.worker, what)
             if (rounds := loop.counters.rounds_left_out - then.rounds_left_out) > 0:
                 large = loop.counters.rounds_outlier > then.rounds_outlier
                 why = "its delta was far larger than expected" if large else "its work was not finite"
                 what = f"left out of {rounds} round{'s' if rounds > 1 else ''}: {why}"
-                self.reporter.write_fault(self.steps, self.workers[n], what)
+                self.reporter.write_fault(self.steps, loop.link.worker, what)
 
     # ------------------------------------------------------------------ the outer parameters
 
@@ -242,11 +268,12 @@ class Trainer:
     def evaluate(self) -> bool:
         """Measure the held-out loss of the outer parameters; return whether it is the lowest so far."""
         self.reporter.began_s = time.perf_counter()
-        total, tokens = torch.zeros((), dtype=torch.float64, device=self._device), 0
+        device = torch.device(self.config.device)
+        total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
         with self.outer_model(), autocast(self.config):
             for batch, counts in self.ranks.own_batches(self._held_out):
                 predicted = batch.shape[0] * (batch.shape[1] - 1) * counts
-                total += self._losses[0](batch.to(self._device)).cross_entropy * predicted
+                total += self._local[0].loss(batch.to(device)).cross_entropy * predicted
                 tokens += predicted
         sum_of_all, tokens_of_all = self.ranks.sum([total.item(), tokens])
         loss = sum_of_all / tokens_of_all
@@ -280,9 +307,9 @@ class Trainer:
         return {
             "ranks": self.ranks.count,
             "steps": self.steps,
-            "draws": list(self._draws),
+            "draws": [worker.draws for worker in self._local],
             "models": [fsdp.local_state(model.state_dict()) for model in self.models],
-            "inner": [inner.state_dict() for inner in self._inner],
+            "inner": [worker.inner.state_dict() for worker in self._local],
             "outer": [loop.state_dict() for loop in self._loops],
             "tally": self.reporter.state_dict(),
             "best": self.best,
@@ -296,13 +323,13 @@ class Trainer:
             raise CheckpointError(
                 f"the checkpoint is of a worker of {ranks} ranks, this one has {self.ranks.count}: resume with {ranks}"
             )
-        for model, saved in zip(self.models, state["models"], strict=True):
-            fsdp.load_model(model, saved)
-        for inner, saved in zip(self._inner, state["inner"], strict=True):
-            inner.load_state_dict(saved)
+        states = zip(self._local, state["models"], state["inner"], state["draws"], strict=True)
+        for worker, model, inner, draws in states:
+            fsdp.load_model(worker.model, model)
+            worker.inner.load_state_dict(inner)
+            worker.draws = draws
         for loop, saved in zip(self._loops, state["outer"], strict=True):
             loop.load_state_dict(saved)
-        self.reporter.load_state_dict(state["tally"], self._device)
-        self.steps, self._draws = state["steps"], list(state["draws"])
-        self.best, self._last_loss = state["best"], state["last_loss"]
+        self.reporter.load_state_dict(state["tally"], torch.device(self.config.device))
+        self.steps, self.best, self._last_loss = state["steps"], state["best"], state["last_loss"]
         checkpoint.set_rng_state(state["random"])

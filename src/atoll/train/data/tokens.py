@@ -16,20 +16,19 @@ import json
 import os
 import shutil
 from array import array
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, Self, get_args
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from atoll._util.checks import check_whole
 from atoll._util.disk import sha256_of
 from atoll.errors import ConfigError, DataError
-from atoll.settings.sections import BPE_VOCABULARY
+from atoll.settings.sections import BPE_VOCABULARY, DataSection
 from atoll.train.data.cache import MANIFEST, Meter, OnProgress, build_once, check, no_progress
 from atoll.train.data.clusters import assign
 from atoll.train.data.corpus import documents, identity, missing, text_bytes
@@ -38,7 +37,6 @@ from atoll.train.data.tokenizer import (
     Bytes,
     Ids,
     Tokenizer,
-    check_vocabulary,
     dtype_of,
     open_tokenizer,
     train_bpe,
@@ -48,8 +46,6 @@ VERSION: Final = 1
 """Version of the files; part of a folder's name, so another version builds its own."""
 BPE_BYTES: Final = 2**28
 """Most bytes of text that a BPE is trained on: more hardly changes it."""
-
-Split = Literal["iid", "clusters"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,104 +73,66 @@ class TokenData:
     folder: Path
 
 
-def prepare(
-    source: str | Sequence[str],
-    *,
-    field: str = "text",
-    tokenizer: str = "bytes",
-    vocabulary: int | None = None,
-    held_out: float = 0.02,
-    split: Split = "iid",
-    workers: int = 1,
-    cache: Path | str,
-    limit: int | None = None,
-    on_progress: OnProgress = no_progress,
-) -> TokenData:
+def prepare(settings: DataSection, *, workers: int = 1, on_progress: OnProgress = no_progress) -> TokenData:
     """Return the tokens of a corpus from the cache, building them first if they are not there.
 
     A hash of its text decides whether a document is held out, so order does not matter and copies stay together. If
     that picks none (or all), the document whose length fits the share best changes sides; a corpus of one document is
-    cut in two. If another process builds the same tokens, this one waits for it.
-
-    Args:
-        source: One or several sources of text (see `corpus`), or a folder of tokens, which is used as it is.
-        field: The field or column that holds the text of a row.
-        tokenizer: "bytes", "bpe" or the path of a tokenizer.json.
-        vocabulary: Tokens of the BPE; None for every other tokenizer.
-        held_out: Share of the documents kept for evaluation, between 0 and 1.
-        split: "iid" for one file that all workers share, "clusters" for one file of similar documents per worker.
-        workers: Workers of the run.
-        cache: Folder for token files.
-        limit: Most documents to read; None reads all.
-        on_progress: Called as the build goes on.
+    cut in two. If another process builds the same tokens, this one waits for it. A source that is a folder of tokens is
+    used as it is.
 
     Raises:
-        ConfigError: for settings that do not fit each other or the folder of tokens.
-        DataError: for text that cannot be read, or tokens that are damaged.
+        ConfigError: if the tokenizer cannot be used, or the settings do not fit a folder of tokens.
+        DataError: if the text cannot be read, or the tokens are damaged.
     """
-    if split not in get_args(Split):
-        raise ConfigError(f"data.split must be one of {', '.join(get_args(Split))}, got {split!r}")
-    if not isinstance(held_out, float) or not 0 < held_out < 1:
-        problem = f"data.held_out must be a share between 0 and 1, got {held_out!r}"
-        raise ConfigError(f"{problem}: both training and evaluation need text")
-    check_whole("sync.workers", workers)
-    ready = _ready(source)
-    folder = ready or Path(cache).expanduser() / _key(source, field, limit, tokenizer, vocabulary, held_out)
+    ready = _ready(settings)
+    folder = ready or Path(settings.cache).expanduser() / _key(settings)
     if ready is None:
-        meter = Meter(on_progress, "tokens", text_bytes(source, limit))
-        read = partial(documents, source, field=field, limit=limit)
-        make = partial(_make_tokenizer, tokenizer, vocabulary)
-        build_once(folder, folder, meter, partial(_fill, read=read, make=make, share=held_out, meter=meter))
+        meter = Meter(on_progress, "tokens", text_bytes(settings.source, settings.limit))
+        build_once(folder, folder, meter, partial(_fill, settings=settings, meter=meter))
     manifest = check(folder, on_progress)
-    opened = open_tokenizer(folder)
+    tokenizer = open_tokenizer(folder)
     if ready is not None:
-        _check_ready(folder, opened.vocabulary, vocabulary, limit)
-    open_file = partial(_map, dtype=dtype_of(opened.vocabulary))
+        _check_ready(folder, tokenizer.vocabulary, settings)
+    open_file = partial(_map, dtype=dtype_of(tokenizer.vocabulary))
     train = open_file(folder / "train.bin")
     files: tuple[TokenFile, ...] = (train,)
-    if split == "clusters" and workers > 1:
+    if settings.split == "clusters" and workers > 1:
         clusters = folder / f"clusters-{workers}"
         meter = Meter(on_progress, "clusters", train.tokens.nbytes)
         build_once(clusters, folder, meter, partial(_fill_clusters, train=train, workers=workers, meter=meter))
         check(clusters, on_progress)
         files = tuple(open_file(clusters / f"worker-{i}.bin") for i in range(workers))
-    return TokenData(opened, files, open_file(folder / "held_out.bin"), manifest["documents"], folder)
+    return TokenData(tokenizer, files, open_file(folder / "held_out.bin"), manifest["documents"], folder)
 
 
-def check_there(
-    source: str | Sequence[str], *, field: str, limit: int | None, tokenizer: str, vocabulary: int | None
-) -> None:
+def check_there(settings: DataSection) -> None:
     """Refuse a source or a tokenizer that does not exist, as `prepare` does, without reading text."""
-    if _ready(source) is not None:
-        return
-    _tokenizer_identity(tokenizer, vocabulary)
-    identity(source, field, limit)
+    if _ready(settings) is None:
+        _key(settings)
 
 
-def _key(
-    source: str | Sequence[str], field: str, limit: int | None, tokenizer: str, vocabulary: int | None, share: float
-) -> str:
+def _key(settings: DataSection) -> str:
     """Return the name of a corpus's folder: a hash of everything that its tokens depend on."""
-    settings = json.dumps([VERSION, identity(source, field, limit), _tokenizer_identity(tokenizer, vocabulary), share])
-    return hashlib.sha256(settings.encode()).hexdigest()[:16]
+    tokenizer, corpus = _tokenizer_identity(settings), identity(settings.source, settings.field, settings.limit)
+    return hashlib.sha256(json.dumps([VERSION, corpus, tokenizer, settings.held_out]).encode()).hexdigest()[:16]
 
 
-def _ready(source: str | Sequence[str]) -> Path | None:
+def _ready(settings: DataSection) -> Path | None:
     """Return the folder of a source that holds tokens already, or None."""
-    if not isinstance(source, str):
-        if len(source) != 1:
-            return None
-        (source,) = source
-    folder = Path(source).expanduser()
-    return folder if source and all(os.path.isfile(folder / name) for name in (MANIFEST, "train.bin")) else None
+    sources = [settings.source] if isinstance(settings.source, str) else settings.source
+    if len(sources) != 1:
+        return None
+    folder = Path(sources[0]).expanduser()
+    return folder if all(os.path.isfile(folder / name) for name in (MANIFEST, "train.bin")) else None
 
 
-def _check_ready(folder: Path, has: int, vocabulary: int | None, limit: int | None) -> None:
+def _check_ready(folder: Path, vocabulary: int, settings: DataSection) -> None:
     """Refuse settings for text that a folder of tokens cannot follow."""
-    if vocabulary not in (None, has):
-        problem = f"data.vocabulary is {vocabulary}, but the tokens in {folder} are of a vocabulary of {has}"
-        raise ConfigError(f"{problem}: leave it out, or give the text instead")
-    if limit is not None:
+    if settings.vocabulary not in (None, vocabulary):
+        problem = f"data.vocabulary is {settings.vocabulary}, but the tokens in {folder} have a vocabulary of"
+        raise ConfigError(f"{problem} {vocabulary}: leave it out, or give the text instead")
+    if settings.limit is not None:
         raise ConfigError(f"data.limit is for text, but {folder} holds tokens already: leave it out")
 
 
@@ -186,14 +144,11 @@ def _map(path: Path, dtype: np.dtype[Any]) -> TokenFile:
 # ---- the tokenizer
 
 
-def _tokenizer_identity(name: str, vocabulary: int | None) -> str:
+def _tokenizer_identity(settings: DataSection) -> str:
     """Return what a tokenizer depends on besides the corpus; refuse one that cannot be opened."""
-    if vocabulary is not None and name != "bpe":
-        problem = f"data.vocabulary is only for data.tokenizer = 'bpe', got {vocabulary!r} with {name!r}"
-        raise ConfigError(f"{problem}: every other tokenizer brings its own")
+    name = settings.tokenizer
     if name == "bpe":
-        check_vocabulary(vocabulary or BPE_VOCABULARY)
-        return f"bpe {vocabulary or BPE_VOCABULARY}"
+        return f"bpe {settings.vocabulary or BPE_VOCABULARY}"
     if name == "bytes":
         return name
     path = Path(name).expanduser()
@@ -204,13 +159,12 @@ def _tokenizer_identity(name: str, vocabulary: int | None) -> str:
     return f"file {sha256_of(path / FILE if path.is_dir() else path)}"
 
 
-def _make_tokenizer(name: str, vocabulary: int | None, texts: Iterable[str], meter: Meter) -> Tokenizer:
+def _make_tokenizer(settings: DataSection, texts: Iterable[str], meter: Meter) -> Tokenizer:
     """Return a byte tokenizer, a BPE trained on these texts, or the one in a file."""
-    if name == "bytes":
+    if settings.tokenizer == "bytes":
         return Bytes()
-    if name != "bpe":
-        return open_tokenizer(Path(name).expanduser())
-
+    if settings.tokenizer != "bpe":
+        return open_tokenizer(Path(settings.tokenizer).expanduser())
     progress = Meter(meter.on_progress, "training the tokenizer", meter.total and min(meter.total, BPE_BYTES))
 
     def beginning() -> Iterator[str]:
@@ -220,7 +174,7 @@ def _make_tokenizer(name: str, vocabulary: int | None, texts: Iterable[str], met
             if progress.read >= BPE_BYTES:
                 return
 
-    return train_bpe(beginning(), vocabulary or BPE_VOCABULARY)
+    return train_bpe(beginning(), settings.vocabulary or BPE_VOCABULARY)
 
 
 # ---- the files
@@ -272,21 +226,13 @@ class _Writer:
         return int(min(equal, key=lambda i: tokens[ends[i] - lengths[i] : ends[i]].tobytes()))
 
 
-def _fill(
-    folder: Path,
-    read: Callable[[], Generator[str, None, None]],
-    make: Callable[..., Tokenizer],
-    share: float,
-    meter: Meter,
-) -> dict[str, Any]:
+def _fill(folder: Path, settings: DataSection, meter: Meter) -> dict[str, Any]:
     """Write the files of a corpus; return what else the manifest says."""
+    read, share = partial(documents, settings.source, field=settings.field, limit=settings.limit), settings.held_out
     with closing(read()) as texts:
-        tokenizer = make(texts=texts, meter=meter)
+        tokenizer = _make_tokenizer(settings, texts, meter)
     tokenizer.save(folder)
-    with (
-        _Writer(folder / "train.bin", tokenizer) as train,
-        _Writer(folder / "held_out.bin", tokenizer) as held_out,
-    ):
+    with _Writer(folder / "train.bin", tokenizer) as train, _Writer(folder / "held_out.bin", tokenizer) as held_out:
         for batch in _batched(read()):
             raw = [text.encode() for text in batch]
             tokens = tokenizer.encode_batch(batch)
