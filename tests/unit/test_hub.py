@@ -396,7 +396,7 @@ def test_code_that_comes_with_a_model_is_not_run(folder: Path, weights: bool) ->
     trap = folder / "trap"
     (folder / "code.py").write_text(f"open({str(trap)!r}, 'w')")
     change_config(folder, model_type="own", auto_map={"AutoConfig": "code.A", "AutoModelForCausalLM": "code.B"})
-    assert "the model brings code of its own, which is never run" in refused(folder, weights=weights)
+    assert "the model comes with code, which is never run" in refused(folder, weights=weights)
     assert not trap.exists()
 
 
