@@ -118,7 +118,7 @@ MUTANTS = [
     Mutant("resumed, the outer loop begins anew", "train/trainer.py", "            loop.load_state_dict(saved)\n",
            "            pass\n", tests=RESUMED),
     Mutant("resumed, counts begin anew", "train/trainer.py",
-           '        self.reporter.load_state_dict(state["tally"], torch.device(self.config.device))\n', "", tests=RESUMED),
+           '        self.reporter.totals.load_state_dict(state["tally"], torch.device(self.config.device))\n', "", tests=RESUMED),
     Mutant("resumed, the best is forgotten", "train/trainer.py",
            'self.best, self._last_loss = state["steps"], state["best"], state["last_loss"]',
            '_, self._last_loss = state["steps"], state["best"], state["last_loss"]',

@@ -33,7 +33,7 @@ FREE_TO_CHANGE = ("out", "name", "log.", "link.", "train.keep", "train.save_ever
 
 
 class RunCheckpoint(NamedTuple):
-    """What a checkpoint of a run holds."""
+    """Holds what a checkpoint of a run saves."""
 
     trainer: dict[str, Any]
     """The trainer's state dict."""

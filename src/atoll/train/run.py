@@ -35,7 +35,7 @@ from atoll.train.trainer import Trainer
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """What one process of a run holds while it trains."""
+    """Holds the connections of one process of a run."""
 
     folder: RunFolder
     seat: Seat | None

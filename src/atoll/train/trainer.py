@@ -219,7 +219,7 @@ class Trainer:
         return True
 
     def check_finite(self) -> None:
-        """Raise NonFiniteError if no finite parameters are left; waits for a GPU, so call it before a log or a save."""
+        """Raise NonFiniteError if no finite parameters are left; waits for a GPU, so call it seldom."""
         if self._lockstep is None and not self.reporter.totals.is_finite:
             self._raise_nonfinite()
         if self.done and self._evaluated_at == self.steps and not math.isfinite(self._last_loss):
@@ -311,7 +311,7 @@ class Trainer:
             "models": [fsdp.local_state(model.state_dict()) for model in self.models],
             "inner": [worker.inner.state_dict() for worker in self._local],
             "outer": [loop.state_dict() for loop in self._loops],
-            "tally": self.reporter.state_dict(),
+            "tally": self.reporter.totals.state_dict(),
             "best": self.best,
             "last_loss": self._last_loss,
             "random": checkpoint.rng_state(),
@@ -330,6 +330,6 @@ class Trainer:
             worker.draws = draws
         for loop, saved in zip(self._loops, state["outer"], strict=True):
             loop.load_state_dict(saved)
-        self.reporter.load_state_dict(state["tally"], torch.device(self.config.device))
+        self.reporter.totals.load_state_dict(state["tally"], torch.device(self.config.device))
         self.steps, self.best, self._last_loss = state["steps"], state["best"], state["last_loss"]
         checkpoint.set_rng_state(state["random"])

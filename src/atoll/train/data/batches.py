@@ -1,4 +1,4 @@
-"""Cuts token files into batches; batch i of worker w is a pure function, so a worker's place is one integer.
+"""Cuts token files into batches: batch i of worker w is a pure function, so a place is one integer.
 
 Row r of a file is tokens[r * sequence : (r + 1) * sequence + 1]: the last target of a row is the first input of the
 next. Workers that share a file take batches in turn from one shuffled order of its rows, so the tokens of a step do not
@@ -167,7 +167,7 @@ def _mixed(numbers: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.ui
 
 
 class HeldOut(Sequence[Tensor]):
-    """The first rows of a file in batches [at most batch, sequence + 1], int64, made when indexed."""
+    """Cuts the first rows of a file into batches [at most batch, sequence + 1], int64, when indexed."""
 
     def __init__(self, rows: npt.NDArray[Any], batch: int) -> None:
         self._rows, self._batch = rows, batch

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from atoll.outer.loop import OuterLoop
@@ -202,13 +201,3 @@ class Reporter:
             "wait_s": self._spread([self.waited_s for _ in counters], 0.0),
             "hidden_s": self._spread([c.hidden_s for c in counters], 0.0),
         }
-
-    # ------------------------------------------------------------------ checkpoints
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sums so far."""
-        return self.totals.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Continue from a state; losses move to this device."""
-        self.totals.load_state_dict(state, device)

@@ -93,7 +93,7 @@ class _LinesView:
 
 
 class _LiveView:
-    """Keeps a few lines in place; they give way to one line at the end, and stay if the run fails."""
+    """Keeps a few lines in place until the run ends; they stay if it fails."""
 
     def __init__(self, console: Console, run: RunSummary) -> None:
         self._console = console
