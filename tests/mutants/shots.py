@@ -19,8 +19,8 @@ MUTANTS = [
     Mutant("parts across blocks", "core/allreduce.py", "BLOCK * (blocks * edge // count)", "numel * edge // count"),
     Mutant("one noise for all parts of a mean", "core/allreduce.py", "return codec.encode(mean, self.seed + part)",
            "return codec.encode(mean, self.seed)"),
-    Mutant("a mean rounded with a member's noise", "outer/rounds.py", "seed = 2**31 + ", "seed = 2**32 + ",
+    Mutant("a mean rounded with a member's noise", "outer/exchange.py", "seed = 2**31 + ", "seed = 2**32 + ",
            tests=("tests/unit/test_noise.py",)),
-    Mutant("one noise for parts of two rounds", "outer/rounds.py", "MOST_PARTS_EACH * self._seeds(round_id)",
+    Mutant("one noise for parts of two rounds", "outer/exchange.py", "MOST_PARTS_EACH * self._seeds(round_id)",
            "self._seeds(round_id)", tests=NOISE),
 ]  # fmt: skip

@@ -1,1 +1,1 @@
-"""The arithmetic: torch and integers; no files, clock, environment, logging or threads."""
+"""Computes with numbers and tensors alone: torch and integers; no files, clock, environment, logging or threads."""

@@ -1,4 +1,4 @@
-"""How a round is averaged between its members: in one shot up to three of them, in two shots between more.
+"""Averages a round between its members: in one shot up to three of them, in two shots between more.
 
 One shot: every member sends its payload to every other. Two shots: the vector is cut into parts, one or more per
 member; each member gets everybody's payload of its own parts, takes their mean, encodes that like a delta, and sends it
@@ -26,12 +26,12 @@ MOST_PARTS_EACH = 64
 
 
 def shots(members: int) -> int:
-    """How often a round of this many members crosses the link: 0 for one alone, 1 or 2."""
+    """Return how often a round of this many members crosses the link: 0 for one alone, 1 or 2."""
     return 0 if members == 1 else 1 if members <= ONE_SHOT_MEMBERS else 2
 
 
 def sent_bytes(payload_bytes: int, members: int) -> int:
-    """What one member puts on its link in a round, in bytes, headers aside.
+    """Return the bytes that one member puts on its link in a round, headers aside.
 
     More than three: a slice for every other one to reduce, then a reduced slice to all; together 2 (M-1)/M payloads,
     here rounded up to a whole byte.
@@ -44,7 +44,7 @@ def sent_bytes(payload_bytes: int, members: int) -> int:
 
 
 def part_of(numel: int, part: int, count: int) -> slice:
-    """One of `count` parts of a vector [numel]: whole blocks, as equal as can be; some may be empty."""
+    """Return one of `count` parts of a vector [numel]: whole blocks, as equal as can be; some may be empty."""
     blocks = -(-numel // BLOCK)
     start, end = (min(numel, BLOCK * (blocks * edge // count)) for edge in (part, part + 1))
     return slice(start, end)
@@ -61,7 +61,7 @@ class MeanResidual:
         self._kept: dict[tuple[int, ...], tuple[tuple[int, ...], dict[int, Tensor]]] = {}
 
     def before(self, order: tuple[int, ...], members: tuple[int, ...], part: int) -> Tensor | None:
-        """What the last round before this one lost of a part; None if other members had cut it differently."""
+        """Return what the last round before this one lost of a part; None if other members had cut it differently."""
         dealt, parts = self._kept.get(self._newest_before(order), ((), {}))
         return parts.get(part) if dealt == members else None
 
@@ -82,7 +82,7 @@ class MeanResidual:
                 del self._kept[order]
 
     def state_dict(self, oldest: tuple[int, ...] | None) -> dict[str, Any]:
-        """What the oldest round in flight finds, copied: it and all after it are reduced again."""
+        """Return copies of what the oldest round in flight starts from: it and all after it are reduced again."""
         order = self._newest_before(oldest)
         members, parts = self._kept.get(order, ((), {}))
         return {"order": order, "members": members, "parts": {part: lost.clone() for part, lost in parts.items()}}
@@ -98,7 +98,7 @@ class MeanResidual:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """What a round carries, for a link to take apart and put together: it does no arithmetic of its own."""
+    """Reduces the payloads of one round for a link, which only moves bytes."""
 
     codec: Codec
     numel: int
@@ -118,23 +118,23 @@ class Reduction:
 
     @property
     def payload_bytes(self) -> int:
-        """Of every member's contribution."""
+        """The size of every member's payload, bytes."""
         return self.codec.payload_bytes(self.numel)
 
     def part_count(self, members: int) -> int:
-        """Parts in two shots: a multiple of the members, of which member m reduces m, m + members, and so on.
+        """Return the number of parts in two shots: member m reduces parts m, m + members, and so on.
 
         Several each, where they are large: the mean of one is on its way while the next is still being gathered.
         """
         return members * max(1, min(MOST_PARTS_EACH, self.payload_bytes // (members * PART_BYTES)))
 
     def part_bytes(self, part: int, count: int) -> int:
-        """Of a payload's part, and of the mean of such parts."""
+        """Return the bytes of one part of a payload, and of the mean of such parts."""
         cut = part_of(self.numel, part, count)
         return self.codec.payload_bytes(cut.stop - cut.start)
 
     def cut(self, payload: Tensor, part: int, count: int) -> Tensor:
-        """The payload of one part of the vector."""
+        """Return the payload of one part of the vector."""
         return self.codec.cut(payload, self.numel, part_of(self.numel, part, count))
 
     def reduced(
@@ -146,7 +146,7 @@ class Reduction:
         members: tuple[int, ...] = (),
         inner: Tensor | None = None,
     ) -> Tensor:
-        """The encoded mean of the payloads of one part of `count`, summed in the order given.
+        """Return the encoded mean of the payloads of one part of `count`, summed in the order given.
 
         With error feedback, it includes what the last round between the same `members` lost of this part. The inner
         products of what is behind the payloads are added to `inner`, fp64 [payloads, payloads].
@@ -170,7 +170,7 @@ class Reduction:
         return payload
 
     def joined(self, reduced: Sequence[Tensor]) -> Tensor:
-        """The payload of the whole vector from those of all its parts, in order."""
+        """Return the payload of the whole vector from those of all its parts, in order."""
         cuts = [part_of(self.numel, part, len(reduced)) for part in range(len(reduced))]
         return self.codec.for_mean.joined(reduced, [cut.stop - cut.start for cut in cuts])
 

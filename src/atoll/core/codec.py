@@ -1,4 +1,4 @@
-"""Vector <-> bytes: the formats a delta can travel in, their exact sizes, and their rounding.
+"""Encodes vectors as bytes and back: the formats a delta can travel in, their exact sizes and their rounding.
 
 A payload is a uint8 tensor. Plain formats are the values themselves, little-endian. Block formats share one
 unit among BLOCK consecutive values: first one byte per block (the unit: a power of two, in lloyd4 also half as much
@@ -32,12 +32,9 @@ _SQRT2 = 1.4142136573791504  # the smallest fp32 number above the square root of
 _LOWEST_UNIT, _HIGHEST_UNIT = 7, 254  # biased exponents: every level of every format is then a normal number
 
 
-# ---------------------------------------------------------------------- plain formats
-
-
 @dataclass(frozen=True, slots=True)
 class _Plain:
-    """Every value on its own, as a float of `dtype`."""
+    """Sends every value as a float of `dtype`."""
 
     dtype: torch.dtype
 
@@ -64,15 +61,13 @@ class _Plain:
         return slice(at, at + 1)
 
 
-# ---------------------------------------------------------------------- block formats
-
 Quantise = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(values [rows, BLOCK] fp32, units [rows, 1] as biased exponents, uniform noise or None) -> codes uint8."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """BLOCK values share a unit: the smallest power of two that keeps the largest of them in range."""
+    """Gives BLOCK values one unit: the smallest power of two that keeps the largest of them in range."""
 
     quantise: Quantise
     levels: tuple[float, ...] | None
@@ -122,14 +117,14 @@ class _Blocks:
         return padded.view(-1, BLOCK).mul_(unit).view(-1)[:size]
 
     def scale(self, unit: Tensor) -> Tensor:
-        """The units [rows, 1] as fp32 numbers, from the int32 bytes that stand for them."""
+        """Return the units [rows, 1] as fp32 numbers, from the int32 bytes that stand for them."""
         return _power_of_two(unit)
 
     def _code_range(self, piece: slice) -> slice:
         return piece if self.levels is None else slice(piece.start // 2, -(-piece.stop // 2))
 
     def _unit(self, source: Tensor, values: Tensor, *, stochastic: bool) -> Tensor:
-        """Biased exponents [rows, 1] int32 of the smallest unit with max |value| inside the range."""
+        """Return biased exponents [rows, 1] int32 of the smallest unit with max |value| inside the range."""
         peak = (values.view(torch.int32) & _MAGNITUDE).amax(1, keepdim=True)
         if int(peak.max()) >= TOO_LARGE:
             _refuse(source, "exceeds 4 and 8-bit formats, which end at 1.7e38")
@@ -140,18 +135,18 @@ class _Blocks:
 
 
 class _Lloyd(_Blocks):
-    """Levels placed by Lloyd's algorithm for bell-shaped values, in the unit that loses least.
+    """Uses levels that Lloyd's algorithm placed for bell-shaped values, in the unit that loses least.
 
     The byte b of a unit stands for (2 + b % 2) * 2 ** (b // 2 - 80). It is the smallest in which all values are below
     the highest level, or the one before, which clips some: errors are compared as integers, so all processors agree.
     """
 
     def scale(self, unit: Tensor) -> Tensor:
-        """The units [rows, 1] as fp32 numbers, from the int32 bytes that stand for them."""
+        """Return the units [rows, 1] as fp32 numbers, from the int32 bytes that stand for them."""
         return _lloyd_scale(unit)
 
     def _unit(self, source: Tensor, values: Tensor, *, stochastic: bool) -> Tensor:
-        """The bytes [rows, 1] int32 of the unit in which the squared error is least."""
+        """Return the bytes [rows, 1] int32 of the unit in which the squared error is least."""
         peak = (values.view(torch.int32) & _MAGNITUDE).amax(1, keepdim=True)
         # In unit b the highest level, 64, is 1 or 1.5 times 2 ** (b // 2 - 80 + 7), which the peak must stay below.
         whole = 2 * ((peak >> _EXPONENT) - 127 + 80 - 7) + 1 + ((peak & 0x7F_FFFF) >= 0x40_0000).int()
@@ -171,7 +166,7 @@ class _Lloyd(_Blocks):
 
 
 def _rows(values: Tensor) -> Tensor:
-    """fp32 [rows, BLOCK], the last row filled up with zeros."""
+    """Return values as fp32 [rows, BLOCK], the last row filled up with zeros."""
     values = values.to(torch.float32)
     fill = -values.numel() % BLOCK
     return (torch.nn.functional.pad(values, (0, fill)) if fill else values).view(-1, BLOCK)
@@ -186,30 +181,30 @@ def _bits(value: float) -> int:
 
 
 def _power_of_two(biased: Tensor) -> Tensor:
-    """fp32 2 ** (biased - 127) from int32 biased exponents 1 to 254."""
+    """Return fp32 2 ** (biased - 127) from int32 biased exponents 1 to 254."""
     return (biased << _EXPONENT).view(torch.float32)
 
 
 def _pack(codes: Tensor) -> Tensor:
-    """Two 4-bit codes to a byte, the even one low: [n] uint8 -> [n / 2] uint8."""
+    """Pack two 4-bit codes into a byte, the even one low: [n] uint8 -> [n / 2] uint8."""
     both = codes.view(torch.int16)
     return (both | (both >> 4)).to(torch.uint8)
 
 
 @cache
 def _pairs(levels: tuple[float, ...], device: torch.device) -> Tensor:
-    """[256] int64: the two fp32 levels that each packed byte stands for, side by side, so one look-up finds both."""
+    """Return [256] int64: the two fp32 levels of each packed byte side by side, so that one look-up finds both."""
     table = torch.tensor(levels, dtype=torch.float32, device=device)
     return torch.stack([table.repeat(16), table.repeat_interleave(16)], dim=1).view(torch.int64).view(-1)
 
 
 def _sign(values: Tensor) -> Tensor:
-    """8 where the sign bit is set, 0 elsewhere, uint8."""
+    """Return 8 where the sign bit is set and 0 elsewhere, uint8."""
     return (values.view(torch.int32) >> 28).to(torch.uint8).bitwise_and_(8)
 
 
 def _to_e3m0(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
-    """Sign, and 0 or 1 + the exponent above the smallest of seven powers of two, the highest being the unit."""
+    """Return the sign, and 0 or 1 + the exponent above the smallest of seven powers of two."""
     magnitude = values.view(torch.int32) & _MAGNITUDE
     smallest = unit - 6
     if noise is None:
@@ -226,7 +221,7 @@ def _to_e3m0(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def _to_e2m1(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
-    """Sign, and the number of the level among 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
+    """Return the sign and the number of the level among 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
     scaled = values.abs().mul_(_power_of_two(254 - unit))
     # min(2x, x + 2, x/2 + 4) turns the uneven levels into the whole numbers 0 to 7. Nearest is computed in quarters,
     # on whose multiples all halfway points lie, so that no rounding of floats can move a value across one.
@@ -239,6 +234,8 @@ def _to_e2m1(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
     return _sign(values).bitwise_or_(code.view(torch.uint8))
 
 
+_E3M0 = (0.0, *(2.0**k for k in range(-6, 1)))
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _LLOYD = (0, 5, 11, 18, 26, 36, 48, 64)
 _TABLE = 16 * 4 * _LLOYD[-1] + 1  # sixteenths up to the highest level, where a unit is up to 4 times its power of two
 
@@ -248,13 +245,13 @@ def _lloyd_scale(unit: Tensor) -> Tensor:
 
 
 def _sixteenths(values: Tensor, exponent: Tensor) -> Tensor:
-    """Magnitudes [rows, BLOCK] in sixteenths of 2 ** (exponent - 80), rounded down, int32."""
+    """Return magnitudes [rows, BLOCK] in sixteenths of 2 ** (exponent - 80), rounded down, int32."""
     return (values.abs() * _power_of_two(127 + 4 + 80 - exponent)).int()
 
 
 @cache
 def _lloyd_tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """By sixteenths, in units of 2, 3 and 4 powers of two: the level's number and the squared error, int32."""
+    """Return level numbers and squared errors, int32, by sixteenths, in units of 2, 3 and 4 powers of two."""
     codes, lost = [], []
     for multiple in (2, 3, 4):
         levels = 16 * multiple * torch.tensor(_LLOYD, dtype=torch.int32, device=device)
@@ -266,12 +263,12 @@ def _lloyd_tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _looked_up(table: Tensor, sixteenths: Tensor, multiple: Tensor) -> Tensor:
-    """What a table of _lloyd_tables says of sixteenths [rows, BLOCK] in units of 2, 3 or 4 powers of two [rows, 1]."""
+    """Look up sixteenths [rows, BLOCK] in a table of _lloyd_tables; units are 2, 3 or 4 powers of two [rows, 1]."""
     return table.index_select(0, (sixteenths + _TABLE * (multiple - 2)).view(-1)).view(sixteenths.shape)
 
 
 def _lloyd_at_random(values: Tensor, unit: Tensor, noise: Tensor) -> Tensor:
-    """The number of one of the two levels beside each magnitude, int32, by a chance that makes the mean exact."""
+    """Draw one of the two levels beside each magnitude, by a chance that makes the mean exact; its number, int32."""
     scale, magnitude = _lloyd_scale(unit), values.abs()
     code = torch.zeros(values.shape, dtype=torch.int32, device=values.device)
     for low, high in pairwise(_LLOYD):
@@ -280,7 +277,7 @@ def _lloyd_at_random(values: Tensor, unit: Tensor, noise: Tensor) -> Tensor:
 
 
 def _to_lloyd4(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
-    """Sign, and the number of the level among _LLOYD."""
+    """Return the sign and the number of the level among _LLOYD."""
     if noise is None:
         codes, _ = _lloyd_tables(values.device)
         code = _looked_up(codes, _sixteenths(values, unit >> 1), 2 + (unit & 1))
@@ -290,7 +287,7 @@ def _to_lloyd4(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def _to_integer(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
-    """The nearest whole number of units, as a two's complement byte."""
+    """Return the nearest whole number of units, as a two's complement byte."""
     scaled = values * _power_of_two(254 - unit)
     # Noise may round a sum up to the next whole number; the highest level must not.
     whole = scaled.round_() if noise is None else scaled.add_(noise).floor_().clamp_(max=127)
@@ -302,7 +299,7 @@ def _to_int4(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def _with_signs(magnitudes: tuple[float, ...]) -> tuple[float, ...]:
-    return magnitudes + tuple(-m for m in magnitudes)
+    return tuple(sign * float(m) for sign in (1, -1) for m in magnitudes)
 
 
 _FORMATS: dict[str, _Plain | _Blocks] = {
@@ -312,16 +309,9 @@ _FORMATS: dict[str, _Plain | _Blocks] = {
     "fp16": _Plain(torch.float16),
     "int8": _Blocks(_to_integer, None, nearest_range=127.5, exact_range=127.0),
     "int4": _Blocks(_to_int4, (*map(float, range(8)), *map(float, range(-8, 0))), nearest_range=7.5, exact_range=7.0),
-    "e3m0": _Blocks(
-        _to_e3m0,
-        _with_signs((0.0, *(2.0**k for k in range(-6, 1)))),
-        nearest_range=_SQRT2,
-        exact_range=1.0,
-    ),
-    "e2m1": _Blocks(
-        _to_e2m1, _with_signs((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)), nearest_range=7.0, exact_range=6.0
-    ),
-    "lloyd4": _Lloyd(_to_lloyd4, _with_signs(tuple(map(float, _LLOYD))), nearest_range=64.0, exact_range=64.0),
+    "e3m0": _Blocks(_to_e3m0, _with_signs(_E3M0), nearest_range=_SQRT2, exact_range=1.0),
+    "e2m1": _Blocks(_to_e2m1, _with_signs(_E2M1), nearest_range=7.0, exact_range=6.0),
+    "lloyd4": _Lloyd(_to_lloyd4, _with_signs(_LLOYD), nearest_range=64.0, exact_range=64.0),
 }
 
 
@@ -334,17 +324,14 @@ def _refuse(values: Tensor, reason: str) -> None:
 
 
 def nearest_limit(name: str) -> int | None:
-    """Of a block format: the bits of how many units a value must be below to round to a level, in fp32; else None."""
+    """Return below how many units a value rounds to a level, as fp32 bits; None for a plain format."""
     form = _FORMATS[name]
     return _bits(form.nearest_range) if isinstance(form, _Blocks) else None
 
 
-# ---------------------------------------------------------------------- the public value
-
-
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How a delta travels: a format, and what is done about its rounding."""
+    """Encodes deltas in a format; optionally rounds at random or feeds back what rounding lost."""
 
     format: str = "fp32"
     """fp64, fp32, bf16, fp16, int8, int4, e3m0 (sign and exponent), e2m1 (one mantissa bit) or lloyd4 (4 bit each)."""
@@ -370,11 +357,11 @@ class Codec:
         return replace(self, format="lloyd4") if self.format in ("int4", "e3m0", "e2m1") else self
 
     def payload_bytes(self, numel: int) -> int:
-        """Exact size of the payload of a vector [numel]."""
+        """Return the exact size of the payload of a vector [numel], bytes."""
         return _FORMATS[self.format].payload_bytes(numel)
 
     def encode(self, vector: Tensor, seed: int = 0) -> Tensor:
-        """The payload [payload_bytes] uint8 of a vector [n]; `seed` feeds stochastic rounding.
+        """Return the payload [payload_bytes] uint8 of a vector [n]; `seed` feeds stochastic rounding.
 
         Raises NonFiniteError on a NaN, an infinity, or a value too large for the format. A plain format whose
         dtype is the vector's shares its memory.
@@ -383,22 +370,22 @@ class Codec:
         return _FORMATS[self.format].encode(vector, generator)
 
     def decode_piece(self, payload: Tensor, numel: int, piece: slice) -> Tensor:
-        """Values [piece] of the vector [numel] behind a payload, where `piece` begins on a block boundary."""
+        """Return values [piece] of the vector [numel] behind a payload; `piece` begins on a block boundary."""
         return _FORMATS[self.format].decode(payload, numel, piece)
 
     def largest(self, payload: Tensor, numel: int) -> slice:
-        """Where in the vector [numel] behind a payload the largest value is; of blocks, the first of the largest unit.
+        """Return where the largest value of the vector [numel] behind a payload is; of blocks, the largest unit.
 
         Also behind a payload that is not to be sent: there it is a value that is too large, or not finite.
         """
         return _FORMATS[self.format].largest(payload, numel)
 
     def cut(self, payload: Tensor, numel: int, part: slice) -> Tensor:
-        """The payload of values [part] of the vector [numel] behind a payload; `part` begins on a block boundary."""
+        """Return the payload of values [part] of the vector [numel]; `part` begins on a block boundary."""
         return torch.cat(_FORMATS[self.format].sections(payload, numel, part))
 
     def joined(self, payloads: Sequence[Tensor], numels: Sequence[int]) -> Tensor:
-        """The payload of the vectors behind these, of `numels` values, end to end: the inverse of cuts.
+        """Join the payloads of vectors of `numels` values into that of all of them, end to end: the inverse of cuts.
 
         All but the last that is not empty must be whole blocks.
         """
@@ -406,7 +393,7 @@ class Codec:
         return torch.cat([section for sections in zip(*cuts, strict=True) for section in sections])
 
     def decode(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The vector [numel] behind a payload."""
+        """Return the vector [numel] behind a payload."""
         vector = torch.empty(numel, dtype=dtype, device=payload.device)
         for piece in pieces(numel, payload.device):
             vector[piece] = self.decode_piece(payload, numel, piece)

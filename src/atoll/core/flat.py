@@ -1,4 +1,4 @@
-"""Parameters of one fragment <-> one flat vector. Past this file there are no shapes and no DTensors."""
+"""Reads and writes the parameters of a fragment as one flat vector: past this file there are no shapes or DTensors."""
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,22 +25,22 @@ def pieces(numel: int, device: torch.device = CPU) -> Iterator[slice]:
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by name; tied ones once."""
+    """Return the parameters that are trained, by name; tied ones once."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def frozen(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are not trained, by name; tied ones once."""
+    """Return the parameters that are not trained, by name; tied ones once."""
     return {name: p for name, p in model.named_parameters() if not p.requires_grad}
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what torch.compile and DDP put into it."""
+    """Return a parameter's name without what torch.compile and DDP put into it."""
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
 def state_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
-    """The dtype of anchors and of all that is computed from them: fp32, or fp64 where parameters are fp64."""
+    """Return the dtype of anchors and of what is computed from them: fp32, or fp64 where parameters are fp64."""
     for name, parameter in parameters.items():
         if parameter.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise ConfigError(f"parameter {name!r} is {parameter.dtype}; only fp64, fp32, bf16 and fp16 can be trained")
@@ -48,14 +48,14 @@ def state_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor: all of it, or the local shard of a DTensor."""
+    """Return the part of a tensor in this process: all of it, or the local shard of a DTensor."""
     to_local = getattr(tensor, "to_local", None)  # DTensor's own; to import its type takes the better part of a second
     part: Tensor = tensor if to_local is None else to_local()
     return part.detach()
 
 
 def gather(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The local parts of all tensors, end to end, as one new vector on the first one's device."""
+    """Copy the local parts of all tensors, end to end, into one new vector on the first one's device."""
     parts = [local_part(tensor) for tensor in tensors]
     vector = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=parts[0].device)
     for piece, part in zip(vector.split([part.numel() for part in parts]), parts, strict=True):
@@ -64,14 +64,14 @@ def gather(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def scatter(vector: Tensor, tensors: Sequence[Tensor]) -> None:
-    """The inverse of gather: writes into the tensors, rounding to their dtypes."""
+    """Write a vector into the tensors that `gather` reads, rounding to their dtypes."""
     parts = [local_part(tensor) for tensor in tensors]
     for piece, part in zip(vector.split([part.numel() for part in parts]), parts, strict=True):
         part.copy_(piece.view(part.shape))
 
 
 class Window:
-    """A window on some of a model's parameters as one vector [numel], in the order of `names`.
+    """Shows some of a model's parameters as one vector [numel], in the order of `names`.
 
     The model is asked for its parameters on every use, so a parameter that was replaced is seen; one that was
     frozen, removed or reshaped is an error.
@@ -89,7 +89,7 @@ class Window:
         self.numel = sum(shape.numel() for shape in self._shapes)
 
     def parameters(self) -> list[nn.Parameter]:
-        """The live parameters, in order; a ConfigError names one that is no longer what it was."""
+        """Return the live parameters, in order; a ConfigError names one that was frozen, removed or reshaped."""
         live = trainable(self._model)
         for name, shape in zip(self.names, self._shapes, strict=True):
             if name not in live:
@@ -106,7 +106,7 @@ class Window:
         return [live[name] for name in self.names]
 
     def sample(self, *, gradients: bool = False) -> Tensor:
-        """A few thousand of the parameters' values as a new vector, always the same ones; or of their gradients."""
+        """Copy a few thousand of the values (or gradients), always the same ones, into a new vector."""
         chosen: list[Tensor] = [*self.parameters()]
         chosen = chosen[:: -(-len(chosen) // SAMPLED_PARAMETERS)]
         if gradients:  # one without counts as zeros
@@ -118,7 +118,7 @@ class Window:
         )
 
     def read(self) -> Tensor:
-        """The parameters' values as a new vector."""
+        """Copy the parameters into a new vector."""
         return gather(self.parameters(), self.dtype)
 
     def write(self, vector: Tensor) -> None:
@@ -126,7 +126,7 @@ class Window:
         scatter(vector, self.parameters())
 
     def subtract_from(self, vector: Tensor) -> Tensor:
-        """vector - parameters, in place, where `vector` is first rounded as writing it would have rounded it.
+        """Subtract the parameters from a vector in place, after rounding it as `write` would have.
 
         So what a low-precision parameter cannot hold of its start is not taken for progress.
         """
@@ -139,7 +139,7 @@ class Window:
         return vector
 
     def read_gradients(self) -> Tensor:
-        """The gradients as a new vector; a parameter without one counts as zeros."""
+        """Copy the gradients into a new vector; a parameter without one counts as zeros."""
         return gather([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters()], self.dtype)
 
     def write_gradients(self, vector: Tensor) -> None:
@@ -150,7 +150,7 @@ class Window:
         scatter(vector, [p.grad for p in self.parameters() if p.grad is not None])
 
     def layout(self) -> str:
-        """What a worker's copy must match, in words."""
+        """Describe names, shapes and dtypes, which must be the same on all workers."""
         plain = [plain_name(name) for name in self.names]
         dtypes = [parameter.dtype for parameter in self.parameters()]  # or the same anchor would end in other models
         exact = "; ".join(f"{n} {tuple(s)} {d}" for n, s, d in zip(plain, self._shapes, dtypes, strict=True))
@@ -159,7 +159,7 @@ class Window:
         return f"{len(self.names)} parameters of {kinds}, {self.numel} values, anchor {self.dtype}, {checksum}"
 
     def locate(self, index: int) -> str:
-        """The name of the parameter that holds value number `index` of the vector."""
+        """Return the name of the parameter that holds value number `index` of the vector."""
         for name, shape in zip(self.names, self._shapes, strict=True):
             if index < shape.numel():
                 return name
@@ -179,7 +179,7 @@ def check_coverage(model: nn.Module, windows: Iterable[Window]) -> None:
 
 
 def fingerprint(vector: Tensor) -> int:
-    """64 bits that are equal for equal vectors and, short of malice, differ for different ones.
+    """Return 64 bits that are equal for equal vectors and, short of malice, differ for different ones.
 
     The vector's bits as wrapping int64 words, each times an odd factor that depends on its place.
     """
@@ -195,7 +195,7 @@ def fingerprint(vector: Tensor) -> int:
 
 
 def checksum(tensor: Tensor) -> int:
-    """32 bits of what this process holds of a tensor, of any dtype; 0 where bits cannot be read (sparse, meta)."""
+    """Return 32 bits of the local part of a tensor of any dtype; 0 where bits cannot be read (sparse, meta)."""
     part = local_part(tensor)
     if hasattr(part, "__tensor_flatten__"):  # one made of others, as quantised weights are
         inside, _ = part.__tensor_flatten__()
@@ -212,14 +212,14 @@ def checksum(tensor: Tensor) -> int:
 
 
 def words_of(vector: Tensor) -> Tensor:
-    """A vector's bits as int64 words; filled up with a zero if need be."""
+    """Return a vector's bits as int64 words; filled up with a zero if need be."""
     if vector.numel() * vector.element_size() % 8:
         vector = torch.nn.functional.pad(vector, (0, 1))
     return vector.view(torch.int64)
 
 
 def joined_sums(sums: Iterable[int]) -> int:
-    """A fingerprint from the sums of its pieces, in order."""
+    """Return a fingerprint from the sums of its pieces, in order."""
     total = 0
     for part in sums:
         total = (total * 6364136223846793005 + part) % 2**64

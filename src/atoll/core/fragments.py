@@ -1,4 +1,4 @@
-"""A model -> fragments: disjoint sets of parameters synchronised together.
+"""Splits a model into fragments: disjoint sets of parameters synchronised together.
 
 A policy is a frozen value that says how to divide a model; `split` applies it and checks the result: every
 trainable parameter is in exactly one fragment. One in none would drift apart on each worker, unnoticed.
@@ -25,7 +25,7 @@ RestPlace = Literal["own", "spread"]
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Parameters that are sent and applied together."""
+    """Names parameters that are sent and applied together."""
 
     name: str
     """For people: "blocks 0, 3, 6", "rest", "whole model"."""
@@ -39,12 +39,12 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whole:
-    """One fragment with everything, as in plain DiLoCo."""
+    """Puts everything into one fragment, as in plain DiLoCo."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """Repeated blocks dealt whole to fragments, as in Streaming DiLoCo; `Blocks()` deals three to each."""
+    """Deals the model's repeated blocks whole to fragments, as in Streaming DiLoCo; `Blocks()` deals three to each."""
 
     each: int | None = None
     """Blocks per fragment; excludes `count`."""
@@ -70,7 +70,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balanced:
-    """Fragments of nearly equal bytes: blocks and other parameters, largest first, to the smallest so far."""
+    """Makes fragments of nearly equal bytes: blocks and other parameters, largest first, to the smallest so far."""
 
     count: int
     """Fragments in all."""
@@ -81,7 +81,7 @@ class Balanced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patterns:
-    """One fragment per group of glob patterns on parameter names; a parameter must fit exactly one group."""
+    """Makes one fragment per group of glob patterns; every parameter name must fit exactly one group."""
 
     groups: tuple[tuple[str, ...], ...]
     """Such as (("h.*",), ("wte.*", "ln_f.*")); case matters, and "*" crosses dots."""
@@ -104,7 +104,7 @@ _Stack = tuple[type[nn.Module], list[str]]  # blocks in one container: their typ
 
 
 def split(model: nn.Module, policy: FragmentPolicy) -> tuple[Fragment, ...]:
-    """Fragments that together hold every trainable parameter once; the same model gives the same ones."""
+    """Split a model into fragments that hold every trainable parameter once; the same model gives the same ones."""
     parameters = trainable(model)
     if not parameters:
         raise ConfigError(
@@ -128,7 +128,7 @@ def split(model: nn.Module, policy: FragmentPolicy) -> tuple[Fragment, ...]:
 
 
 def describe(fragments: Sequence[Fragment]) -> str:
-    """A table with a line per fragment and a total: values, bytes and the share of all bytes."""
+    """Return a table with a line per fragment and a total: values, bytes and the share of all bytes."""
     numel, size = sum(f.numel for f in fragments), sum(f.bytes for f in fragments)
     rows = [("fragment", "name", "parameters", "bytes", "share")]
     for number, f in enumerate(fragments):
@@ -141,7 +141,7 @@ def describe(fragments: Sequence[Fragment]) -> str:
 
 
 def find_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Module paths of the repeated blocks that own a trainable parameter, in model order; () if none do.
+    """Return the module paths of the repeated blocks that own a trainable parameter, in model order.
 
     The longest stack says what a block is; the other stacks of that type join it (T5: encoder and decoder).
     A stack inside a block is part of the block, however long: experts never win over layers.
@@ -156,7 +156,7 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def unsynchronised_buffers(model: nn.Module) -> tuple[str, ...]:
-    """Buffers that training changes, such as BatchNorm's statistics, recognised by name; they are in no fragment."""
+    """Return the buffers that training changes, such as BatchNorm's statistics; they are in no fragment."""
     trained = ("running_", "num_batches_tracked")
     return tuple(name for name, _ in model.named_buffers() if name.rpartition(".")[2].startswith(trained))
 
@@ -165,7 +165,7 @@ def unsynchronised_buffers(model: nn.Module) -> tuple[str, ...]:
 
 
 class _Part(NamedTuple):
-    """What is never cut: a block, by its number, or a parameter outside blocks, whose number is None."""
+    """Holds what is never cut: a block, by its number, or a parameter outside blocks, whose number is None."""
 
     block: int | None
     parameters: list[str]
@@ -195,7 +195,7 @@ def _split_by_blocks(model: nn.Module, policy: Blocks) -> list[_Group]:
 
 
 def _deal(blocks: int, policy: Blocks) -> list[range]:
-    """The block numbers of each fragment."""
+    """Return the block numbers of each fragment."""
     each = policy.each or 3  # the Streaming DiLoCo paper's choice
     count = policy.count or ceil(blocks / each)
     if policy.order == "strided":
@@ -218,7 +218,7 @@ def _split_by_bytes(model: nn.Module, policy: Balanced) -> list[_Group]:
 
 
 def _even_out(fragments: Sequence[Sequence[_Part]], parts: Sequence[_Part]) -> list[list[_Part]]:
-    """The fragments with every part added, the largest first, each to the one with fewest bytes so far."""
+    """Add every part, the largest first, each to the fragment with fewest bytes so far."""
     grown = [list(fragment) for fragment in fragments]
     sizes = [sum(part.bytes for part in fragment) for fragment in fragments]
     for part in sorted(parts, key=lambda part: part.bytes, reverse=True):  # equal ones stay in model order
@@ -230,7 +230,7 @@ def _even_out(fragments: Sequence[Sequence[_Part]], parts: Sequence[_Part]) -> l
 
 
 def _group(parts: Sequence[_Part]) -> _Group:
-    """The parts' parameters under a name that tells them: "blocks 0, 3, 6", "block 2 + lm_head.weight"."""
+    """Group the parts' parameters under a name that tells them: "blocks 0, 3, 6", "block 2 + lm_head.weight"."""
     blocks = sorted(part.block for part in parts if part.block is not None)
     others = [part.parameters[0] for part in parts if part.block is None]
     words = []
@@ -255,7 +255,7 @@ def _split_by_patterns(names: Sequence[str], policy: Patterns) -> list[_Group]:
 
 
 def _outermost_stacks(module: nn.Module, prefix: str, parameters_under: Counter[str]) -> Iterator[_Stack]:
-    """Stacks in model order, none inside another; `prefix` is the module's own path and a dot, or ""."""
+    """Yield stacks in model order, none inside another; `prefix` is the module's own path and a dot, or ""."""
     children = [(prefix + name, child) for name, child in module.named_children()]
     types = {type(_unwrapped(child)) for _, child in children}
     if _is_list(module) and len(types) == 1:
@@ -275,7 +275,7 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside DDP, torch.compile, activation checkpointing or FSDP1; only some may be wrapped."""
+    """Return the module inside DDP, torch.compile, activation checkpointing or FSDP1; only some may be wrapped."""
     wrapped_as = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
     match list(module.named_children()):
         case [(name, inner)] if name in wrapped_as:
@@ -284,7 +284,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _blocks_and_rest(model: nn.Module) -> tuple[list[_Part], list[_Part]]:
-    """The blocks, and each parameter outside them; one that two blocks share is the first block's."""
+    """Return the blocks, and each parameter outside them; one that two blocks share is the first block's."""
     parameters = trainable(model)
     members: dict[str, list[str]] = {path: [] for path in find_blocks(model)}
     rest = []
@@ -298,7 +298,7 @@ def _blocks_and_rest(model: nn.Module) -> tuple[list[_Part], list[_Part]]:
 
 
 def _modules_around(parameter: str) -> Iterator[str]:
-    """Paths of the modules that hold a parameter: "h.0.mlp.weight" gives "h", "h.0", "h.0.mlp"."""
+    """Yield the paths of the modules that hold a parameter: "h.0.mlp.weight" gives "h", "h.0", "h.0.mlp"."""
     return accumulate(parameter.split(".")[:-1], "{}.{}".format)
 
 
@@ -329,6 +329,6 @@ def _check_choice(setting: str, value: object, allowed: tuple[str, ...], hint: s
 
 
 def _listing(items: Sequence[object], shown: int = 6) -> str:
-    """Items for a sentence, many cut short: "0, 2, 4, 6, 8, 10 and 30 more"."""
+    """Return items for a sentence, many cut short: "0, 2, 4, 6, 8, 10 and 30 more"."""
     more = f" and {len(items) - shown} more" if len(items) > shown else ""
     return ", ".join(map(str, items[:shown])) + more

@@ -19,7 +19,7 @@ _IN_A_ROW = 2  # outliers after which a worker's past no longer counts: its delt
 
 
 class Size(NamedTuple):
-    """The norm of a member's delta, and the largest of its last ones that counted; 0 if it is not known."""
+    """Holds the norm of a member's delta, and the largest of its last ones that counted; 0 if not known."""
 
     norm: float
     usual: float
@@ -49,7 +49,7 @@ def outliers(sizes: Sequence[Size], ratio: float | None) -> list[bool]:
 
 
 class Norms:
-    """The norms of a worker's last deltas of one fragment, as far as they counted.
+    """Remembers the norms of a worker's last deltas of one fragment, as far as they counted.
 
     Those up to `floor` say nothing: of a worker that has not trained, only rounding is left.
     """
@@ -61,7 +61,7 @@ class Norms:
 
     @property
     def usual(self) -> float:
-        """The largest of them; 0 before the first."""
+        """The largest remembered norm; 0 before the first."""
         return max(self._last, default=0.0)
 
     def is_runaway(self, norm: float, ratio: float) -> bool:
@@ -84,7 +84,7 @@ class Norms:
             self._last.clear()
 
     def state_dict(self) -> list[float]:
-        """The norms, oldest first, after the floor and how many were left out since."""
+        """Return the floor, how many were left out in a row, and the norms, oldest first."""
         return [self._floor, float(self._left_out), *self._last]
 
     def load_state_dict(self, state: Sequence[float]) -> None:

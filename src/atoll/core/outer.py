@@ -1,4 +1,4 @@
-"""The outer step and the merges: state in, state out, on vectors of any length.
+"""Computes outer steps and merges: state in, state out, on vectors of any length.
 
 Workers with different processors must get the same bits, so every operation is one that IEEE 754 rounds correctly,
 one at a time: no fused multiply-add, and no division by a number, which CUDA turns into a product with its reciprocal.
@@ -19,12 +19,12 @@ Slots = tuple[Tensor, ...]
 
 
 def shares_of(weights: Sequence[float]) -> list[float]:
-    """Each one's part of the whole, 0 to 1."""
+    """Return each weight's part of the whole, 0 to 1."""
     return [weight / sum(weights) for weight in weights]
 
 
 def weighted_mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Mean of [n] vectors by weight, summed in the order given, so every worker gets the same bits."""
+    """Return the weighted mean of [n] vectors, summed in the order given, so every worker gets the same bits."""
     shares = shares_of(weights)
     mean = deltas[0] * shares[0]
     for delta, share in zip(deltas[1:], shares[1:], strict=True):
@@ -33,7 +33,7 @@ def weighted_mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def _less(anchor: Tensor, move: Tensor) -> Tensor:
-    """anchor - move, in the memory of `move`, which nobody else has."""
+    """Return anchor - move, in the memory of `move`, which nobody else has."""
     return torch.sub(anchor, move, out=move)
 
 
@@ -49,7 +49,7 @@ def _fraction(name: str, value: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SGD:
-    """Plain outer steps: at lr 1 the anchor becomes the mean of the workers (FedAvg)."""
+    """Steps without momentum: at lr 1 the anchor becomes the mean of the workers (FedAvg)."""
 
     slot_names: ClassVar[tuple[str, ...]] = ()
     lr: float = 1.0
@@ -58,21 +58,21 @@ class SGD:
         _positive("outer lr", self.lr)
 
     def step(self, anchor: Tensor, slots: Slots, mean: Tensor, count: int) -> tuple[Tensor, Slots]:
-        """The anchor and slots after one round with this mean delta."""
+        """Return the anchor and slots after one round with this mean delta."""
         return _less(anchor, self.lr * mean), slots
 
     def remember(self, own: Tensor, delta: Tensor) -> Tensor:
-        """The worker's own memory after one more delta of its own; nothing is remembered without momentum."""
+        """Return the worker's own momentum after one more of its deltas: the delta itself, without momentum."""
         return delta
 
     def reach(self, own: Tensor, delta: Tensor) -> Tensor:
-        """How far a worker's own stream of deltas moves the anchor in one round, by its share and before lr."""
+        """Return how far a worker's own deltas move the anchor in one round, before its share and lr."""
         return delta
 
 
 @dataclass(frozen=True, slots=True)
 class Momentum:
-    """Heavy-ball momentum: the anchor moves by the velocity."""
+    """Steps with heavy-ball momentum: the anchor moves by the velocity."""
 
     slot_names: ClassVar[tuple[str, ...]] = ("velocity",)
     lr: float = 0.7
@@ -83,38 +83,38 @@ class Momentum:
         _fraction("outer momentum", self.momentum)
 
     def step(self, anchor: Tensor, slots: Slots, mean: Tensor, count: int) -> tuple[Tensor, Slots]:
-        """The anchor and velocity after one round with this mean delta."""
+        """Return the anchor and velocity after one round with this mean delta."""
         velocity = self.remember(slots[0], mean)
         return _less(anchor, self.lr * self.reach(velocity, mean)), (velocity,)
 
     def remember(self, own: Tensor, delta: Tensor) -> Tensor:
-        """The decayed sum of deltas after one more."""
+        """Return the decayed sum of deltas after one more."""
         return (self.momentum * own).add_(delta)
 
     def reach(self, own: Tensor, delta: Tensor) -> Tensor:
-        """The direction of the step, given the velocity that already includes `delta`."""
+        """Return the direction of the step, given the velocity that already includes `delta`."""
         return own
 
 
 @dataclass(frozen=True, slots=True)
 class Nesterov(Momentum):
-    """Nesterov momentum, as torch.optim.SGD(nesterov=True): the default of all three papers."""
+    """Steps with Nesterov momentum, as torch.optim.SGD(nesterov=True): the default of all three papers."""
 
     @staticmethod
     def for_workers(workers: int, momentum: float = 0.9) -> "Nesterov":
-        """The best outer lr by number of workers found by the scaling-law study: 0.4, 0.6, 0.6, 0.8 at 1, 2, 4, 8."""
+        """Return the scaling-law study's best outer lr by number of workers: 0.4, 0.6, 0.6, 0.8 at 1, 2, 4, 8."""
         if workers < 1:
             raise ConfigError(f"workers must be at least 1, got {workers}")
         return Nesterov(0.4 if workers == 1 else 0.6 if workers <= 4 else 0.8, momentum)
 
     def reach(self, own: Tensor, delta: Tensor) -> Tensor:
-        """The direction of the step, given the velocity that already includes `delta`."""
+        """Return the direction of the step, given the velocity that already includes `delta`."""
         return (self.momentum * own).add_(delta)
 
 
 @dataclass(frozen=True, slots=True)
 class Adam:
-    """Adam on the mean delta; the DiLoCo paper found it unstable unless eps is large, hence 0.1."""
+    """Steps with Adam on the mean delta; the DiLoCo paper found it unstable unless eps is large, hence 0.1."""
 
     slot_names: ClassVar[tuple[str, ...]] = ("velocity", "variance")
     lr: float = 0.3
@@ -129,7 +129,7 @@ class Adam:
         _fraction("outer beta2", self.beta2)
 
     def step(self, anchor: Tensor, slots: Slots, mean: Tensor, count: int) -> tuple[Tensor, Slots]:
-        """The anchor and both moments after round number `count` (from 1), which corrects their bias."""
+        """Return the anchor and both moments after round number `count` (from 1), which corrects their bias."""
         velocity = self.beta1 * slots[0] + (1 - self.beta1) * mean
         variance = self.beta2 * slots[1] + (1 - self.beta2) * (mean * mean)
         unbiased = variance * (1 / (1 - self.beta2**count))
@@ -144,7 +144,7 @@ LinearOuter = SGD | Momentum | Nesterov
 
 @dataclass(frozen=True, slots=True)
 class Blend:
-    """An applied round reaches the live parameters as alpha * local + (1 - alpha) * anchor."""
+    """Sets the live parameters to alpha * local + (1 - alpha) * anchor when a round is applied."""
 
     alpha: float = 0.0
     """How much of the worker's own progress since the send survives: 0 none, 1 all (never synchronised)."""
@@ -156,19 +156,19 @@ class Blend:
 
 @dataclass(frozen=True, slots=True)
 class EagerMerge:
-    """The anchor lags one period behind; each worker adds its own newest delta on top at once."""
+    """Lets the anchor lag one period behind; each worker adds its own newest delta on top at once."""
 
 
 Merge = Blend | EagerMerge
 
 
 def blend(local: Tensor, anchor: Tensor, alpha: float) -> Tensor:
-    """Live parameters [n] after an applied round."""
+    """Return the live parameters [n] after an applied round."""
     return (alpha * local).add_((1 - alpha) * anchor)
 
 
 def eager_start(outer: LinearOuter, anchor: Tensor, own: Tensor, delta: Tensor, share: float) -> Tensor:
-    """Where a worker starts its next period [n]: the lagging anchor plus what its own unseen delta will do to it.
+    """Return where a worker starts its next period [n]: the lagging anchor plus what its newest delta will do to it.
 
     `delta` is the worker's newest delta as decoded from its own payload, `own` its memory including that delta,
     `share` the part of the mean that is the worker's own (1/M when all weigh the same).

@@ -1,4 +1,4 @@
-"""When each fragment is sent and applied: integers in, integers out.
+"""Decides when each fragment is sent and applied: integers in, integers out.
 
 The step number is an argument, so any step can be asked about: the loop, the planner and a property test cannot
 disagree. Steps are counted from 1: step t is the t-th completed inner step.
@@ -12,7 +12,7 @@ from atoll.errors import ConfigError
 
 
 class Due(NamedTuple):
-    """What happens after one inner step: fragment numbers, ascending."""
+    """Lists the fragments that are sent and applied after one inner step, in ascending order."""
 
     send: tuple[int, ...]
     """Fragments whose delta leaves now."""
@@ -22,7 +22,7 @@ class Due(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Send times spread evenly over the period, and the applies that follow each by `delay` inner steps."""
+    """Spreads sends evenly over the period; each apply follows its send by `delay` inner steps."""
 
     period: int
     """Inner steps between two sends of the same fragment (H in the papers)."""
@@ -42,7 +42,7 @@ class Schedule:
             )
 
     def offset(self, fragment: int) -> int:
-        """Inner steps by which this fragment trails fragment 0 (t_p): 0 to period - 1."""
+        """Return the inner steps by which this fragment trails fragment 0 (t_p): 0 to period - 1."""
         return fragment * self.period // self.fragments
 
     def is_send(self, fragment: int, step: int) -> bool:
@@ -51,7 +51,7 @@ class Schedule:
         return since >= self.period and since % self.period == 0
 
     def due(self, step: int) -> Due:
-        """What is sent and applied after this step, the same for every worker with this schedule."""
+        """Return what is sent and applied after this step, the same for every worker with this schedule."""
         everyone = range(self.fragments)
         return Due(
             send=tuple(f for f in everyone if self.is_send(f, step)),

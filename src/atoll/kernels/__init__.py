@@ -1,4 +1,4 @@
-"""Triton twins of what is computed in plain torch, for GPUs: one pass over memory where torch would take several.
+"""Computes in Triton what `core` computes in plain torch: one pass over memory where torch would take several.
 
 Nothing here decides anything. Each function is the twin of a plain one, with the same bits or a stated bound; `usable`
 says where they can run, and whoever calls keeps the plain one for everywhere else.
@@ -41,7 +41,7 @@ def _works(device: torch.device) -> bool:
 
 
 def fused(window: "Window", codec: "Codec") -> "Fused | None":
-    """The kernels for a fragment with this codec, if there are any for its device."""
+    """Return the kernels for a fragment with this codec, if there are any for its device."""
     if not usable(window.device) or window.dtype != torch.float32:
         return None
     from atoll.kernels.codec import has_twin  # needs Triton, like all that follows

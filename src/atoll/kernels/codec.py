@@ -1,4 +1,4 @@
-"""Twins of `core.codec`, bit for bit: a delta is measured and encoded in one pass, payloads decoded into their mean.
+"""Encodes deltas and decodes payloads into their mean in one pass each, bit for bit as `core.codec`.
 
 Rounding at random has no twin here, and neither have fp64 and fp16.
 """
@@ -30,7 +30,7 @@ def has_twin(codec: Codec) -> bool:
 
 
 def room(codec: Codec, numel: int, members: int, device: torch.device) -> Tensor:
-    """Memory for payloads [members, bytes] of vectors [numel], as the kernels like it best.
+    """Allocate payloads [members, bytes] of vectors [numel], aligned for the kernels.
 
     Wherever payloads lie the result is the same; but only from multiples of 16 bytes on are codes read and written many
     at a time, and units, which come before them, are of any number.
@@ -41,12 +41,12 @@ def room(codec: Codec, numel: int, members: int, device: torch.device) -> Tensor
 
 
 def _units(codec: Codec, numel: int) -> int:
-    """Bytes before the codes."""
+    """Return the number of bytes before the codes."""
     return 0 if codec.format in _PLAIN else -(-numel // BLOCK)
 
 
 def codes_of(codec: Codec, payloads: Tensor, numel: int) -> tuple[Tensor, str]:
-    """The codes in payloads [..., bytes] of vectors [numel], and the kernels' FORMAT of them."""
+    """Return the codes in payloads [..., bytes] of vectors [numel], and the kernels' FORMAT of them."""
     codes = payloads[..., _units(codec, numel) :]
     return (codes.view(_PLAIN[codec.format]), "plain") if codec.format in _PLAIN else (codes, codec.format)
 
@@ -60,7 +60,7 @@ def _encode(
     FORMAT: tl.constexpr, LIMIT: tl.constexpr, LOCAL: tl.constexpr,
     GRAIN: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile [stretches, GRAIN] of `start` minus the live parameters at `table`, as codes and, by block, units."""
+    """Encode a tile [stretches, GRAIN] of `start` minus the live parameters at `table`: codes, and units by block."""
     stretches: tl.constexpr = TILE // GRAIN
     rows: tl.constexpr = TILE // BLOCK
     first = tl.program_id(0).to(tl.int64) * TILE
@@ -138,7 +138,7 @@ def is_bad(codec: Codec, worst: int) -> bool:
 
 @triton.jit
 def levels(units, codes, first, numel, FORMAT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """The fp32 levels [ROWS, BLOCK] from block `first` on behind a payload, and their units' exponents [ROWS, 1].
+    """Return the fp32 levels [ROWS, BLOCK] from block `first` on, and their units' exponents [ROWS, 1].
 
     Levels are multiples of one power of two, so few that fp32 sums up products of a block's without rounding. Beyond
     the end they are zeros. A plain format has no units: values are levels, of any number.
@@ -170,7 +170,7 @@ def levels(units, codes, first, numel, FORMAT: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def decoded(units, codes, first, numel, FORMAT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """The fp32 values [ROWS, BLOCK] from block `first` on behind a payload; zeros beyond its end."""
+    """Return the fp32 values [ROWS, BLOCK] from block `first` on behind a payload; zeros beyond its end."""
     level, unit = levels(units, codes, first, numel, FORMAT, BLOCK, ROWS)
     if FORMAT == "plain":
         return level

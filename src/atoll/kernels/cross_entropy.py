@@ -1,4 +1,4 @@
-"""Loss and gradient of logits in one kernel, in place: a head of many tokens has its logits in memory once.
+"""Computes loss and gradient of logits in one kernel, in place: a head of many tokens has its logits in memory once.
 
 The twin of `train.head.loss_of_logits`, to a relative 1e-5 and the rounding of the logits' dtype.
 """
@@ -20,7 +20,7 @@ def _cross_entropy(
     logits, targets, losses, log_totals, stride, scale, z_loss,
     VOCABULARY: tl.constexpr, GRADIENTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One row, in three passes; the second and third should find it in a cache."""
+    """Compute one row in three passes; the second and third should find it in a cache."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)

@@ -1,4 +1,4 @@
-"""The twin of `core.flat.fingerprint`: the sums of all pieces in one pass."""
+"""Computes `core.flat.fingerprint` on a GPU: the sums of all pieces in one pass."""
 
 import torch
 import triton
@@ -23,7 +23,7 @@ def _sums(words, sums, numel, PIECE: tl.constexpr, TILE: tl.constexpr):
 
 
 def sums_of_pieces(words: Tensor, piece: int) -> Tensor:
-    """Of int64 words [n]: for each piece, the wrapping sum of its words by place, int64 [pieces]."""
+    """Return, for int64 words [n], for each piece, the wrapping sum of its words by place, int64 [pieces]."""
     sums = torch.zeros(-(-words.numel() // piece), dtype=torch.int64, device=words.device)
     launch(_sums, -(-words.numel() // _TILE), words, sums, words.numel(), PIECE=piece, TILE=_TILE)
     return sums

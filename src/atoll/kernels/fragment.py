@@ -1,4 +1,4 @@
-"""All kernels of one fragment together, as its exchange and its replica ask for them."""
+"""Bundles the kernels of one fragment for `outer.backend`."""
 
 import math
 import struct
@@ -19,7 +19,7 @@ from atoll.kernels.products import inner_products
 
 
 class Fused:
-    """The kernels for the fragment behind a window, whose anchor is fp32, and for a codec that has twins."""
+    """Runs the kernels for the fragment behind a window with an fp32 anchor and a codec that has kernels."""
 
     def __init__(self, window: Window, codec: Codec) -> None:
         self._window = window
@@ -31,7 +31,7 @@ class Fused:
         """The anchor's fingerprint and the delta's norm from what `encode` found; None if a value cannot be sent."""
 
     def live(self) -> Live | None:
-        """The parameters where they are; None if they do not lie in memory as the kernels need it."""
+        """Return the addresses of the live parameters; None if the kernels cannot use their layout."""
         tensors = [local_part(parameter) for parameter in self._window.parameters()]
         if tensors[0].device != self._window.device:
             return None  # the model was moved after its anchors were made
@@ -40,7 +40,7 @@ class Fused:
         return self._live
 
     def encode(self, start: Tensor, local: Live, anchor: Tensor) -> tuple[Tensor, Tensor]:
-        """The payload of start - local, and numbers, int64, for `read`; waits for nothing."""
+        """Encode start - local without waiting; return the payload and int64 numbers for `read`."""
         payload = coding.room(self._codec, start.numel(), 1, start.device)[0]
         worst = torch.zeros(1, dtype=torch.int32, device=start.device)
         coding.encode(self._codec, start, local, payload, worst)
@@ -48,20 +48,20 @@ class Fused:
         return payload, torch.cat([worst, square, sums_of_pieces(words_of(anchor), PIECE)])
 
     def stacked(self, payloads: Sequence[Tensor]) -> Tensor:
-        """Payloads, from whatever device, as [members, bytes] where the kernels decode them fastest."""
+        """Copy payloads from any device into [members, bytes] where the kernels decode them fastest."""
         stack = coding.room(self._codec, self._window.numel, len(payloads), self._window.device)
         for row, payload in zip(stack, payloads, strict=True):
             row.copy_(payload)
         return stack
 
     def mean(self, payloads: Tensor, weights: Sequence[float], piece: slice) -> Tensor:
-        """Values [piece] of the weighted mean of what is behind payloads [members, bytes]."""
+        """Return values [piece] of the weighted mean of the vectors behind payloads [members, bytes]."""
         mean = torch.empty(piece.stop - piece.start, dtype=torch.float32, device=payloads.device)
         coding.decode_mean(self._codec, payloads, weights, self._window.numel, piece, mean)
         return mean
 
     def inner_products(self, payloads: Tensor) -> Tensor:
-        """Of every two of the vectors behind payloads [members, bytes], fp64 [members, members]."""
+        """Return the inner products of the vectors behind payloads [members, bytes], fp64 [members, members]."""
         return inner_products(self._codec, payloads, self._window.numel)
 
     def step(

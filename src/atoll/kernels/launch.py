@@ -1,4 +1,4 @@
-"""How kernels are started: on the device that their tensors are on."""
+"""Starts kernels: on the device that their tensors are on."""
 
 from typing import Any
 

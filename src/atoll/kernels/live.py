@@ -1,4 +1,4 @@
-"""Live parameters as one vector, without copying them: a table of where each stretch of it lies in memory."""
+"""Addresses live parameters as one vector without copying them: a table says where each stretch lies in memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _SHORTEST = 16  # below, the table would cost a good part of the traffic that it
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """Tensors of one dtype, end to end, as stretches of `grain` values each."""
+    """Lists tensors of one dtype, end to end, as stretches of `grain` values each."""
 
     table: Tensor
     """[numel / grain] int64: the address of each stretch."""
@@ -32,13 +32,13 @@ class Live:
 
 @triton.jit
 def addresses(table, stretch, there, DTYPE: tl.constexpr):
-    """Pointers to values of DTYPE, where these stretches of a table begin."""
+    """Return pointers to values of DTYPE, where these stretches of a table begin."""
     # Said of the pointers: said of the numbers that they are made from, it would be forgotten, and loads be narrow.
     return tl.multiple_of(tl.load(table + stretch, there, 0).to(tl.pointer_type(DTYPE)), 16)
 
 
 def live(tensors: Sequence[Tensor]) -> Live | None:
-    """The table of some tensors; None if they differ in device or dtype, or do not fall into stretches."""
+    """Make the table of some tensors; None if they differ in device or dtype, or do not fall into stretches."""
     dtypes, devices = {tensor.dtype for tensor in tensors}, {tensor.device for tensor in tensors}
     if len(devices) != 1 or len(dtypes) != 1 or not dtypes <= {torch.float32, torch.bfloat16}:
         return None

@@ -1,4 +1,4 @@
-"""The twin of outer step and blend of `core.outer`, bit for bit: one pass over anchor, velocity and parameters."""
+"""Computes outer step and blend as `core.outer`, bit for bit: one pass over anchor, velocity and parameters."""
 
 import triton
 import triton.language as tl

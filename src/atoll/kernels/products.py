@@ -1,4 +1,4 @@
-"""Inner products of the vectors behind payloads, straight from the payloads: what `applied.Products` sums up.
+"""Computes inner products of the vectors behind payloads, straight from the payloads: what `applied.Products` sums up.
 
 In fp64, like there, but in another order: to a relative 1e-12 of the members' lengths.
 """
@@ -22,7 +22,7 @@ def _products(
     units, codes, parts, numel, shares, units_stride, codes_stride,
     MEMBERS: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """What a share of all tiles adds to the product of one pair of members."""
+    """Sum a share of all tiles of the product of one pair of members."""
     count: tl.constexpr = TILE // BLOCK
     program = tl.program_id(0).to(tl.int64)
     pair, share = program // shares, program % shares
@@ -48,7 +48,7 @@ def _products(
 
 
 def inner_products(codec: Codec, payloads: Tensor, numel: int) -> Tensor:
-    """fp64 [members, members], of every two of the vectors [numel] behind payloads [members, bytes].
+    """Return the inner products, fp64 [members, members], of the vectors [numel] behind payloads [members, bytes].
 
     The same on every run: all sums are taken in one order.
     """

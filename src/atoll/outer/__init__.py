@@ -1,1 +1,1 @@
-"""The outer loop: DiLoCo, Streaming DiLoCo and Eager Updates."""
+"""Runs the outer loop of DiLoCo, Streaming DiLoCo and Eager Updates."""

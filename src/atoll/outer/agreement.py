@@ -1,4 +1,4 @@
-"""What all workers, and a run and its continuation, must agree on; errors name what differs."""
+"""Compares what all workers, and a run and its continuation, must have alike; errors name what differs."""
 
 import warnings
 import zlib
@@ -48,21 +48,21 @@ def warn_of_buffers(model: nn.Module) -> None:
 def terms_of(
     link: Link, sync: Sync | Gradients, windows: Sequence[Window], outlier_ratio: float | None
 ) -> dict[str, str]:
-    """What all workers, and a run and its continuation, must have alike."""
+    """Return the settings that all workers, and a run and its continuation, must have alike."""
     layouts = {f"layout of fragment {number}": window.layout() for number, window in enumerate(windows)}
     ratio = None if outlier_ratio is None else float(outlier_ratio)
     return {"workers": str(link.workers), **sync.terms(), **layouts, "outlier_ratio": str(ratio)}
 
 
 def starting_terms(starts: Iterable[Tensor]) -> dict[str, str]:
-    """What the trained parameters of a new run must be, from its fragments' vectors."""
+    """Return the checksum of a new run's trained parameters, from its fragments' vectors."""
     sums = " ".join(f"{fingerprint(start):016x}" for start in starts)
     key = "starting parameters (seed alike before the model is made, or load the same)"
     return {key: f"checksum {zlib.crc32(sums.encode()):08x}"}
 
 
 def frozen_terms(model: nn.Module) -> dict[str, str]:
-    """What the parameters that are not trained must be, by name: a LoRA trained over another model is another LoRA."""
+    """Return checksums of the frozen parameters by name: a LoRA trained over another model is another LoRA."""
     parameters = [(plain_name(name), parameter) for name, parameter in frozen(model).items()]
     size = -(-len(parameters) // MOST_TERMS) or 1
     terms = {}
@@ -79,12 +79,12 @@ def frozen_terms(model: nn.Module) -> dict[str, str]:
 
 
 def live_checksums(windows: Sequence[Window]) -> list[list[int]]:
-    """One of every trained parameter, by fragment: what `check_saved` compares the model with."""
+    """Return a checksum of every trained parameter, by fragment, for `check_saved` to compare."""
     return [[checksum(parameter) for parameter in window.parameters()] for window in windows]
 
 
 def check_saved(state: Mapping[str, Any], here: Mapping[str, Any], windows: Sequence[Window]) -> None:
-    """Raise a ConfigError if a saved state is not of the loop and the model that are `here`, and say why.
+    """Raise a ConfigError that says why a saved state is not of this loop and this model.
 
     States of older versions, which hold less, are compared as far as they go.
     """

@@ -1,4 +1,4 @@
-"""The arithmetic of one fragment, by torch operations or by fused Triton kernels: chosen here and nowhere else.
+"""Does the arithmetic of one fragment with torch operations or fused Triton kernels: chosen here and nowhere else.
 
 Both backends give the same bits. Vectors are worked on in pieces, so that temporaries stay in a core's cache and no
 full mean is ever stored.
@@ -148,7 +148,7 @@ class KernelBackend(Backend):
             yield piece, kernels.mean(stacked, weights, piece)
 
     def _inner_products(self, completed: Round) -> Tensor:
-        """Inner products of the members' deltas: as they came with the mean, or of the payloads."""
+        """Return the inner products of the members' deltas: as they came with the mean, or of the payloads."""
         if completed.inner is None:
             return self._kernels.inner_products(self._kernels.stacked(completed.payloads))
         return completed.inner.to(self.window.device, non_blocking=True)
@@ -175,7 +175,7 @@ class KernelBackend(Backend):
 
 
 class Encoding:
-    """An offer whose payload a device still encodes: whether it can be sent is known once that is done."""
+    """Offers a payload that a device still encodes: whether it can be sent is known once that is done."""
 
     def __init__(
         self, made: Contribution, found: DeviceValues, read: Callable[[Sequence[int]], tuple[int, float] | None]
@@ -186,7 +186,7 @@ class Encoding:
 
     @property
     def payload(self) -> Tensor:
-        """Where the payload will be, uint8."""
+        """The payload, uint8, once the device has encoded it."""
         return self._made.payload
 
     def settled(self) -> Contribution | None:

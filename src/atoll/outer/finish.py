@@ -1,4 +1,4 @@
-"""The end of a run: rounds in flight are applied, the rest is exchanged once more, and the anchor becomes the model.
+"""Ends a run: applies rounds in flight, exchanges the rest once more, and makes the anchor the model.
 
 These are the phases of `OuterLoop.finish()`.
 """
@@ -24,15 +24,15 @@ def prepare(loop: "OuterLoop") -> None:
     if loop._schedule is None:
         return
     loop._watch.stepped(loop.link, judge_last=True)
-    loop._settle(range(len(loop.fragments)))
+    loop._recovery.settle(range(len(loop.fragments)), loop.steps)
     check_coverage(loop.model, loop._windows)
     spoilt = False
     for fragment, replica in enumerate(loop._rounds.replicas):
         round_id = RoundId(loop.steps, fragment, last=True)
-        loop._turn_to(fragment)
+        loop._rounds.offload.use_only(fragment)
         delta = replica.delta()
-        spoilt |= loop._spoilt({round_id: loop._rounds.prepare(round_id, delta=delta)})
-        loop._sending[round_id] = Flight(delta=loop._kept(delta))
+        spoilt |= loop._recovery.is_spoilt({round_id: loop._rounds.prepare(round_id, delta=delta)})
+        loop._sending[round_id] = Flight(delta=loop._rounds.offload.kept(delta))
     if loop.link.on_any_rank(spoilt):
         loop._sending = {round_id: Flight() for round_id in loop._sending}
 
@@ -45,20 +45,20 @@ def send(loop: "OuterLoop") -> None:
     rounds, steps = loop._rounds, loop.steps
     rest, loop._sending = loop._sending, {}
     if any(flight.delta is None for flight in rest.values()):
-        loop._give_up()
+        loop._recovery.give_up(loop.steps)
     for round_id, flight in rounds.waiting():
         last, replica = rest[RoundId(steps, round_id.fragment, last=True)], rounds.replicas[round_id.fragment]
-        loop._turn_to(round_id.fragment)
+        loop._rounds.offload.use_only(round_id.fragment)
         delta = _measured(last, replica)
         lost = rounds.apply(round_id, steps, merging=False)
         rounds.unsent_work(round_id, flight, delta, lost=lost is not None)
-        last.delta = loop._kept(delta)
-    if loop._leave_outliers():
+        last.delta = loop._rounds.offload.kept(delta)
+    if loop._recovery.leave_outliers():
         rest = {round_id: Flight() for round_id in rest}
     for round_id, last in rest.items():
         replica = rounds.replicas[round_id.fragment]
         if _has_unsent(replica, loop._schedule, round_id):
-            loop._turn_to(round_id.fragment)
+            loop._rounds.offload.use_only(round_id.fragment)
             loop._sending = {round_id: rounds.prepare(round_id, delta=_measured(last, replica))}
             loop._send()
 
@@ -68,9 +68,9 @@ def apply(loop: "OuterLoop") -> None:
     if loop._schedule is None:
         return
     for round_id, _ in loop._rounds.waiting():
-        loop._turn_to(round_id.fragment)
+        loop._rounds.offload.use_only(round_id.fragment)
         loop._rounds.apply_last(round_id, loop.steps)
-    loop._bring_home()
+    loop._rounds.offload.bring_home()
     for replica in loop._rounds.replicas:
         replica.window.write(replica.anchor)
     loop._watch.merged = True

@@ -1,4 +1,4 @@
-"""One worker's replica of one fragment, and everything that changes it: delta, outer step, merge.
+"""Owns one worker's replica of one fragment: delta, outer step and merge.
 
 All vectors are [numel] in the window's dtype. The anchor and the outer optimizer's slots have the same bits on every
 worker; everything else is this worker's own.

@@ -1,4 +1,4 @@
-"""The data-parallel baseline: one round of gradients per step, before the inner optimizer uses them."""
+"""Averages gradients for the data-parallel baseline: one round per step, before the inner optimizer uses them."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from atoll.core.flat import fingerprint
 from atoll.errors import AtollError, ConfigError, NonFiniteError
 from atoll.link.base import Contribution, Pending, RoundId
 from atoll.outer.backend import Backend
-from atoll.outer.rounds import Exchange
+from atoll.outer.exchange import Exchange
 
 
 class GradientAverage:

@@ -1,4 +1,4 @@
-"""Several workers of one process, taken through each operation together by one caller."""
+"""Takes several workers of one process through each operation together."""
 
 from collections.abc import Callable, Sequence
 

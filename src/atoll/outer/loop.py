@@ -1,4 +1,4 @@
-"""OuterLoop: one loop that runs the whole family of algorithms.
+"""Runs the whole family of algorithms in one loop.
 
 After every inner step, on every worker, in this order:
 
@@ -14,12 +14,12 @@ Every operation has three phases, so that one caller can take several workers th
 nothing of the step has been done yet and all that can be refused is; send; and apply, which waits for other workers.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from atoll.core.flat import Window, check_coverage, scatter, state_dtype, trainable
 from atoll.core.fragments import Whole, describe, split
@@ -38,11 +38,13 @@ from atoll.outer.agreement import (
     warn_of_buffers,
 )
 from atoll.outer.backend import backend_for
+from atoll.outer.exchange import Exchange
 from atoll.outer.fragment import FragmentReplica
 from atoll.outer.gradients import GradientAverage
-from atoll.outer.offload import Offload
+from atoll.outer.offload import Offload, OnDevice
 from atoll.outer.presets import Gradients, Sync
-from atoll.outer.rounds import Exchange, Flight, Rounds
+from atoll.outer.recovery import InnerOptimizers, Recovery
+from atoll.outer.rounds import Flight, Rounds
 from atoll.outer.stats import Counters, Observer
 from atoll.outer.watch import ModelWatch
 
@@ -98,14 +100,13 @@ class OuterLoop:
         exchange = Exchange(link, sync.codec, float(weight), windows, trailing=trailing, outlier_ratio=ratio)
         self._gradients: GradientAverage | None = None
         self._schedule: Schedule | None = None
-        self._offload = Offload() if offload and isinstance(sync, Sync) else None
+        residence = Offload() if offload and isinstance(sync, Sync) else OnDevice()
         replicas: list[FragmentReplica] = []
         if isinstance(sync, Sync):
             self._schedule = Schedule(sync.period, len(windows), sync.delay_of(link.worker, link.workers))
             for window in windows:
                 replicas.append(FragmentReplica(backend_for(window, sync.codec), sync))
-                if self._offload is not None:
-                    self._offload.add(replicas[-1])
+                residence.add(replicas[-1])
         else:
             self._gradients = GradientAverage(
                 exchange, backend_for(windows[0], sync.codec), leave_out_nonfinite=leave_out_nonfinite
@@ -114,11 +115,13 @@ class OuterLoop:
             exchange,
             replicas,
             observer,
+            offload=residence,
             leave_out_nonfinite=leave_out_nonfinite,
             longest_delay=max(sync.delays) if isinstance(sync, Sync) else 0,
         )
         eager = isinstance(sync, Sync) and sync.eager
-        self._watch = ModelWatch(model, windows, self._schedule, eager=eager, on_roll_back=on_roll_back)
+        self._watch = ModelWatch(model, windows, self._schedule, eager=eager)
+        self._recovery = Recovery(self._rounds, self._watch, InnerOptimizers(model), on_roll_back)
         self._status = "new"  # then "joined", then "finished"
         self._sending: dict[RoundId, Flight] = {}
 
@@ -177,7 +180,7 @@ class OuterLoop:
 
     @torch.no_grad()
     def average_gradients(self) -> None:
-        """Under DataParallel, replace the gradients by their mean over the workers; otherwise do nothing.
+        """Replace the gradients by their mean over the workers under DataParallel; otherwise do nothing.
 
         Call it between backward() and the inner optimizer's step (after unscaling, before clipping).
         """
@@ -203,12 +206,7 @@ class OuterLoop:
         back.
         """
         self._check_not_lent()
-        self.counters.roll_backs += 1
-        self._watch.optimizers.reset()
-        self._start_anew()
-        for replica in self._rounds.replicas:
-            replica.left_out = True
-        self._watch.rolled_back()
+        self._recovery.roll_back()
 
     @contextmanager
     def anchor(self) -> Iterator[nn.Module]:
@@ -218,9 +216,9 @@ class OuterLoop:
         """
         if self._watch.lent:
             raise AtollError("anchor() is already in use: leave the first `with` block before entering another")
-        self._bring_home()
+        self._rounds.offload.bring_home()
         # The tensors themselves are kept: freezing the model inside must not keep its own values from coming back.
-        own = [(window.parameters(), self._kept(window.read())) for window in self._windows if self._rounds.replicas]
+        own = [(r.window.parameters(), self._rounds.offload.kept(r.window.read())) for r in self._rounds.replicas]
         self._watch.lent = True
         try:
             for replica in self._rounds.replicas:
@@ -248,11 +246,12 @@ class OuterLoop:
         self._watch.merged = False
         self._watch.stepped(self.link, judge=bool(due.send or due.apply))
         if due.send or due.apply:
-            self._settle(due.send)
-        self._leave_runaway(due.send)
+            self._recovery.settle(due.send, self.steps)
+        if self._schedule is not None and self._schedule.delay and self._due(self.steps).send:
+            self._recovery.leave_runaway(self.steps, due.send)
         for fragment in due.apply:
             self._windows[fragment].parameters()  # what could not be written later is refused now
-        self._use({*due.send, *due.apply})
+        self._rounds.offload.use({*due.send, *due.apply})
         if due.send:
             check_coverage(self.model, self._windows)
             wait = self._schedule is not None and self._schedule.delay == 0  # later on, a GPU has a step to encode in
@@ -272,17 +271,16 @@ class OuterLoop:
         self._watch.merging(step)
         lost = {f: self._rounds.apply(RoundId(step - self._schedule.delay, f), step) for f in due.apply}
         if due.apply:
-            self._leave_outliers()
+            self._recovery.leave_outliers()
         if self.link.present(step):
             for fragment in due.send:
                 self._rounds.begin_period(fragment, step, lost.get(fragment))
         self._rounds.drop(step)
         if self.link.present(step + 1) and not self.link.present(step):
-            self._start_anew()
+            self._recovery.start_anew()
         self._watch.merged_at(step)
-        if self._offload is not None:
-            coming = self._due(step + 1)
-            self._offload.prefetch({*coming.send, *coming.apply})
+        coming = self._due(step + 1)
+        self._rounds.offload.prefetch({*coming.send, *coming.apply})
 
     def _begin(self) -> None:
         """Check that this is the moment, and meet the other workers if it is the first."""
@@ -304,76 +302,17 @@ class OuterLoop:
     def _windows(self) -> list[Window]:
         return list(self._rounds.exchange.windows)
 
-    # ------------------------------------------------------------------ what cannot or must not be sent
-
     def _send(self) -> None:
         """Send what was prepared, unless some of it is not finite: then none of this worker's work is any good."""
         sending, self._sending = self._sending, {}
-        if sending and self.link.on_any_rank(self._spoilt(sending)):
-            self._give_up()
+        if sending and self.link.on_any_rank(self._recovery.is_spoilt(sending)):
+            self._recovery.give_up(self.steps)
         elif any(
             isinstance(flight.offer, Contribution) and not self._rounds.replicas[round_id.fragment].left_out
             for round_id, flight in sending.items()
         ):
-            self._watch.in_a_row = 0
+            self._recovery.in_a_row = 0
         self._rounds.send(sending)
-
-    def _spoilt(self, sending: Mapping[RoundId, Flight]) -> bool:
-        return any(flight.offer is None and self.link.present(r.step) for r, flight in sending.items())
-
-    def _settle(self, sending: Collection[int]) -> None:
-        """Learn whether what a GPU was still encoding when it was sent could be; if not, act on it now."""
-        unsendable = self._rounds.unsendable()
-        spoilt = [(round_id, flight.offer) for round_id, flight in unsendable if flight.offer and not flight.forgotten]
-        if spoilt:
-            if not self._rounds.leave_out_nonfinite:
-                raise self._rounds.refusal(*spoilt[0])
-            self._give_up([round_id.fragment for round_id, _ in spoilt], sending)
-        elif any(flight.offer is not None and not flight.forgotten for _, flight in self._rounds.waiting()):
-            self._watch.in_a_row = 0
-        self._rounds.leave_out(unsendable)
-
-    def _leave_runaway(self, sending: Collection[int]) -> None:
-        """Start anew in the step after a delta was sent that is far larger than this worker's last ones."""
-        if self._schedule is None or not self._schedule.delay or self._rounds.exchange.outlier_ratio is None:
-            return
-        if self.steps and self._due(self.steps).send:
-            runaways = self._rounds.runaways(self.steps)
-            if self.link.on_any_rank(bool(runaways)):
-                self._roll_back_less(runaways, sending)
-
-    def _leave_outliers(self) -> bool:
-        """Start anew after rounds that have left out this worker's delta, unless it has done so since."""
-        outliers, self._rounds.outliers = self._rounds.outliers, {}
-        if self._rounds.exchange.outlier_ratio is None or not self.link.on_any_rank(any(outliers.values())):
-            return False
-        self._roll_back_less([fragment for fragment, holds in outliers.items() if holds])
-        return True
-
-    def _roll_back_less(self, fragments: Collection[int], sending: Collection[int] = ()) -> None:
-        """Roll back, but let the next rounds of these fragments count: those that do without are under way already.
-
-        Unless they are among those `sending` now, in which there is nothing since.
-        """
-        self.roll_back()
-        for fragment in fragments:
-            self._rounds.replicas[fragment].left_out = fragment in sending
-
-    def _give_up(self, fragments: Collection[int] = (), sending: Collection[int] = ()) -> None:
-        """Roll back, for a delta was not finite; if that happens every time, NonFiniteError names the likely cause."""
-        self._roll_back_less(fragments, sending)
-        self._watch.count_nonfinite(f"worker {self.link.worker}, step {self.steps}")
-
-    def _start_anew(self) -> None:
-        """Join, come back or be rolled back: take the anchor, and nothing of one's own."""
-        self._watch.merged = True
-        self._watch.loads.forget()
-        self._bring_home()
-        for replica in self._rounds.replicas:
-            replica.forget()
-        if self._offload is not None:
-            self._offload.use_again()
-        self._rounds.forsake()
 
     # ------------------------------------------------------------------ data-parallel
 
@@ -391,26 +330,6 @@ class OuterLoop:
     AVERAGE_GRADIENTS: ClassVar = (_send_gradients, _apply_gradients)
     FINISH: ClassVar = (ending.prepare, ending.send, ending.apply)
 
-    # ------------------------------------------------------------------ offload
-
-    def _use(self, fragments: set[int]) -> None:
-        if self._offload is not None:
-            self._offload.use(fragments)
-
-    def _turn_to(self, fragment: int) -> None:
-        """Have this fragment's state on the device, and no other's."""
-        if self._offload is not None:
-            self._offload.prefetch({fragment})
-            self._offload.use({fragment})
-
-    def _bring_home(self) -> None:
-        if self._offload is not None:
-            self._offload.bring_home()
-
-    def _kept(self, vector: Tensor) -> Tensor:
-        """Return a vector that is needed again later, where there is room for it."""
-        return vector if self._offload is None else vector.cpu()
-
     # ------------------------------------------------------------------ resume
 
     def state_dict(self) -> dict[str, Any]:
@@ -420,7 +339,7 @@ class OuterLoop:
         """
         if self._watch.lent:
             raise AtollError("the model holds the anchor: leave the `with outer.anchor()` block before saving")
-        self._bring_home()
+        self._rounds.offload.bring_home()
         return {
             "steps": self.steps,
             "finished": self._status == "finished",
@@ -439,7 +358,7 @@ class OuterLoop:
         self._watch.base = state.get("base", identity["frozen"])
         self._watch.loads.forget()
         self.steps = state["steps"]
-        self._bring_home()
+        self._rounds.offload.bring_home()
         self._rounds.load_state_dict(state)
 
     def _terms(self) -> dict[str, str]:

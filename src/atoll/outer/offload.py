@@ -53,7 +53,33 @@ class HostState:
         self._device = {}
 
 
-class Offload:
+class OnDevice:
+    """Leaves every replica's vectors where the parameters are."""
+
+    def add(self, replica: FragmentReplica) -> None:
+        """Take over the next fragment's replica; before the one after it is made, for not all may fit."""
+
+    def use(self, fragments: Collection[int]) -> None:
+        """Have the vectors of these fragments, which are due, on the device."""
+
+    def use_again(self) -> None:
+        """Have on the device what was last in use there."""
+
+    def use_only(self, fragment: int) -> None:
+        """Have this fragment's vectors on the device, and no other's."""
+
+    def prefetch(self, fragments: Collection[int]) -> None:
+        """Put all others away and begin to fetch these, which are due next."""
+
+    def bring_home(self) -> None:
+        """Have everything where it can be read and written from any stream."""
+
+    def kept(self, vector: Tensor) -> Tensor:
+        """Return a vector that is needed again later, where there is room for it."""
+        return vector
+
+
+class Offload(OnDevice):
     """Keeps all replicas of one worker in the host's memory, but for the fragments that are due."""
 
     def __init__(self) -> None:
@@ -78,6 +104,15 @@ class Offload:
     def use_again(self) -> None:
         """Have on the device what was last in use there."""
         self.use(self._in_use)
+
+    def use_only(self, fragment: int) -> None:
+        """Have this fragment's vectors on the device, and no other's."""
+        self.prefetch({fragment})
+        self.use({fragment})
+
+    def kept(self, vector: Tensor) -> Tensor:
+        """Return a vector that is needed again later, in the host's memory."""
+        return vector.cpu()
 
     def prefetch(self, fragments: Collection[int]) -> None:
         """Put all others away and begin to fetch these, which are due next."""

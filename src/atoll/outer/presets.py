@@ -1,4 +1,4 @@
-"""The algorithms as values: four independent axes and an outer optimizer, with one preset per paper.
+"""Describes the algorithms as values: four independent axes and an outer optimizer, with one preset per paper.
 
 A `Sync` is checked when it is made, so nothing downstream checks it again. Presets take the axes that make sense for
 them: `Streaming(period=50, codec="int8")`, `DiLoCo(codec="e3m0")`, `Eager(fragments=Blocks())`.
@@ -16,7 +16,7 @@ from atoll.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sync:
-    """When, what and how workers exchange, and what becomes of it."""
+    """Says when, what and how workers exchange, and how the result is merged."""
 
     period: int
     """Inner steps between two sends of the same fragment (H)."""
@@ -57,13 +57,13 @@ class Sync:
         return self.delay if isinstance(self.delay, tuple) else (self.delay,)
 
     def delay_of(self, worker: int, workers: int) -> int:
-        """This worker's delay in inner steps."""
+        """Return this worker's delay in inner steps."""
         if len(self.delays) not in (1, workers):
             raise ConfigError(f"delay has {len(self.delays)} entries for {workers} workers: give one, or one each")
         return self.delays[worker % len(self.delays)]
 
     def trailing(self, workers: int) -> frozenset[int]:
-        """Workers that apply a round only after they have sent the next one of its fragment."""
+        """Return the workers that apply a round only after they have sent the next one of its fragment."""
         return frozenset(w for w in range(workers) if self.delay_of(w, workers) == self.period)
 
     @property
@@ -77,13 +77,13 @@ class Sync:
         return isinstance(self.merge, EagerMerge)
 
     def terms(self) -> dict[str, str]:
-        """What all workers must agree on, readable."""
+        """Return what all workers must agree on, as text."""
         return {field.name: str(getattr(self, field.name)) for field in fields(self)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """What data-parallel training exchanges instead: gradients, on every step, before the inner optimizer's."""
+    """Says that workers average gradients on every step, before the inner optimizer's step."""
 
     codec: Codec = Codec("fp32")
     """How a gradient travels."""
@@ -94,7 +94,7 @@ class Gradients:
         return 1
 
     def terms(self) -> dict[str, str]:
-        """What all workers must agree on, readable."""
+        """Return what all workers must agree on, as text."""
         return {"gradients": str(self.codec)}
 
 
@@ -123,7 +123,7 @@ def DiLoCo(  # noqa: N802 - presets read like the papers' names
     merge: Merge = Blend(0.0),
     outer: OuterOptimizer = Nesterov(0.7, 0.9),
 ) -> Sync:
-    """DiLoCo (arXiv 2311.08105): everything at once, every `period` inner steps, and everybody waits."""
+    """Return DiLoCo (arXiv 2311.08105): everything at once, every `period` inner steps, and everybody waits."""
     return Sync(period=period, fragments=fragments, delay=delay, codec=_codec(codec), merge=merge, outer=outer)
 
 
@@ -136,7 +136,7 @@ def Streaming(  # noqa: N802
     merge: Merge = Blend(0.5),
     outer: OuterOptimizer = Nesterov(0.4, 0.9),
 ) -> Sync:
-    """Streaming DiLoCo (arXiv 2501.18512): fragments in turn, in 4 bits, while training goes on."""
+    """Return Streaming DiLoCo (arXiv 2501.18512): fragments in turn, in 4 bits, while training goes on."""
     return Sync(period=period, fragments=fragments, delay=delay, codec=_codec(codec), merge=merge, outer=outer)
 
 
@@ -147,7 +147,7 @@ def Eager(  # noqa: N802
     codec: Codec | str = "e3m0",
     outer: OuterOptimizer = Nesterov(0.4, 0.9),
 ) -> Sync:
-    """Eager Updates (arXiv 2502.12996): the exchange hides behind a whole period; one's own delta is used at once."""
+    """Return Eager Updates (arXiv 2502.12996): exchanges hide behind a period; a worker uses its own delta at once."""
     return Sync(period=period, fragments=fragments, delay=period, codec=_codec(codec), merge=EagerMerge(), outer=outer)
 
 
@@ -158,10 +158,10 @@ def Delayed(  # noqa: N802
     codec: Codec | str = "e3m0",
     outer: OuterOptimizer = Nesterov(0.4, 0.9),
 ) -> Sync:
-    """The baseline that Eager beats: every round is applied one period late, and nothing makes up for it."""
+    """Return the baseline that Eager beats: every round is applied one period late."""
     return Sync(period=period, fragments=fragments, delay=period, codec=_codec(codec), merge=Blend(0.0), outer=outer)
 
 
 def DataParallel(*, codec: Codec | str = "fp32") -> Gradients:  # noqa: N802
-    """The baseline of all: gradients are averaged on every step, before the inner optimizer uses them."""
+    """Return the data-parallel baseline: gradients are averaged on every step, before the inner optimizer uses them."""
     return Gradients(codec=_codec(codec))

@@ -1,35 +1,34 @@
-"""One worker's rounds: opened on the link, applied to the replicas, saved while they are in flight."""
+"""Opens one worker's rounds on the link, applies them to the replicas, and saves them while they are in flight."""
 
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from atoll.core.allreduce import MOST_PARTS_EACH, MeanResidual, Reduction, sent_bytes
-from atoll.core.codec import Codec
-from atoll.core.flat import CPU, Window
-from atoll.core.guard import SMALLEST, Size
-from atoll.errors import LinkError, NonFiniteError
-from atoll.link.base import Contribution, Link, Member, Offer, Pending, Round, RoundId
+from atoll.core.flat import CPU
+from atoll.core.guard import Size
+from atoll.errors import NonFiniteError
+from atoll.link.base import Contribution, Member, Offer, Pending, Round, RoundId
+from atoll.outer.exchange import Exchange
 from atoll.outer.fragment import EMPTY, FragmentReplica, copy_of
+from atoll.outer.offload import OnDevice
 from atoll.outer.stats import Applied, Counters, Observer, Products
 
 
 class Unsendable:
-    """An offer that could not be sent, saved before its worker had learned of it."""
+    """Stands for an offer that could not be sent, saved before its worker had learned of it."""
 
     payload = EMPTY
 
     def settled(self) -> None:
-        """There is nothing to send."""
+        """Return None: there is nothing to send."""
 
 
 @dataclass(slots=True)
 class Flight:
-    """A round of this worker, from its delta until every worker has applied it."""
+    """Follows one round of this worker, from its delta until every worker has applied it."""
 
     offer: Offer | None = None
     """What the worker sends; None if it is absent or rolled back, and takes the result all the same."""
@@ -74,118 +73,6 @@ class Flight:
         return cls(offer, undo=copy_of(state["restore"], device), **kept)
 
 
-class Exchange:
-    """Opens rounds of vectors on a link, waits for them, checks them and counts what passes."""
-
-    def __init__(
-        self,
-        link: Link,
-        codec: Codec,
-        weight: float,
-        windows: Sequence[Window],
-        *,
-        trailing: Collection[int] = (),
-        outlier_ratio: float | None = None,
-    ) -> None:
-        self.link = link
-        self.codec = codec
-        self.member = Member(link.worker, weight, 0, 0)
-        """This worker, as every one of its contributions names it."""
-        self.windows = windows
-        self.counters = Counters()
-        self.mean_residuals = [MeanResidual() for _ in windows] if codec.feedback else []
-        """By fragment, what this worker's part in reducing means has lost; empty without error feedback."""
-        self._trailing = trailing  # workers that apply a round only after they have sent the next: one anchor behind
-        self.outlier_ratio = outlier_ratio
-        """How many times larger than expected a delta is left out of a round; None: never."""
-
-    def seed(self, round_id: RoundId) -> int:
-        """Return the seed of this worker's payload in a round: the same when a run is repeated."""
-        return self._seeds(round_id) + self.link.worker
-
-    def _seeds(self, round_id: RoundId) -> int:
-        return (round_id.step * len(self.windows) + round_id.fragment) * self.link.workers
-
-    def share(self, step: int) -> float:
-        """Return this worker's part, 0 to 1, of a mean over all who are present at this step."""
-        return self.member.weight / sum(self.link.weights(step).values())
-
-    def open(self, round_id: RoundId, offer: Offer | None) -> Pending:
-        """Start a round with what this worker offers, and count it."""
-        if offer is not None:
-            self._count_sent(round_id, 1)
-        return self.reopen(round_id, offer)
-
-    def reopen(self, round_id: RoundId, offer: Offer | None) -> Pending:
-        """Start a round that was in flight when a run was saved: it has been counted."""
-        window = self.windows[round_id.fragment]
-        # A seed for each part, higher than any payload's, so that no two things round alike; not higher still, for
-        # torch's generator takes the low 32 bits.
-        seed = 2**31 + MOST_PARTS_EACH * self._seeds(round_id)
-        residual = self.mean_residuals[round_id.fragment] if self.mean_residuals else None
-        ratio = self.ratio_of(round_id.fragment)
-        reduction = Reduction(
-            self.codec, window.numel, window.dtype, seed, window.device, tuple(round_id), residual, ratio
-        )
-        return self.link.open(round_id, offer, reduction)
-
-    def take_back(self, round_id: RoundId) -> None:
-        """Count a round as one without this worker: its offer could not be sent."""
-        self._count_sent(round_id, -1)
-        self.counters.rounds_left_out += 1
-
-    def _count_sent(self, round_id: RoundId, rounds: int) -> None:
-        self.counters.rounds_sent += rounds
-        self.counters.bytes_sent += rounds * self.codec.payload_bytes(self.windows[round_id.fragment].numel)
-
-    def ratio_of(self, fragment: int) -> float | None:
-        """Return the outlier ratio for deltas of this fragment, a larger one if it is small; None: not judged."""
-        ratio, small = self.outlier_ratio, self.windows[fragment].numel < SMALLEST
-        return ratio**3 if ratio is not None and small else ratio
-
-    def collect(self, pending: Pending) -> Round:
-        """Wait for a round; LinkError if payloads do not fit or the members no longer share one anchor."""
-        began = time.perf_counter()
-        completed = pending.wait()
-        waited_s = time.perf_counter() - began
-        self.counters.wait_s += waited_s
-        if completed.passage is not None:
-            passage = replace(completed.passage, waited_s=waited_s)
-            self.counters.hidden_s += passage.hidden_s
-            self.counters.wire_sent += passage.sent
-            self.counters.wire_received += passage.received
-            completed = replace(completed, passage=passage)
-        payload_bytes = self.codec.payload_bytes(self.windows[completed.round_id.fragment].numel)
-        self._check(completed, payload_bytes)
-        self.counters.bytes_received += self._received(completed, payload_bytes)
-        self.counters.rounds_applied += bool(completed.members)
-        return completed
-
-    def _received(self, completed: Round, payload_bytes: int) -> int:
-        if completed.reduced is None:
-            return payload_bytes * sum(m.worker != self.link.worker for m in completed.members)
-        members = self.link.weights(completed.round_id.step)
-        return sent_bytes(payload_bytes, len(members)) if self.link.worker in members else payload_bytes
-
-    def is_complete(self, completed: Round) -> bool:
-        """Return whether the payloads of all who were present have arrived: the same answer on every worker."""
-        return {member.worker for member in completed.members} == self.link.weights(completed.round_id.step).keys()
-
-    def _check(self, completed: Round, payload_bytes: int) -> None:
-        for member, payload in zip(completed.members, completed.payloads, strict=bool(completed.payloads)):
-            if payload.numel() != payload_bytes:
-                sent = f"worker {member.worker} sent {payload.numel()} bytes where {payload_bytes} were due"
-                raise LinkError(f"{completed.round_id}: {sent}")
-        leaders: dict[bool, Member] = {}
-        for member in completed.members:
-            leader = leaders.setdefault(member.worker in self._trailing, member)
-            if (member.anchor_version, member.anchor_fingerprint) != (leader.anchor_version, leader.anchor_fingerprint):
-                who = f"{completed.round_id}: workers {leader.worker} and {member.worker} have different anchors"
-                if member.anchor_version == leader.anchor_version == 0:
-                    raise LinkError(f"{who}: they started differently; load the same parameters on each")
-                raise LinkError(f"{who}: they have diverged by round {member.anchor_version}")
-
-
 class Rounds:
     """Sends and applies one worker's rounds of all fragments; an observer is told of each that is applied."""
 
@@ -195,11 +82,14 @@ class Rounds:
         replicas: Sequence[FragmentReplica],
         observer: Observer | None,
         *,
+        offload: OnDevice,
         leave_out_nonfinite: bool,
         longest_delay: int,
     ) -> None:
         self.exchange = exchange
         self.replicas = replicas
+        self.offload = offload
+        """Where the replicas' vectors are kept."""
         self._observer = observer
         self.leave_out_nonfinite = leave_out_nonfinite
         """Whether a delta that is not finite is left out of its round instead of raising NonFiniteError."""
@@ -389,10 +279,14 @@ class Rounds:
 
     # ------------------------------------------------------------------ start anew, resume
 
-    def forsake(self) -> None:
-        """Note that this worker has started anew: what it had sent is no longer in its live parameters."""
+    def start_anew(self) -> None:
+        """Join, come back or be rolled back: take the anchor, and nothing of the worker's own."""
+        self.offload.bring_home()
+        for replica in self.replicas:
+            replica.forget()
+        self.offload.use_again()
         for flight in self._flights.values():
-            flight.forgotten = True
+            flight.forgotten = True  # what it had sent is no longer in the live parameters
 
     def drop(self, step: int) -> None:
         """Forget rounds that every worker has applied at this step."""

@@ -1,4 +1,4 @@
-"""What a round looked like once it was applied: who took part, how far their mean went, how alike they were."""
+"""Counts what one worker's loop does, and describes applied rounds: members, norm and cosine of their deltas."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from atoll.link.base import Passage, Round, RoundId
 
 @dataclass(slots=True)
 class Counters:
-    """What one worker's outer loop has done so far."""
+    """Counts what one worker's outer loop has done so far."""
 
     rounds_sent: int = 0
     """Rounds that this worker gave something to; with kernels, one that could not be sent is taken back later."""
@@ -51,7 +51,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Applied:
-    """One applied round. Of a GPU, whoever asks for norm, cosine or sums waits until it has got that far."""
+    """Describes one applied round. On a GPU, norm, cosine and sums wait until the device has computed them."""
 
     round_id: RoundId
     step: int
@@ -67,7 +67,7 @@ class Applied:
 
     @property
     def sums(self) -> tuple[float, ...]:
-        """What norm and cosine are made of (`sizes`): where ranks hold parts of a vector, those of the parts add up."""
+        """The squared norm of the mean, then the deltas' inner products in rows; those of ranks' parts add up."""
         return self.counted.values if self.counted else (0.0,)
 
     @property
@@ -112,7 +112,7 @@ class Products:
         self._sums = [torch.cat([square, inner.to(square.device).flatten()])]
 
     def applied(self, completed: Round, step: int) -> Applied:
-        """What the round that was summed up looked like."""
+        """Return the description of the round that was summed up."""
         sums = torch.zeros(1 + len(completed.payloads) ** 2, dtype=torch.float64, device="cpu")
         if self._sums:
             sums = torch.stack(self._sums).sum(0)
@@ -121,13 +121,13 @@ class Products:
 
 
 def mean_square(inner: Tensor, weights: Sequence[float]) -> Tensor:
-    """The square of a mean by weight, [], from the inner products [n, n] of what it is the mean of."""
+    """Return the squared norm of a weighted mean, [], from the inner products [n, n] of its terms."""
     shares = torch.tensor(shares_of(weights), dtype=inner.dtype, device="cpu").to(inner.device, non_blocking=True)
     return (shares @ inner @ shares).clamp(min=0)  # where they cancel, rounding may take it below
 
 
 def sizes(sums: Sequence[float]) -> tuple[float, float | None]:
-    """Norm and cosine of a round from the square of its mean, and the inner products of the members' deltas in rows."""
+    """Return norm and mean cosine of a round from `Applied.sums`."""
     square, *products = sums
     members = math.isqrt(len(products))
     if members < 2:

@@ -1,4 +1,4 @@
-"""Notices what happens to a model outside the outer loop: loads, undone merges, and which optimizers step it.
+"""Notices what happens to a model outside the outer loop: loads, and optimizers that undo merges.
 
 An optimizer undoes merges if it steps on a copy of the parameters and writes that back: fp32 masters beside bf16
 parameters are such a copy (Apex O2, DeepSpeed, Megatron, CPU offload of an optimizer). After a merge the parameters are
@@ -13,12 +13,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from atoll._util.device_values import DeviceValues
 from atoll.core.flat import Window, checksum
 from atoll.core.schedule import Schedule
-from atoll.errors import AtollError, NonFiniteError
+from atoll.errors import AtollError
 from atoll.link.base import Link
 from atoll.outer.agreement import frozen_terms
 
@@ -44,18 +43,13 @@ class ModelWatch:
         schedule: Schedule | None,
         *,
         eager: bool,
-        on_roll_back: Callable[[], object] | None,
     ) -> None:
         self.loads = Loads(model)
-        self.optimizers = InnerOptimizers(model)
         self._merges = None if schedule is None else MergeWatch(windows, schedule, eager=eager)
-        self._on_roll_back = on_roll_back
         self._model = model
         self._base = frozen_terms(model)  # at the start: a worker's running average of its parameters is its own
         self.merged = False
         """Whether the last operation wrote into the model's parameters."""
-        self.in_a_row = 0
-        """Roll-backs since the last delta that could be sent."""
 
     @property
     def lent(self) -> bool:
@@ -68,7 +62,7 @@ class ModelWatch:
 
     @property
     def base(self) -> dict[str, str]:
-        """What all must agree on of the frozen parameters: as they were when the loop was made, or loaded since."""
+        """The frozen parameters' terms, as they were when the loop was made, or loaded since."""
         if self.loads.frozen:
             self.base = frozen_terms(self._model)
         return self._base
@@ -102,24 +96,9 @@ class ModelWatch:
         assert self._merges is not None
         self._merges.merged(step)
 
-    def rolled_back(self) -> None:
-        """Call what the user wants to be called after a roll-back."""
-        if self._on_roll_back is not None:
-            self._on_roll_back()
-
-    def count_nonfinite(self, where: str) -> None:
-        """Count a roll-back for a delta that was not finite; NonFiniteError if nothing can end a row of them."""
-        self.in_a_row += 1
-        if self.in_a_row > 1 and self._on_roll_back is None and not self.optimizers.found:
-            raise NonFiniteError(
-                f"{where}: rolled back {self.in_a_row} times in a row, for no delta was finite. Its inner optimizer "
-                "probably keeps NaN in its state: reset it after a roll-back, "
-                "OuterLoop(..., leave_out_nonfinite=True, on_roll_back=inner.state.clear)"
-            )
-
 
 class Loads:
-    """What `load_state_dict` has changed of a model's trained parameters since the last `check`.
+    """Notices trained parameters that `load_state_dict` has changed since the last `check`.
 
     The anchor was taken before: all that was loaded would be sent as if it had been trained.
     """
@@ -207,7 +186,7 @@ class MergeWatch:
         self._in_a_row = 0
 
     def stepped(self) -> None:
-        """An inner step was made: compare with what was kept before it."""
+        """Compare the parameters after an inner step with what was kept before it."""
         expected, self._expected = self._expected, {}
         for fragment, now in self._samples(expected).items():
             length = _square(now - expected[fragment])
@@ -233,7 +212,7 @@ class MergeWatch:
         return bool(merging)
 
     def merged(self, step: int) -> None:
-        """The merge after this step was made, if there was one."""
+        """Keep what a merge after this step has written, if there was one."""
         before, self._before = self._before, {}
         if before:
             self._merged = {fragment: (before[fragment], after) for fragment, after in self._samples(before).items()}
@@ -263,7 +242,7 @@ class MergeWatch:
 
 
 def _is_undone(moved: float, inner: float, *products: float) -> bool:
-    """Whether a merge that moved so much was undone, unless the inner step was just a large one down the gradient.
+    """Return whether a merge was undone, unless the inner step was just a large one down the gradient.
 
     `inner` is the largest inner step; both squared. The products are those of the way from before the merge, the way
     from after it, and the gradient, in rows.
@@ -278,43 +257,3 @@ def _is_undone(moved: float, inner: float, *products: float) -> bool:
 
 def _square(difference: Tensor) -> Tensor:
     return difference.square().sum()
-
-
-class InnerOptimizers:
-    """Notes which torch optimizers step the parameters of a model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._found: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        me = weakref.ref(self)  # torch keeps the hook for ever, unless it is removed
-
-        def notice(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if (watching := me()) is not None:
-                watching._notice(optimizer)
-
-        weakref.finalize(self, register_optimizer_step_post_hook(notice).remove)
-
-    @property
-    def found(self) -> bool:
-        """Whether a torch optimizer has stepped the model."""
-        return bool(self._found)
-
-    def _notice(self, optimizer: Optimizer) -> None:
-        if optimizer in self._found or optimizer in self._others:
-            return
-        model = self._model()
-        ours = set() if model is None else {id(p) for p in model.parameters()}
-        trains = any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
-        (self._found if trains else self._others).add(optimizer)
-
-    def reset(self) -> None:
-        """Let every optimizer found forget what it remembers of the parameters, as before its first step."""
-        model = self._model()
-        for optimizer in self._found:
-            for parameter in () if model is None else model.parameters():
-                if isinstance(optimizer, torch.optim.Adagrad):  # makes its state once, when it is made
-                    for value in optimizer.state[parameter].values():
-                        value.zero_()
-                else:
-                    optimizer.state.pop(parameter, None)
