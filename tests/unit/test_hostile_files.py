@@ -261,7 +261,7 @@ def test_a_device_among_the_files_of_a_cache_is_no_file(tmp_path: Path) -> None:
     cache.seal(tmp_path, {})
     (tmp_path / "train.bin").unlink()
     device(tmp_path / "train.bin")
-    with pytest.raises(DataError, match="is no plain file; delete the folder"):
+    with pytest.raises(DataError, match="is not a plain file; delete the folder"):
         cache.check(tmp_path, cache.no_progress)
 
 

@@ -272,7 +272,7 @@ def test_one_process_and_processes_of_their_own_are_not_mixed_in_one_folder(make
     folder = Path(config.out) / config.name
     (folder / "worker-1").mkdir(parents=True)
     (folder / "worker-1" / "run.toml").write_text("")
-    with pytest.raises(ConfigError, match=r"run whose workers have processes of their own \(worker-1\): continue it"):
+    with pytest.raises(ConfigError, match=r"run whose workers have separate processes \(worker-1\): continue it"):
         train(config)
     (folder / "worker-1" / "run.toml").rename(folder / "run.toml")
     with pytest.raises(ConfigError, match="holds a run whose workers are all in one process, and this is one of"):

@@ -67,7 +67,7 @@ class RunFolder:
             )
         if self.path == self._run and (workers := worker_folders(self.path)):
             raise ConfigError(
-                f"{self.path} holds a run whose workers have processes of their own ({workers[0].name}): continue it "
+                f"{self.path} holds a run whose workers have separate processes ({workers[0].name}): continue it "
                 "with --worker K --resume or `atoll launch`, choose another name, or delete it"
             )
 

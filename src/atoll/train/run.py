@@ -42,7 +42,7 @@ class _Process:
     """Its place among the processes of the run; None if it is the only one."""
     control: ControlPlane
     links: Sequence[Link]
-    """Of its workers, in worker order."""
+    """The links of its workers, in worker order."""
     interrupts: Interrupts
     cleanup: ExitStack
     """Closed when the run ends, also by an error."""
@@ -127,7 +127,7 @@ def _already_finished(folder: RunFolder, ranks: WorkerRanks) -> Path:
 def _connect(
     config: RunConfig, seat: Seat | None, folder: RunFolder, ranks: WorkerRanks, cleanup: ExitStack
 ) -> _Process:
-    """Make the links of this process's workers; nobody is waited for yet."""
+    """Make the links of this process's workers; they wait for no other worker yet."""
     device_of(config)  # refuses a device before the work of reading text
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -309,7 +309,7 @@ def _print(config: RunConfig, line: str | None) -> None:
 
 
 def _train(process: _Process, trainer: Trainer, data: TokenData, log: Jsonl | None) -> None:
-    """Make all steps, with evaluations and checkpoints, and export the model; Stopped if told to stop before."""
+    """Make all steps, with evaluations and checkpoints, and export the model; raise Stopped after a signal."""
     folder, settings = process.folder, trainer.config.train
     assert settings.eval_every is not None and settings.save_every is not None  # resolved
     stop = CoordinatedStop(process.interrupts, process.control, lambda: trainer.steps)

@@ -138,7 +138,7 @@ def check(folder: Path, on_progress: OnProgress) -> dict[str, Any]:
             if (length := path.stat().st_size) != file["bytes"]:
                 raise DataError(f"{path} is torn: it has {length} bytes of {file['bytes']}; {remedy}")
             if not path.is_file():  # a device, for example, has length 0 and never ends
-                raise DataError(f"{path} is no plain file; {remedy}")
+                raise DataError(f"{path} is not a plain file; {remedy}")
             checksum = 0
             for part in _parts(path):
                 checksum, done = zlib.crc32(part, checksum), done + len(part)

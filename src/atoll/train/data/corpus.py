@@ -1,7 +1,7 @@
 """Reads documents from sources of text, one str each, as a stream.
 
 A source is "stdlib" (the source of Python's standard library), a file, a folder, a glob, or "hf:NAME[:CONFIG]" (the
-train split of a Hugging Face dataset, or of a local dataset folder). What a file holds is told by its ending:
+train split of a Hugging Face dataset, or of a local dataset folder). The ending of a file says what it holds:
 
     .jsonl .ndjson .json   one JSON object a line, whose `field` is the document
     .parquet               one row a document, in the column `field`

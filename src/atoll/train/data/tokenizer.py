@@ -156,7 +156,7 @@ def open_tokenizer(folder_or_file: Path) -> Tokenizer:
     try:
         inner = library.Tokenizer.from_str(text)
     except Exception as error:  # the package raises nothing more exact
-        raise DataError(f"{path} is no tokenizer.json of the package tokenizers: {error}") from error
+        raise DataError(f"{path} is not a tokenizer.json of the package tokenizers: {error}") from error
     separators = [inner.token_to_id(token) for token in SEPARATORS if inner.token_to_id(token) is not None]
     if not separators:
         known = " ".join(SEPARATORS)

@@ -222,13 +222,13 @@ def _config_problem(where: str, local: bool, error: Exception) -> str:
         return f"{where}: the model comes with code, which is never run: use one that transformers knows"
     if local:
         return f"{Path(where) / 'config.json'} describes no model that transformers knows: {_one_line(error)}"
-    return f"model.hf: {where!r} is no folder here, and the Hugging Face hub did not give it: {_one_line(error)}"
+    return f"model.hf: {where!r} is not a folder here, and the Hugging Face hub did not provide it: {_one_line(error)}"
 
 
 def _model_problem(where: str, config: Any, error: Exception) -> str:
     """Return why a model could not be made from a config, in one line."""
     if "Unrecognized configuration class" in str(error):
-        return f"{where}: a {config.model_type} model is no causal language model, one that predicts the next token"
+        return f"{where}: a {config.model_type} model is not a causal language model, which predicts the next token"
     return f"{where}: transformers cannot make the model: {_one_line(error)}"
 
 
@@ -282,7 +282,7 @@ def _check_causal(model: HubModel, where: str) -> None:
         raise ConfigError(f"{where}: it cannot be run on tokens alone: {_one_line(error)}") from error
     if (one - other).abs().max() > 1e-4 * one.abs().max():  # experts sort tokens, which changes rounding
         kind = type(model.module).__name__
-        raise ConfigError(f"{where}: {kind} is no causal language model: it sees the tokens it is to predict")
+        raise ConfigError(f"{where}: {kind} is not a causal language model: it sees the tokens it is to predict")
 
 
 def _one_line(error: BaseException) -> str:

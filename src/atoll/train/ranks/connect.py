@@ -36,7 +36,7 @@ def find_seat(config: RunConfig, worker: int | None, environment: Mapping[str, s
     if worker is not None:
         if config.link.address is None:
             raise ConfigError(
-                "link.address: is left out, but a worker in a process of its own needs the address of worker 0: give "
+                "link.address: is left out, but a worker in a separate process needs the address of worker 0: give "
                 "it with --address HOST:PORT, or in the run file"
             )
         if config.sync.method == "none":
@@ -48,7 +48,7 @@ def find_seat(config: RunConfig, worker: int | None, environment: Mapping[str, s
         if ranks % workers:
             raise ConfigError(
                 f"sync.workers: {workers} do not divide the {ranks} processes that torchrun has started; "
-                "start a multiple of them, or give each worker a torchrun of its own, with --worker"
+                "start a multiple of them, or start each worker with a separate torchrun and --worker"
             )
         each = ranks // workers
         return Seat(rank // each, workers, rank % each, each)

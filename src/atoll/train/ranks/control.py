@@ -142,9 +142,9 @@ class ControlPlane:
         peers = self._link.seat.peers()
         # Not past the deadline of workers that wait in a round: they must hear why this one leaves.
         within_s = min(STOP_WAIT_S, self._link.deadline_s / 2)
-        told = self._link.meeting().heard_by("stop", peers, within_s)
-        together = len(told) == len(peers)
-        return max(told.values()) if together else step, together
+        steps = self._link.meeting().heard_by("stop", peers, within_s)
+        together = len(steps) == len(peers)
+        return max(steps.values()) if together else step, together
 
 
 def _compare(link: DistLink, key: str, mine: Mapping[str, str], free: Collection[str]) -> None:
@@ -158,8 +158,8 @@ def _compare(link: DistLink, key: str, mine: Mapping[str, str], free: Collection
         if any(theirs.get(name) != mine[name] for name in free):
             different_text.add(seat.worker)
     if different_text:
-        who = f"worker{'s' if len(different_text) > 1 else ''} {', '.join(map(str, sorted(different_text)))}"
-        print(f"note: {who} and this one (worker {link.worker}) have different text", file=sys.stderr)
+        others = f"worker{'s' if len(different_text) > 1 else ''} {', '.join(map(str, sorted(different_text)))}"
+        print(f"note: {others} and this one (worker {link.worker}) have different text", file=sys.stderr)
 
 
 class Stopped(SystemExit):
