@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from atoll import Lockstep, config
+from atoll import Lockstep
 from atoll.core.flat import local_part
 from atoll.errors import AtollError, LinkError
 from atoll.link.net.link import DistLink
+from atoll.settings import config
 from atoll.train.ranks import control, fsdp
 from atoll.train.run import train
 from atoll.train.trainer import Trainer
