@@ -31,7 +31,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from atoll.errors import DataError
-from atoll.train.data.cache import check, seal, silent
+from atoll.train.data.cache import check, no_progress, seal
 from atoll.train.data.tokenizer import Ids, Tokenizer, dtype_of, open_tokenizer, train_bpe
 
 VOCABULARY = 32_000
@@ -324,7 +324,7 @@ def unpack(parts: Path, target: Path) -> None:
     with ProcessPoolExecutor() as pool:
         list(pool.map(partial(place, target), sorted(parts.rglob("*.bz2"))))
     try:
-        check(target, silent)
+        check(target, no_progress)
         print(f"{target} is complete")
     except DataError:
         print(f"{target} is not complete")

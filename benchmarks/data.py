@@ -13,6 +13,7 @@ import time
 import torch
 
 from atoll.settings.model_presets import preset
+from atoll.settings.sections import DataSection
 from atoll.train.data.batches import Batches
 from atoll.train.data.tokens import prepare
 from atoll.train.model.decoder import Decoder
@@ -27,7 +28,7 @@ def main() -> None:
     steps: int = parser.parse_args().steps
     with tempfile.TemporaryDirectory() as cache:
         start = time.perf_counter()
-        data = prepare("stdlib", cache=cache)
+        data = prepare(DataSection(source="stdlib", cache=cache))
         built = time.perf_counter() - start
         tokens = len(data.train[0]) + len(data.held_out)
         print(f"build:    {tokens / 1e6:8.1f} million tokens of {data.documents} documents in {built:.2f} s")

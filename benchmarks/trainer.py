@@ -48,7 +48,7 @@ def main() -> None:
         batches = Batches(data.train, workers=1, batch=arguments.batch, sequence=sequence, seed=0)
         checks = held_out(data.held_out, sequence=sequence, tokens=1024, batch=8)
         trainer = Trainer(settings, model, batches, checks)
-        trainer.account.sink = Jsonl(Path(folder) / "metrics.jsonl")
+        trainer.reporter.sink = Jsonl(Path(folder) / "metrics.jsonl")
 
         bare = Decoder(preset(arguments.preset), generator=torch.Generator().manual_seed(0))
         optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-3, betas=(0.9, 0.99), fused=True)

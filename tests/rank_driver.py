@@ -19,8 +19,7 @@ from atoll.core.flat import local_part
 from atoll.errors import AtollError, LinkError
 from atoll.link.net.link import NetLink
 from atoll.settings import config
-from atoll.train.ranks import fsdp as shards
-from atoll.train.ranks import site
+from atoll.train.ranks import control, fsdp
 from atoll.train.run import train
 from atoll.train.trainer import Trainer
 
@@ -49,7 +48,7 @@ def stop(patch: pytest.MonkeyPatch) -> None:
 
     def step(self: Trainer) -> None:
         original(self)
-        if self.steps == 5 and self.team.rank == 1:
+        if self.steps == 5 and self.ranks.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
     patch.setattr(Trainer, "step", step)
@@ -72,7 +71,7 @@ def unlink(patch: pytest.MonkeyPatch) -> None:
 
 def disagree(patch: pytest.MonkeyPatch) -> None:
     """The second process of worker 0 fails where all compare their texts."""
-    original = site._compare
+    original = control._compare
 
     def compare(link: NetLink, key: str, *terms: Any, **options: Any) -> Any:
         said = original(link, key, *terms, **options)
@@ -80,21 +79,21 @@ def disagree(patch: pytest.MonkeyPatch) -> None:
             raise LinkError("a page is missing")
         return said
 
-    patch.setattr(site, "_compare", compare)
+    patch.setattr(control, "_compare", compare)
 
 
 def spoil(patch: pytest.MonkeyPatch) -> None:
     """The gradient of one value, of the last process's part, becomes infinite at the 6th step."""
-    original = shards.alike
+    original = fsdp.share_nonfinite
     calls: list[None] = []
 
-    def alike(model: Any) -> None:
+    def share_nonfinite(model: Any) -> None:
         calls.append(None)
         if RANK == 3 and len(calls) == 6:
             local_part(next(model.parameters()).grad)[0, 0] = math.inf
         original(model)
 
-    patch.setattr(shards, "alike", alike)
+    patch.setattr(fsdp, "share_nonfinite", share_nonfinite)
 
 
 def blot(patch: pytest.MonkeyPatch) -> None:

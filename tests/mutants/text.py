@@ -7,25 +7,25 @@ MUTANTS = [
     Mutant(
         "tokens of another vocabulary are taken",
         "train/data/tokens.py",
-        "if vocabulary not in (None, has):",
-        "if vocabulary == 0:",
+        "if settings.vocabulary not in (None, vocabulary):",
+        "if settings.vocabulary == 0:",
     ),
     Mutant(
         "a limit is passed over where tokens are there",
         "train/data/tokens.py",
-        "if limit is not None:\n        raise",
-        "if limit == 0:\n        raise",
+        "if settings.limit is not None:\n        raise",
+        "if settings.limit == 0:\n        raise",
     ),
     Mutant(
         "a folder of tokens is looked through for text",
         "train/data/tokens.py",
-        "    if _ready(source) is not None:\n        return\n",
-        "",
+        "    if _ready(settings) is None:\n",
+        "    if True:\n",
     ),
     Mutant(
         "a folder of tokens in a list is taken for text",
         "train/data/tokens.py",
-        "if len(source) != 1:",
-        "if len(source) != 2:",
+        "if len(sources) != 1:",
+        "if len(sources) != 2:",
     ),
 ]

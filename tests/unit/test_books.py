@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from atoll.settings.sections import DataSection
 from atoll.train.data.tokens import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,7 +114,7 @@ def test_tokens_that_travelled_are_those_that_were_packed(
     books.read([shelf], text)
     counted = books.tokens(text, 300, 10**9)
     assert counted["vocabulary"] == 300
-    data = prepare(str(text / "tokens"), cache=tmp_path)
+    data = prepare(DataSection(source=str(text / "tokens"), cache=str(tmp_path)))
     whole = [data.tokenizer.encode(book).tolist() for book in books.texts(text / "books.jsonl")]
     assert data.train[0].tokens.tolist() == [i for ids in whole for i in (*ids, data.tokenizer.separator)]
     books.pack(text)

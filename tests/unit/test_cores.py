@@ -8,7 +8,7 @@ import torch
 from atoll.link.net.seat import Seat
 from atoll.settings.config import RunConfig, parse
 from atoll.train.ranks import cpu_threads as cores
-from atoll.train.ranks.worker_ranks import Team
+from atoll.train.ranks.control import ControlPlane
 
 
 class Gathering:
@@ -17,7 +17,7 @@ class Gathering:
     def __init__(self, *machines: str) -> None:
         self._machines = machines
 
-    def gather(self, key: str, mine: dict[str, Any]) -> dict[Seat, Any]:
+    def gather(self, key: str, mine: dict[str, Any], within_s: float | None) -> dict[Seat, Any]:
         said = [mine, *({"machine": name, "processes": 1} for name in self._machines)]
         return {Seat(worker, len(said)): each for worker, each in enumerate(said)}
 
@@ -32,11 +32,11 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def share(link: Any, config: RunConfig | None = None, **environment: str) -> str | None:
-    return cores.share_cores(link, config or parse({}), Team(), environment)
+    return cores.share_cores(ControlPlane(link=link), config or parse({}), environment)
 
 
 def test_workers_on_one_machine_divide_its_cores_and_say_so(threads: list[int]) -> None:
-    here = cores.machine()
+    here = cores.machine_id()
     said = share(Gathering(here, "elsewhere"))
     assert threads == [4]
     assert said is not None
@@ -47,7 +47,7 @@ def test_workers_on_one_machine_divide_its_cores_and_say_so(threads: list[int]) 
 
 
 def test_what_the_user_has_set_stays_and_a_machine_of_ones_own_is_not_divided(threads: list[int]) -> None:
-    here = cores.machine()
+    here = cores.machine_id()
     assert share(Gathering(here), OMP_NUM_THREADS="8") is None
     assert share(Gathering(here), parse({"threads": 8})) is None
     assert share(Gathering("elsewhere")) is None

@@ -35,9 +35,9 @@ from atoll.settings.model_presets import preset
 from atoll.train.data.batches import Batches, held_out
 from atoll.train.model import head
 from atoll.train.model.decoder import Decoder
-from atoll.train.ranks.worker_ranks import Team
+from atoll.train.ranks.worker_ranks import WorkerRanks
 from atoll.train.step.backward import Backward
-from atoll.train.step.cuda_graph import Recorded
+from atoll.train.step.cuda_graph import GraphedPass
 from atoll.train.step.optimizer import InnerOptimizer
 from atoll.train.step.recipe import resolve
 from atoll.train.step.step_time import probe_step
@@ -371,8 +371,8 @@ def test_a_recording_leaves_the_gradients_of_what_it_recorded(accumulate: int) -
     settings = resolve(config.parse(run), parameters=shape.parameters, context=shape.context)
     decoder = Decoder(shape, generator=torch.Generator().manual_seed(0)).to("cuda")
     inner = InnerOptimizer(decoder, settings.train)
-    plain = Backward(Team().wrap(decoder), inner, settings)
-    played = Recorded(plain, list(decoder.parameters()))
+    plain = Backward(WorkerRanks().wrap(decoder), inner, settings)
+    played = GraphedPass(plain, list(decoder.parameters()))
     for step, length in enumerate([65, 65, 65, 33, 65]):
         if step == 4:  # from then on it is not played
             moved = decoder.get_parameter("blocks.0.qkv.weight")
@@ -395,8 +395,8 @@ def test_recordings_of_two_workers_do_not_disturb_each_other() -> None:
         context=shape.context,
     )
     models = [Decoder(shape, generator=torch.Generator().manual_seed(seed)).to("cuda") for seed in range(2)]
-    plain = [Backward(Team().wrap(one), InnerOptimizer(one, settings.train), settings) for one in models]
-    played = [Recorded(act, list(one.parameters())) for act, one in zip(plain, models, strict=True)]
+    plain = [Backward(WorkerRanks().wrap(one), InnerOptimizer(one, settings.train), settings) for one in models]
+    played = [GraphedPass(act, list(one.parameters())) for act, one in zip(plain, models, strict=True)]
     tokens = [torch.randint(256, (4, 65), device="cuda") for _ in models]
     wanted = []
     for act, one, batch in zip(plain, models, tokens, strict=True):
@@ -415,7 +415,8 @@ def test_recorded_or_launched_one_by_one_a_run_is_the_same(monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr("atoll.train.step.cuda_graph.LARGEST_FLOPS", 0)
         launched = trainer(compiled=True)
-    assert isinstance(played._backwards[0], Recorded) and isinstance(launched._backwards[0], Backward)
+    played_pass, launched_pass = (each._local[0].backward for each in (played, launched))
+    assert isinstance(played_pass, GraphedPass) and isinstance(launched_pass, Backward)
     assert final_loss(played) == pytest.approx(final_loss(launched), rel=AGREE)
     torch.compiler.reset()
 

@@ -28,7 +28,7 @@ from atoll.link.net import wire
 from atoll.link.net.link import NetLink
 from atoll.link.net.wire import OutgoingMessage, PeerConnections
 from atoll.outer.presets import Gradients
-from atoll.train.ranks import site
+from atoll.train.ranks import control
 from fleet import Ending, Fleet, Me, Worker
 from harness import PRESETS, Problem, Toy, bits, by_part, gradient, inner_step, preset, toy
 from sites import Sites, available
@@ -531,7 +531,7 @@ def finish_late(me: Me) -> None:
     link = joined(me)
     if me.worker == 1:
         time.sleep(me.join_s + 0.7)
-    site.meet(link, "finished")
+    control.ControlPlane(link=link).wait_for_all("finished")
     link.close()
 
 
@@ -542,9 +542,9 @@ def test_an_evaluation_at_the_end_may_take_longer_than_workers_may_take_to_come(
 
 def ask_for_others(me: Me) -> tuple[bool, float]:
     """Has everybody finished? Worker 0 has; returns the answer, and how long it took to hear from late others."""
-    pytest.MonkeyPatch().setattr(site, "_ANYBODY_S", 0.7)
+    pytest.MonkeyPatch().setattr(control, "FINISHED_WAIT_S", 0.7)
     link, began = me.link(), time.monotonic()
-    done = site.all_finished(link, me.worker == 0)
+    done = control.ControlPlane(link=link).all_finished(me.worker == 0)
     if not done:
         if me.worker == 1:
             time.sleep(1.2)

@@ -203,7 +203,7 @@ def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
 def test_what_is_no_export_is_not_deleted(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("mine")
     for folder in (tmp_path, tmp_path / "config.json"):
-        with pytest.raises(ConfigError, match=r"is there already and is no exported model: choose another folder"):
+        with pytest.raises(ConfigError, match=r"is not an exported model: choose another folder"):
             export(nano(), Bytes(), folder)
     assert (tmp_path / "config.json").read_text() == "mine" and names(tmp_path) == {"config.json"}
 

@@ -21,6 +21,7 @@ from atoll.runs.layout import ABOUT, METRICS, RUN
 from atoll.settings import config, study
 from atoll.settings.config import RunConfig
 from atoll.settings.model_presets import preset
+from atoll.settings.sections import DataSection
 from atoll.train.data import cache, corpus, tokens
 from atoll.train.data.corpus import MOST_ROW, documents
 from atoll.train.data.tokenizer import open_tokenizer
@@ -150,7 +151,7 @@ READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "tokenizer": (open_tokenizer, "tokenizer.json"),
     "metrics": (metrics, METRICS),
     "tail": (tail, METRICS),
-    "manifest of tokens": (lambda path: cache.check(path.parent, cache.silent), cache.MANIFEST),
+    "manifest of tokens": (lambda path: cache.check(path.parent, cache.no_progress), cache.MANIFEST),
     "exported model": (lambda path: load_export(path.parent), "config.json"),
     "rows": (lambda path: list(documents(str(path))), "rows.jsonl"),
     "parquet": (lambda path: list(documents(str(path))), "rows.parquet"),
@@ -260,16 +261,14 @@ def test_a_device_among_the_files_of_a_cache_is_no_file(tmp_path: Path) -> None:
     cache.seal(tmp_path, {})
     (tmp_path / "train.bin").unlink()
     device(tmp_path / "train.bin")
-    with pytest.raises(DataError, match="is no plain file; delete the folder"):
-        cache.check(tmp_path, cache.silent)
+    with pytest.raises(DataError, match="is not a plain file; delete the folder"):
+        cache.check(tmp_path, cache.no_progress)
 
 
 def test_the_tokenizer_of_a_run_is_refused_before_any_text_is_read(tmp_path: Path) -> None:
     zeros(tmp_path / "tokenizer.json")
     with bounded(), pytest.raises(DataError, match=r"tokenizer\.json cannot be read: it has more than 268 MB"):
-        tokens.check_there(
-            "stdlib", field="text", limit=None, tokenizer=str(tmp_path / "tokenizer.json"), vocabulary=None
-        )
+        tokens.check_there(DataSection(tokenizer=str(tmp_path / "tokenizer.json")))
 
 
 # ---- absurd sizes

@@ -363,7 +363,9 @@ def test_a_model_that_neither_a_folder_nor_the_hub_has(monkeypatch: pytest.Monke
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     for weights in (True, False):
         message = refused("nobody/nothing", weights=weights)
-        assert message.startswith("ConfigError: model.hf: 'nobody/nothing' is no folder here, and the Hugging Face hub")
+        assert message.startswith(
+            "ConfigError: model.hf: 'nobody/nothing' is not a folder here, and the Hugging Face hub"
+        )
 
 
 @pytest.mark.thorough_after(2)
@@ -374,7 +376,7 @@ def test_a_model_that_neither_a_folder_nor_the_hub_has(monkeypatch: pytest.Monke
         ("{", "is not a valid JSON file"),
         ("[1]", "Should have a `model_type` key"),
         ('{"model_type": "nonsense"}', "has model type `nonsense`"),
-        ('{"model_type": "t5"}', "a t5 model is no causal language model"),
+        ('{"model_type": "t5"}', "a t5 model is not a causal language model"),
         ('{"model_type": "bert", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}', "as below"),
         ('{"model_type": "llama", "hidden_size": "8"}', "Field 'hidden_size' expected int, got str"),
         ('{"model_type": "llama", "hidden_act": "nonsense", "vocab_size": 9}', "KeyError: 'nonsense'"),
@@ -386,7 +388,7 @@ def test_configs_of_no_causal_model(folder: Path, text: str, expected: str, weig
     if "bert" in text:  # loads without complaint and would learn to copy
         config = transformers.AutoConfig.from_pretrained(folder)
         transformers.BertLMHeadModel(config).save_pretrained(folder)
-        expected = "BertLMHeadModel is no causal language model: it sees the tokens it is to predict"
+        expected = "BertLMHeadModel is not a causal language model: it sees the tokens it is to predict"
     message = refused(folder, weights=weights)
     assert message.startswith("ConfigError: ") and str(folder) in message and expected in message
 
@@ -396,7 +398,7 @@ def test_code_that_comes_with_a_model_is_not_run(folder: Path, weights: bool) ->
     trap = folder / "trap"
     (folder / "code.py").write_text(f"open({str(trap)!r}, 'w')")
     change_config(folder, model_type="own", auto_map={"AutoConfig": "code.A", "AutoModelForCausalLM": "code.B"})
-    assert "the model brings code of its own, which is never run" in refused(folder, weights=weights)
+    assert "the model comes with code, which is never run" in refused(folder, weights=weights)
     assert not trap.exists()
 
 

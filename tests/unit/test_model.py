@@ -18,7 +18,7 @@ from amount import examples
 from atoll.core.fragments import Blocks, find_blocks, split
 from atoll.errors import ConfigError
 from atoll.settings.model_presets import PRESETS, ModelConfig, preset
-from atoll.train.model.decoder import Decoder, Loss, Turns, turns
+from atoll.train.model.decoder import Decoder, Loss, RotaryTables, rotary_tables
 
 NANO = ModelConfig(layers=2, width=24, heads=2, head_width=8, feedforward=40, vocabulary=50, context=16)
 
@@ -162,13 +162,13 @@ def test_logits_and_loss_are_those_of_plain_numpy(tied: bool, qk_norm: bool) -> 
     assert loss.total.item() == pytest.approx(cross_entropy + 0.01 * (log_total**2).mean(), abs=1e-11)
 
 
-def tables(time: int, dtype: torch.dtype = torch.float32) -> Turns:
-    return turns(time, 8, 10000.0, torch.device("cpu"), dtype)
+def tables(time: int, dtype: torch.dtype = torch.float32) -> RotaryTables:
+    return rotary_tables(time, 8, 10000.0, torch.device("cpu"), dtype)
 
 
 def test_attention_scores_depend_on_distance_alone() -> None:
     q, k = torch.randn(2, 1, 8, generator=seeded())
-    q, k = (tables(40).turned(x.expand(40, 1, 8)).squeeze(1) for x in (q, k))
+    q, k = (tables(40).rotate(x.expand(40, 1, 8)).squeeze(1) for x in (q, k))
     scores = q @ k.T
     for distance in range(-20, 21):
         diagonal = scores.diagonal(distance)
@@ -180,12 +180,12 @@ def test_positions_are_kept_in_fp32_whatever_the_model_is() -> None:
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         angles = tables(300, dtype)
         assert angles.cos.dtype == angles.sin.dtype == expected
-        assert angles.turned(torch.ones(300, 1, 8, dtype=dtype)).dtype == expected
+        assert angles.rotate(torch.ones(300, 1, 8, dtype=dtype)).dtype == expected
         assert angles.cos[257, 0].item() == pytest.approx(math.cos(257), abs=1e-6)
 
 
 def test_tables_made_in_inference_mode_can_be_trained_with() -> None:
-    turns.cache_clear()
+    rotary_tables.cache_clear()
     model, tokens = nano(), batch(2, 12)
     with torch.inference_mode():
         model(tokens)

@@ -10,6 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from atoll.settings.sections import DataSection
 from atoll.train.data.tokens import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +51,9 @@ def test_a_table_is_trained_on_a_folder_of_tokens(tmp_path: Path, monkeypatch: p
     source.write_text(
         "".join(json.dumps({"text": f"{i} " + " ".join(map(str, range(i, i + 200)))}) + "\n" for i in range(60))
     )
-    made = prepare(str(source), tokenizer="bpe", vocabulary=300, held_out=0.2, cache=tmp_path / "cache")
+    made = prepare(
+        DataSection(source=str(source), tokenizer="bpe", vocabulary=300, held_out=0.2, cache=str(tmp_path / "cache"))
+    )
     tokens = made.folder.rename(tmp_path / "books")
     script, rows = [sys.executable, str(ROOT / "benchmarks" / "papers.py")], ["data-parallel", "eager-30,lr=0.7,m=0.6"]
     shape = ["--tokens", "16384", "--preset", "tiny", "--sequence", "32", "--eval-tokens", "1024", "--parallel", "2"]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from atoll.settings import config
 from atoll.train.model.decoder import Decoder
-from atoll.train.step.cuda_graph import recorded_where_it_pays
+from atoll.train.step.cuda_graph import capture_small_passes
 
 
 @pytest.mark.parametrize(
@@ -28,13 +28,13 @@ def test_short_passes_are_recorded(workers: int, changes: tuple[str, ...], recor
     with torch.device("meta"):
         models = [Decoder(settings.shape(32_000)) for _ in range(workers)]
     acts = [no_pass] * workers
-    assert (recorded_where_it_pays(settings, models, acts) is not acts) == recorded
+    assert (capture_small_passes(settings, models, acts) is not acts) == recorded
 
 
 def test_a_model_of_another_kind_is_not_recorded() -> None:
     settings = config.parse({"device": "cuda", "compile": True, "train": {"batch": 1, "sequence": 8}})
     acts = [no_pass]
-    assert recorded_where_it_pays(settings, [torch.nn.Linear(2, 2)], acts) is acts
+    assert capture_small_passes(settings, [torch.nn.Linear(2, 2)], acts) is acts
 
 
 def no_pass(batch: Tensor) -> Tensor:

@@ -111,14 +111,14 @@ def test_interrupted_and_resumed_is_the_same_run(make: Any, method: str, monkeyp
 
 
 def test_what_fails_has_written_down_its_last_round(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from atoll.train.trainer import Trainer
+    from atoll.train.trainer import LocalWorker, Trainer
 
     original = Trainer._backward
 
-    def failing(self: Trainer, n: int) -> torch.Tensor:
+    def failing(self: Trainer, worker: LocalWorker) -> torch.Tensor:
         if self.steps == 8:
             raise LinkError("the cable was pulled")
-        return original(self, n)
+        return original(self, worker)
 
     monkeypatch.setattr(Trainer, "_backward", failing)
     seldom = {"train.log_every": 100, "train.eval_every": 100, "train.save_every": 100}
@@ -178,13 +178,13 @@ def test_all_methods_see_the_same_data_in_the_same_order(make: Any) -> None:
 def test_a_worker_whose_loss_is_not_finite_is_left_out_and_the_run_goes_on(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from atoll.train.trainer import Trainer
+    from atoll.train.trainer import LocalWorker, Trainer
 
     original = Trainer._backward
 
-    def spoilt(self: Trainer, worker: int) -> Any:
+    def spoilt(self: Trainer, worker: LocalWorker) -> Any:
         loss = original(self, worker)
-        return loss * float("nan") if worker == 1 and self.steps == 6 else loss
+        return loss * float("nan") if worker.number == 1 and self.steps == 6 else loss
 
     monkeypatch.setattr(Trainer, "_backward", spoilt)
     folder = train(make(**METHODS["diloco"]))
@@ -272,7 +272,7 @@ def test_one_process_and_processes_of_their_own_are_not_mixed_in_one_folder(make
     folder = Path(config.out) / config.name
     (folder / "worker-1").mkdir(parents=True)
     (folder / "worker-1" / "run.toml").write_text("")
-    with pytest.raises(ConfigError, match=r"run whose workers have processes of their own \(worker-1\): continue it"):
+    with pytest.raises(ConfigError, match=r"run whose workers have separate processes \(worker-1\): continue it"):
         train(config)
     (folder / "worker-1" / "run.toml").rename(folder / "run.toml")
     with pytest.raises(ConfigError, match="holds a run whose workers are all in one process, and this is one of"):

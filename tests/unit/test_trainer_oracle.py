@@ -20,7 +20,7 @@ from atoll.train.data.batches import Batches, held_out
 from atoll.train.model.decoder import Decoder
 from atoll.train.model.export import load_export
 from atoll.train.run import prepare, start, train
-from atoll.train.trainer import Trainer
+from atoll.train.trainer import LocalWorker, Trainer
 from oracle import trainer as oracle
 
 SEQUENCE = 16
@@ -180,9 +180,9 @@ def test_a_worker_that_was_rolled_back_starts_with_a_fresh_optimizer(
 ) -> None:
     original = Trainer._backward
 
-    def spoilt(self: Trainer, n: int) -> torch.Tensor:
-        entropy = original(self, n)
-        return entropy * float("nan") if (self.steps, n) == (6, 1) else entropy
+    def spoilt(self: Trainer, worker: LocalWorker) -> torch.Tensor:
+        entropy = original(self, worker)
+        return entropy * float("nan") if (self.steps, worker.number) == (6, 1) else entropy
 
     monkeypatch.setattr(Trainer, "_backward", spoilt)
     compared = run_both(tmp_path, corpus, {**DILOCO, "train": {"optimizer": optimizer}}, spoilt={(6, 1)})
@@ -196,10 +196,10 @@ def test_under_data_parallel_a_gradient_that_is_not_finite_is_left_out_of_the_me
 ) -> None:
     original = Trainer._backward
 
-    def spoilt(self: Trainer, n: int) -> torch.Tensor:
-        entropy = original(self, n)
-        if (self.steps, n) == (6, 1):
-            gradient = next(self.models[n].parameters()).grad
+    def spoilt(self: Trainer, worker: LocalWorker) -> torch.Tensor:
+        entropy = original(self, worker)
+        if (self.steps, worker.number) == (6, 1):
+            gradient = next(worker.model.parameters()).grad
             assert gradient is not None
             gradient[0] = float("inf")
         return entropy

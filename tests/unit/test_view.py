@@ -16,7 +16,7 @@ from rich.cells import cell_len
 import atoll.train.progress.summary
 from atoll.errors import ConfigError
 from atoll.runs.events import End, Eval, Event, Fault, Resumed, Round, Saved, Start, Step
-from atoll.train.progress.summary import Seen, mean_and_spread, sparkline
+from atoll.train.progress.summary import RunSummary, mean_and_spread, sparkline
 from atoll.train.progress.view import Board, preparing, view
 
 
@@ -167,8 +167,8 @@ def test_a_sparkline_is_high_where_the_values_are() -> None:
 # ---- how long it will take
 
 
-def seen(*events: Event) -> Seen:
-    state = Seen()
+def seen(*events: Event) -> RunSummary:
+    state = RunSummary()
     for event in events:
         state = state.after(event)
     return state

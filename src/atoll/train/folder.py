@@ -1,4 +1,4 @@
-"""The folder of one run, and all that keeps a resumed run the same run: its settings, its text, its checkpoints."""
+"""The folder of one run: its lock, run file, checkpoints and exports, and what a resumed run may change."""
 
 import json
 import platform
@@ -29,29 +29,29 @@ from atoll.train.trainer import Trainer
 
 LOCK = ".lock"
 FREE_TO_CHANGE = ("out", "name", "log.", "link.", "train.keep", "train.save_every", "sync.offload")
-"""Settings that a resumed run may have otherwise, for they change nothing that is computed."""
+"""Settings that a resumed run may change: they do not affect what is computed."""
 
 
-class Saved(NamedTuple):
-    """What a checkpoint of a run holds."""
+class RunCheckpoint(NamedTuple):
+    """Holds what a checkpoint of a run saves."""
 
     trainer: dict[str, Any]
-    """The state of the trainer."""
+    """The trainer's state dict."""
     metrics: int
-    """Length of the metrics file at that moment, bytes."""
+    """Length of the metrics file when it was saved, bytes."""
     config: str
-    """All settings, TOML."""
+    """The resolved settings, TOML."""
     tokens: str
-    """Which text and tokenizer: the name of the folder of its tokens."""
+    """Name of the folder of its tokens, which says which text and tokenizer."""
 
 
 class RunFolder:
-    """Where one run is kept; a worker with a process of its own has a folder in it, and so has each further rank."""
+    """Keeps one run; each worker in its own process has a folder inside, and so has each further rank."""
 
     def __init__(self, config: RunConfig, seat: Seat | None = None) -> None:
         self.path = Path(config.out).expanduser() / config.name
         self.of_many = seat is not None and seat.workers > 1
-        """Whether other processes have other workers of the run."""
+        """Whether other processes train other workers of the run."""
         self._run = self.path
         if seat is not None:
             self.path /= worker_folder(seat.worker)
@@ -59,7 +59,7 @@ class RunFolder:
                 self.path /= rank_folder(seat.rank)
 
     def refuse_mixture(self) -> None:
-        """Refuse a run in one process and one with processes of its own in the same folder: reports would mix them."""
+        """Refuse to put a run of one process and a run of several into the same folder."""
         if self.path != self._run and (self._run / RUN).exists():
             raise ConfigError(
                 f"{self._run} holds a run whose workers are all in one process, and this is one of several: "
@@ -67,18 +67,18 @@ class RunFolder:
             )
         if self.path == self._run and (workers := worker_folders(self.path)):
             raise ConfigError(
-                f"{self.path} holds a run whose workers have processes of their own ({workers[0].name}): continue it "
+                f"{self.path} holds a run whose workers have separate processes ({workers[0].name}): continue it "
                 "with --worker K --resume or `atoll launch`, choose another name, or delete it"
             )
 
     @property
     def begun(self) -> bool:
-        """Whether a run has begun here."""
+        """Whether a run has begun in this folder."""
         return (self.path / RUN).exists()
 
     @property
     def finished(self) -> bool:
-        """Whether it has come to its end."""
+        """Whether its run is trained to the end."""
         if not self.begun or not exists(self.path / MODEL) or not (self.path / METRICS).exists():
             return False
         ends = [event for event in read(self.path / METRICS) if isinstance(event, End)]
@@ -86,7 +86,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder for one process; the lock dies with its holder."""
+        """Lock the folder for one process; the system releases the lock if the process dies."""
 
         def refuse() -> None:
             raise AtollError(f"{self.path} is being trained by another process: wait for it, or choose another name")
@@ -95,28 +95,31 @@ class RunFolder:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
                 held.enter_context(locked(self.path / LOCK, refuse))
-            except OSError as fault:
-                raise ConfigError(f"out: the run's folder {self.path} cannot be made: {fault.strerror}") from fault
+            except OSError as error:
+                raise ConfigError(f"out: the run's folder {self.path} cannot be made: {error.strerror}") from error
             yield
 
     def clear(self) -> None:
-        """Delete a run, unless it is being trained."""
+        """Delete a run; AtollError if another process is training it."""
         if not self.begun:
             return
         with self.locked():
-            (self.path / RUN).unlink()  # first: what is left of it, should this be cut short, is no run
+            (self.path / RUN).unlink()  # first: if this is interrupted, what is left is not a run
             for entry in self.path.iterdir():
                 if entry.is_dir():
                     shutil.rmtree(entry)
                 elif entry.name != LOCK:
                     entry.unlink()
 
-    # ------------------------------------------------------------------ the same run
+    # ------------------------------------------------------------------ resuming
 
     def as_begun(self, config: RunConfig) -> RunConfig:
-        """The run as it was begun, with what is free to change; refused if it is given other settings.
+        """Return the settings that the run began with, and those of `config` that are free to change.
 
-        What a run file leaves out, or leaves to the machine, stays as it was: other threads would give other bits.
+        What the run file leaves out or leaves to the machine stays as it was: other threads would give other bits.
+
+        Raises:
+            ConfigError: if other settings differ from those that the run began with.
         """
         before = run_config.load(self.path / RUN)
         given = run_config.differences({"before": before, "now": config})
@@ -127,39 +130,43 @@ class RunFolder:
             if key not in free and now is not None and now != "auto"
         ]
         if refused:
-            simply = "" if self.of_many else f", as `atoll train {self.path} --resume` does"
+            command = "" if self.of_many else f", as `atoll train {self.path} --resume` does"
             raise ConfigError(
                 f"{self.path} cannot be resumed with other settings: {'; '.join(refused)}; "
-                f"leave them as in {self.path / RUN}{simply}, or start another run with another name"
+                f"leave them as in {self.path / RUN}{command}, or start another run with another name"
             )
         return before.changed(name=config.name, **free)
 
     def checkpoints(self) -> tuple[int, ...]:
-        """Steps of the states that are there, ascending."""
+        """Return the steps of the checkpoints, ascending."""
         return checkpoint.steps(self.path / CHECKPOINTS)
 
-    def last_checkpoint(self, config: RunConfig, data: TokenData, step: int | None = None) -> Saved | None:
-        """The newest whole state of this run, or that of a step; None before the first. Refused if of another run.
+    def last_checkpoint(self, config: RunConfig, data: TokenData, step: int | None = None) -> RunCheckpoint | None:
+        """Load the newest intact checkpoint, or that of a step; None before the first.
 
-        Where workers have folders of their own and no step in common, none counts: all begin again.
+        With several processes and no step in common, none is loaded: all start from the beginning.
+
+        Raises:
+            CheckpointError: if no checkpoint can be read, or it belongs to a run with other settings.
+            ConfigError: if the text or the tokenizer has changed.
         """
         root = self.path / CHECKPOINTS
         if not root.exists() or not any(root.iterdir()) or (step is None and self.of_many):
             return None
-        with warnings.catch_warnings(record=True) as passed_over:
+        with warnings.catch_warnings(record=True) as skipped:
             warnings.simplefilter("always")
             _, state = checkpoint.load(root, step)
-        for warning in passed_over:
+        for warning in skipped:
             print(f"warning: {printable(str(warning.message))}", file=sys.stderr)
-        if set(state) != set(Saved._fields):
+        if set(state) != set(RunCheckpoint._fields):
             raise CheckpointError(f"the checkpoint in {root} is not that of a run: it holds {', '.join(state)}")
-        saved = Saved(**state)
+        saved = RunCheckpoint(**state)
         before = run_config.parse(saved.config, where=str(root))
         changes = run_config.differences({"before": before, "now": config})
         bound = [(key, values) for key, values in changes if not key.startswith(FREE_TO_CHANGE)]
         if bound:
-            told = "; ".join(f"{key} was {old!r}, is {now!r}" for key, (old, now) in bound)
-            raise CheckpointError(f"the checkpoint in {root} is of a run with other settings: {told}")
+            changed = "; ".join(f"{key} was {old!r}, is {now!r}" for key, (old, now) in bound)
+            raise CheckpointError(f"the checkpoint in {root} is of a run with other settings: {changed}")
         if saved.tokens != data.folder.name:
             raise ConfigError(
                 f"{self.path} cannot be resumed: the text or the tokenizer of data.source has changed since it began; "
@@ -167,10 +174,10 @@ class RunFolder:
             )
         return saved
 
-    # ------------------------------------------------------------------ what is written
+    # ------------------------------------------------------------------ writing
 
     def begin(self, config: RunConfig, parameters: int, data: TokenData) -> None:
-        """Keep what the run is made of; nothing is written over when it is resumed."""
+        """Write the run file and the facts about the run, unless it is resumed."""
         if self.begun:
             return
         on_gpu = config.device.startswith("cuda")
@@ -187,34 +194,34 @@ class RunFolder:
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         write_atomically(self.path / ABOUT, (json.dumps(about, indent=2) + "\n").encode())
-        write_atomically(self.path / RUN, config.to_toml().encode())  # last: its presence says that the run has begun
+        write_atomically(self.path / RUN, config.to_toml().encode())  # last: its presence means that the run has begun
 
     def save(self, trainer: Trainer, metrics: int, data: TokenData) -> None:
-        """Write a checkpoint; `metrics` is the length of the metrics file, all on disk."""
+        """Write a checkpoint; `metrics` is the length of the metrics file in bytes."""
         config = trainer.config
-        state = Saved(trainer.state_dict(), metrics, config.to_toml(), data.folder.name)
+        state = RunCheckpoint(trainer.state_dict(), metrics, config.to_toml(), data.folder.name)
         sync = config.synchronisation()
         ahead = sync.ahead if sync and self.of_many else 0
         checkpoint.save(self.path / CHECKPOINTS, trainer.steps, state._asdict(), keep=config.train.keep, ahead=ahead)
 
     def export(self, trainer: Trainer, data: TokenData, name: str) -> None:
-        """Write the outer parameters as a model of its own, in place of one that is there; one rank does, all ask."""
+        """Export the outer parameters, replacing an earlier export; all ranks call it and the leader writes."""
         with trainer.outer_model() as model:
-            tensors = trainer.team.tensors(model)
-            if trainer.team.leads:
+            tensors = trainer.ranks.full_state_dict(model)
+            if trainer.ranks.is_leader:
                 export(model, data.tokenizer, self.path / name, tensors)
 
     def forget_after(self, step: int) -> None:
-        """Delete checkpoints of later steps: resumed from an earlier one, the run makes those steps again."""
+        """Delete checkpoints of later steps, which the resumed run makes again."""
         checkpoint.drop_after(self.path / CHECKPOINTS, step)
 
-    def load(self, trainer: Trainer, saved: Saved) -> None:
-        """Bring a trainer to where a checkpoint was written."""
+    def load(self, trainer: Trainer, saved: RunCheckpoint) -> None:
+        """Load a checkpoint into a trainer."""
         try:
             trainer.load_state_dict(saved.trainer)
-        except (RuntimeError, KeyError, ValueError, TypeError) as fault:
-            if isinstance(fault, AtollError):
+        except (RuntimeError, KeyError, ValueError, TypeError) as error:
+            if isinstance(error, AtollError):
                 raise
-            problem = shorten(str(fault), 300, placeholder=" ...")
+            problem = shorten(str(error), 300, placeholder=" ...")
             where = self.path / CHECKPOINTS
-            raise CheckpointError(f"the checkpoint in {where} is not of this model: {problem}") from fault
+            raise CheckpointError(f"the checkpoint in {where} is not of this model: {problem}") from error

@@ -1,9 +1,9 @@
-"""One run from its settings to its model: set up, train, save, stop, resume, export."""
+"""One run from its settings to its model: resolve, connect, agree, build, restore, begin, train, end."""
 
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -12,7 +12,6 @@ from atoll._util.signals import Interrupts, interruptible
 from atoll._util.units import count_text
 from atoll.errors import AtollError, ConfigError
 from atoll.link.base import Link
-from atoll.link.net.link import NetLink
 from atoll.link.net.seat import Seat
 from atoll.runs.events import Jsonl, Resumed, Saved, Sink, read
 from atoll.runs.layout import BEST, CHECKPOINTS, METRICS, MODEL, RUN, worker_folder
@@ -21,220 +20,158 @@ from atoll.settings.config import RunConfig
 from atoll.train.data import tokens
 from atoll.train.data.batches import Batches, HeldOut, held_out
 from atoll.train.data.tokens import TokenData
-from atoll.train.folder import RunFolder
+from atoll.train.folder import RunCheckpoint, RunFolder
 from atoll.train.model import hub
 from atoll.train.model.decoder import Decoder
 from atoll.train.progress.plan_check import foretold
 from atoll.train.progress.view import preparing, view
+from atoll.train.ranks.connect import connect_links, find_seat
+from atoll.train.ranks.control import ControlPlane, CoordinatedStop, Stopped
 from atoll.train.ranks.cpu_threads import share_cores
-from atoll.train.ranks.site import (
-    agree_on_data,
-    agree_on_settings,
-    all_finished,
-    links_of,
-    meet,
-    resumable,
-    seat_of,
-    step_to_resume,
-)
-from atoll.train.ranks.stopping import Stop, Stopped
-from atoll.train.ranks.worker_ranks import Model, Team, team_of
+from atoll.train.ranks.worker_ranks import Model, WorkerRanks, connect_ranks
 from atoll.train.step.recipe import check_room, device_of, resolve
 from atoll.train.trainer import Trainer
 
 
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """Holds the connections of one process of a run."""
+
+    folder: RunFolder
+    seat: Seat | None
+    """Its place among the processes of the run; None if it is the only one."""
+    control: ControlPlane
+    links: Sequence[Link]
+    """The links of its workers, in worker order."""
+    interrupts: Interrupts
+    cleanup: ExitStack
+    """Closed when the run ends, also by an error."""
+
+    @property
+    def ranks(self) -> WorkerRanks:
+        return self.control.ranks
+
+    def wait_for_all(self, place: str) -> None:
+        """Wait for the other workers; Ctrl-C acts at once, since nothing is computed meanwhile."""
+        with self.interrupts.raising_at_once():
+            self.control.wait_for_all(place)
+
+
 def train(config: RunConfig, *, worker: int | None = None, resume: bool = False) -> Path:
-    """Train a run to its end and return its folder; with `resume`, continue where its last checkpoint is.
+    """Train a run to its end and return its folder.
 
-    All workers train in this process, or `worker` alone, whose folder is returned then. Ctrl-C (and SIGTERM) saves,
-    says how to go on, and exits with status 130. Started by torchrun, this process is one rank of a worker.
+    Ctrl-C and SIGTERM save a checkpoint, print how to continue, and exit with status 130. Under torchrun, this process
+    is one rank of a worker.
+
+    Args:
+        config: The run's settings.
+        worker: The only worker to train here, whose folder is returned; None trains all workers in this process.
+        resume: Continue from the newest checkpoint.
+
+    Raises:
+        ConfigError: if the settings do not fit this machine, the text or a run that is in the folder already.
+        LinkError: if another worker is lost or has other settings.
+        NonFiniteError: if no finite parameters are left to continue with.
     """
-    seat = seat_of(config, worker)
-    with team_of(config, seat) as team:
-        return _train(team.settled(config), seat, team, resume)
+    seat = find_seat(config, worker)
+    with connect_ranks(config, seat) as ranks:
+        given = ranks.local_config(config)
+        folder = RunFolder(given, seat)
+        config = _resolve(given, folder, resume)
+        finished = ranks.from_leader(lambda: folder.finished)
+        if finished and not folder.of_many:
+            return _already_finished(folder, ranks)
+        with folder.locked(), ExitStack() as cleanup:
+            process = _connect(config, seat, folder, ranks, cleanup)
+            if not _agree(process, given, config, finished):
+                return _already_finished(folder, ranks)
+            data, trainer = _build(process, config)
+            saved = _restore(process, trainer, data)
+            log = _begin(process, trainer, data, saved)
+            _train(process, trainer, data, log)
+            trainer.end("finished")
+        if ranks.is_leader and (line := foretold(trainer.config, trainer.reporter)):
+            _print(config, line)
+    return folder.path
 
 
-def _train(config: RunConfig, seat: Seat | None, team: Team, resume: bool) -> Path:
-    folder, given = RunFolder(config, seat), config
+# ---------------------------------------------------------------------- resolve
+
+
+def _resolve(config: RunConfig, folder: RunFolder, resume: bool) -> RunConfig:
+    """Return the settings of a run as it began, if it did; refuse a folder that it cannot have."""
     folder.refuse_mixture()
     if folder.begun:
         if not resume:
             raise ConfigError(
                 f"{folder.path} holds a run already: continue it with --resume, choose another name, or delete it"
             )
-        config = folder.as_begun(config)
-    elif (folder.path / CHECKPOINTS).exists():
+        return folder.as_begun(config)
+    if (folder.path / CHECKPOINTS).exists():
         raise ConfigError(
-            f"{folder.path} holds checkpoints but no {RUN}, so it cannot be told what run they are of: "
+            f"{folder.path} holds checkpoints but no {RUN}, so their settings are unknown: "
             "put that file back, or choose another name"
         )
-    finished = team.first(lambda: folder.finished)
-    if finished and not folder.of_many:
-        return _done_before(folder, team)
-    with folder.locked(), ExitStack() as stack:
-        device_of(config)  # before the work of reading text
-        if config.threads:
-            torch.set_num_threads(config.threads)
-        interrupted = stack.enter_context(interruptible())
-        links, mate = links_of(config, seat, team)
-        if mate is not None:
-            mate.check_interrupts = interrupted.raise_pending
-        stack.enter_context(_leaving(links))
-        stack.enter_context(team.guarded())
-        if folder.of_many:
-            _check_data(config)  # before the others are waited for
-        if team.settle(lambda: all_finished(mate, finished)):
-            return _done_before(folder, team)
-        team.settle(lambda: agree_on_settings(mate, given))  # not as begun: where nothing has, much is left out
-        _tell(config, team.settle(lambda: share_cores(mate, config, team)))  # before the number of threads is settled
-        data = prepare(config)
-        model, config = start(config, data)
-        team.seed(config.seed)
-        trainer = Trainer(config, model, _batches(config, data), _held_out(config, data, team.ranks), links, team)
-        team.settle(lambda: agree_on_data(mate, data))
-        saved = folder.last_checkpoint(config, data, step_to_resume(team, mate, folder.checkpoints()))
-        if saved:
-            folder.load(trainer, saved)
-            folder.forget_after(trainer.steps)
-        trainer.join()
-        interrupted.wait_for_steps()  # not before: workers that never come may be waited for until here
-        others = stack.enter_context(closing(Metrics(list(_sinks(config, folder.path, trainer.steps, seat)))))
-        stack.enter_context(_leaving(links))  # before loggers close, which may take minutes
-        # Nothing of the folder has been touched so far: what is refused above leaves it as it was.
-        _tell_what_may_surprise(config, data, trainer)
-        folder.begin(config, trainer.parameters, data)
-        log = _open_log(trainer, folder, others, saved.metrics if saved else None, stack) if team.leads else None
-        if saved is None and folder.of_many:  # nobody trains on before all have a state that they can come back to
-            folder.save(trainer, log.position() if log else 0, data)
-            _meet_all("begun", mate, team, interrupted)
-        stop = Stop(interrupted, mate, lambda: trainer.steps, team)
-        with resumable(mate):
-            _run(trainer, data, folder, log, stop)
-            _meet_all("finished", mate, team, interrupted)  # who has would not come back for one that has not
-        trainer.end("finished")
-    if team.leads and (said := foretold(config, trainer.account)):
-        _tell(config, said)
-    return folder.path
+    return config
 
 
-def _write_down_the_last_rounds(trainer: Trainer) -> None:
-    """Of a run that ends too soon; nothing that goes wrong here may hide why it does."""
-    with suppress(AtollError, OSError, RuntimeError):
-        trainer.account.settle()
-
-
-def _meet_all(place: str, mate: NetLink | None, team: Team, interrupted: Interrupts) -> None:
-    """Wait for the other workers; nothing is computed meanwhile, so Ctrl-C need not wait for the end of a step."""
-    with interrupted.raising_at_once():
-        team.settle(lambda: meet(mate, place))
-
-
-def _done_before(folder: RunFolder, team: Team) -> Path:
-    if team.leads:
+def _already_finished(folder: RunFolder, ranks: WorkerRanks) -> Path:
+    if ranks.is_leader:
         print(f"{folder.path} is finished already: its model is in {folder.path / MODEL}")
     return folder.path
 
 
-def _open_log(trainer: Trainer, folder: RunFolder, others: Sink, length: int | None, stack: ExitStack) -> Jsonl:
-    """Let the trainer's events go to the file, to the screen and to others; resumed, the file had `length` bytes."""
-    resumed = length is not None
-    log = stack.enter_context(closing(Jsonl(folder.path / METRICS, length)))
-    past = read(folder.path / METRICS) if resumed else ()
-    seen = stack.enter_context(closing(view(trainer.config.log.view, past=past)))
-    trainer.account.sink = Metrics([log, others, seen])
-    if trainer.team.whole:  # else it is a question to all ranks, of which some may have failed
-        stack.callback(_write_down_the_last_rounds, trainer)
-    if log.missing:
-        print(f"warning: {folder.path / METRICS} has lost {log.missing} bytes of what happened", file=sys.stderr)
-    if log.position() == 0:
-        trainer.introduce()
-    if resumed:
-        trainer.account.sink.write(Resumed(step=trainer.steps, seconds=trainer.seconds))
-    return log
+# ---------------------------------------------------------------------- connect, agree
 
 
-def _tell_what_may_surprise(config: RunConfig, data: TokenData, trainer: Trainer) -> None:
-    """Say what a person would want to know before waiting for it."""
-    size = count_text(sum(len(file) for file in data.train))
-    how_often = f"this run reads them {trainer.epochs:.2g} times"
-    _tell(config, f"{size} training tokens in {data.documents} documents; {how_often}")
-    steps, period = config.train.steps or 0, config.sync.period
-    if config.sync.method not in ("none", "data-parallel") and period > steps:
-        why = f"sync.period ({period}) is longer than the run ({steps} steps)"
-        _tell(config, f"note: {why}: workers meet only at its end")
+def _connect(
+    config: RunConfig, seat: Seat | None, folder: RunFolder, ranks: WorkerRanks, cleanup: ExitStack
+) -> _Process:
+    """Make the links of this process's workers; they wait for no other worker yet."""
+    device_of(config)  # refuses a device before the work of reading text
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    interrupts = cleanup.enter_context(interruptible())
+    links, to_others = connect_links(config, seat, ranks)
+    if to_others is not None:
+        to_others.check_interrupts = interrupts.raise_pending
+    cleanup.enter_context(_closing(links))
+    cleanup.enter_context(ranks.guarded())
+    return _Process(folder, seat, ControlPlane(ranks, to_others), links, interrupts, cleanup)
 
 
-def _tell(config: RunConfig, line: str | None) -> None:
-    if line is not None and config.log.view != "none":
-        print(line, flush=True)
+def _agree(process: _Process, given: RunConfig, config: RunConfig, finished: bool) -> bool:
+    """Compare settings with all other processes; return False if the run has ended on all of them."""
+    if process.folder.of_many:
+        tokens.check_there(config.data)  # before waiting for the others
+    if process.control.all_finished(finished):
+        return False
+    process.control.agree_on_settings(given)  # not as begun: a worker without a checkpoint has left much out
+    _print(config, share_cores(process.control, config))  # before `threads` is resolved
+    return True
 
 
-def _run(trainer: Trainer, data: TokenData, folder: RunFolder, log: Jsonl | None, stop: Stop) -> None:
-    settings = trainer.config.train
-    assert settings.eval_every is not None and settings.save_every is not None  # resolved
-
-    def save() -> None:
-        trainer.check_finite()
-        trainer.account.settle()
-        folder.save(trainer, log.position() if log else 0, data)
-        trainer.account.sink.write(Saved(step=trainer.steps, seconds=trainer.seconds))
-
-    while not trainer.done and not stop.due():
-        trainer.step()
-        evaluates = trainer.evaluates and trainer.steps % settings.eval_every == 0 and not trainer.done
-        if evaluates and trainer.evaluate():
-            folder.export(trainer, data, BEST)
-        if trainer.steps % settings.save_every == 0 or trainer.done:
-            save()
-    if not trainer.done:
-        if trainer.steps % settings.save_every:
-            save()
-        trainer.end("interrupted")
-        if trainer.team.leads:
-            print(f"stopped at step {trainer.steps} and saved; continue with: {stop.again(folder.path)}", flush=True)
-        raise Stopped(together=stop.together)
-    trainer.finish()
-    if trainer.evaluates and trainer.evaluate():
-        folder.export(trainer, data, BEST)
-    trainer.check_finite()
-    folder.export(trainer, data, MODEL)
+# ---------------------------------------------------------------------- build
 
 
-# ---- set up
+def _build(process: _Process, config: RunConfig) -> tuple[TokenData, Trainer]:
+    """Prepare the tokens, make the model and resolve what the run file leaves out."""
+    ranks = process.ranks
+    data = prepare(config)
+    model, config = start(config, data)
+    ranks.seed(config.seed)
+    batches, evaluated = _batches(config, data), _held_out(config, data, ranks.count)
+    return data, Trainer(config, model, batches, evaluated, process.links, ranks)
 
 
 def prepare(config: RunConfig) -> TokenData:
-    """The tokens of a run, built first if need be."""
-    settings = config.data
-    source = settings.source if isinstance(settings.source, str) else list(settings.source)
-    with preparing(config.log.view) as tell:
-        return tokens.prepare(
-            source,
-            field=settings.field,
-            tokenizer=settings.tokenizer,
-            vocabulary=settings.vocabulary,
-            held_out=settings.held_out,
-            split=settings.split,
-            workers=config.sync.workers,
-            cache=Path(settings.cache),
-            limit=settings.limit,
-            tell=tell,
-        )
-
-
-def _check_data(config: RunConfig) -> None:
-    settings = config.data
-    tokens.check_there(
-        settings.source if isinstance(settings.source, str) else list(settings.source),
-        field=settings.field,
-        limit=settings.limit,
-        tokenizer=settings.tokenizer,
-        vocabulary=settings.vocabulary,
-    )
+    """Return the tokens of a run, building them first if they are not in the cache."""
+    with preparing(config.log.view) as on_progress:
+        return tokens.prepare(config.data, workers=config.sync.workers, on_progress=on_progress)
 
 
 def start(config: RunConfig, data: TokenData) -> tuple[Model, RunConfig]:
-    """The model that all workers start from, on its device, and the run with nothing left out."""
+    """Return the model that all workers start from, on its device, and the settings with nothing left out."""
     model: Model
     vocabulary = data.tokenizer.vocabulary
     torch.manual_seed(config.seed)
@@ -275,8 +212,50 @@ def _held_out(config: RunConfig, data: TokenData, ranks: int) -> HeldOut:
     return held_out(data.held_out, sequence=settings.sequence, tokens=settings.eval_tokens, batch=batch)
 
 
-def _sinks(config: RunConfig, folder: Path, step: int, seat: Seat | None) -> Iterator[Sink]:
-    """Where events go besides the file and the screen; `step` is where a resumed run goes on, or 0."""
+# ---------------------------------------------------------------------- restore
+
+
+def _restore(process: _Process, trainer: Trainer, data: TokenData) -> RunCheckpoint | None:
+    """Load the newest checkpoint that all processes have, and join the other workers."""
+    folder, control = process.folder, process.control
+    control.agree_on_data(data)
+    saved = folder.last_checkpoint(trainer.config, data, control.step_to_resume(folder.checkpoints()))
+    if saved:
+        folder.load(trainer, saved)
+        folder.forget_after(trainer.steps)
+    trainer.join()
+    process.interrupts.wait_for_steps()  # not before: until here this process may wait for workers that never come
+    return saved
+
+
+# ---------------------------------------------------------------------- begin
+
+
+def _begin(process: _Process, trainer: Trainer, data: TokenData, saved: RunCheckpoint | None) -> Jsonl | None:
+    """Open the sinks, and write the run file and, of several processes, a first checkpoint.
+
+    All that may be refused has been: until here the folder is as it was.
+
+    Returns:
+        The metrics file; None on a rank that is not its worker's leader.
+    """
+    config, folder = trainer.config, process.folder
+    sinks = list(_other_sinks(config, folder.path, trainer.steps, process.seat))
+    others = process.cleanup.enter_context(closing(Metrics(sinks)))
+    process.cleanup.enter_context(_closing(process.links))  # before the sinks, which may take minutes to close
+    _print_notes(config, data, trainer)
+    folder.begin(config, trainer.parameters, data)
+    log = None
+    if process.ranks.is_leader:
+        log = _open_log(trainer, folder, others, saved.metrics if saved else None, process.cleanup)
+    if saved is None and folder.of_many:  # no worker trains on before all have a checkpoint to come back to
+        folder.save(trainer, log.position() if log else 0, data)
+        process.wait_for_all("begun")
+    return log
+
+
+def _other_sinks(config: RunConfig, folder: Path, step: int, seat: Seat | None) -> Iterator[Sink]:
+    """Yield the sinks besides file and screen; `step` is where a resumed run continues, or 0."""
     settings, table = config.log, config.model_dump(mode="json")
     name = config.name if seat is None else f"{config.name}-{worker_folder(seat.worker)}"
     if settings.tensorboard:
@@ -287,20 +266,107 @@ def _sinks(config: RunConfig, folder: Path, step: int, seat: Seat | None) -> Ite
         yield Trackio(settings.trackio, name, table, resume=step > 0)
 
 
+def _open_log(trainer: Trainer, folder: RunFolder, others: Sink, length: int | None, cleanup: ExitStack) -> Jsonl:
+    """Send the trainer's events to the metrics file (of `length` bytes if resumed), the screen and other sinks."""
+    resumed = length is not None
+    log = cleanup.enter_context(closing(Jsonl(folder.path / METRICS, length)))
+    past = read(folder.path / METRICS) if resumed else ()
+    screen = cleanup.enter_context(closing(view(trainer.config.log.view, past=past)))
+    trainer.reporter.sink = Metrics([log, others, screen])
+    if trainer.ranks.hold_whole_model:  # else it is collective, and other ranks may have failed
+        cleanup.callback(_write_last_rounds, trainer)
+    if log.missing:
+        print(f"warning: {folder.path / METRICS} has lost {log.missing} bytes of what happened", file=sys.stderr)
+    if log.position() == 0:
+        trainer.write_start()
+    if resumed:
+        trainer.reporter.sink.write(Resumed(step=trainer.steps, seconds=trainer.seconds))
+    return log
+
+
+def _write_last_rounds(trainer: Trainer) -> None:
+    """Write the last rounds of a run that fails; a second error must not hide the first."""
+    with suppress(AtollError, OSError, RuntimeError):
+        trainer.reporter.write_rounds()
+
+
+def _print_notes(config: RunConfig, data: TokenData, trainer: Trainer) -> None:
+    size = count_text(sum(len(file) for file in data.train))
+    epochs = f"this run reads them {trainer.epochs:.2g} times"
+    _print(config, f"{size} training tokens in {data.documents} documents; {epochs}")
+    steps, period = config.train.steps or 0, config.sync.period
+    if config.sync.method not in ("none", "data-parallel") and period > steps:
+        why = f"sync.period ({period}) is longer than the run ({steps} steps)"
+        _print(config, f"note: {why}: workers synchronise only at its end")
+
+
+def _print(config: RunConfig, line: str | None) -> None:
+    if line is not None and config.log.view != "none":
+        print(line, flush=True)
+
+
+# ---------------------------------------------------------------------- train, end
+
+
+def _train(process: _Process, trainer: Trainer, data: TokenData, log: Jsonl | None) -> None:
+    """Make all steps, with evaluations and checkpoints, and export the model; raise Stopped after a signal."""
+    folder, settings = process.folder, trainer.config.train
+    assert settings.eval_every is not None and settings.save_every is not None  # resolved
+    stop = CoordinatedStop(process.interrupts, process.control, lambda: trainer.steps)
+
+    def save() -> None:
+        trainer.check_finite()
+        trainer.reporter.write_rounds()
+        folder.save(trainer, log.position() if log else 0, data)
+        trainer.reporter.sink.write(Saved(step=trainer.steps, seconds=trainer.seconds))
+
+    with process.control.resumable():
+        while not trainer.done and not stop.due():
+            trainer.step()
+            evaluates = trainer.evaluates and trainer.steps % settings.eval_every == 0 and not trainer.done
+            if evaluates and trainer.evaluate():
+                folder.export(trainer, data, BEST)
+            if trainer.steps % settings.save_every == 0 or trainer.done:
+                save()
+        if not trainer.done:
+            if trainer.steps % settings.save_every:
+                save()
+            _end_stopped(process, trainer, stop)
+        _finish(folder, trainer, data)
+        process.wait_for_all("finished")  # a worker that has left would not come back for one that has not
+
+
+def _end_stopped(process: _Process, trainer: Trainer, stop: CoordinatedStop) -> None:
+    trainer.end("interrupted")
+    if process.ranks.is_leader:
+        command = stop.resume_command(process.folder.path)
+        print(f"stopped at step {trainer.steps} and saved; continue with: {command}", flush=True)
+    raise Stopped(together=stop.together)
+
+
+def _finish(folder: RunFolder, trainer: Trainer, data: TokenData) -> None:
+    """Bring all workers to one model, evaluate it and export it."""
+    trainer.finish()
+    if trainer.evaluates and trainer.evaluate():
+        folder.export(trainer, data, BEST)
+    trainer.check_finite()
+    folder.export(trainer, data, MODEL)
+
+
 @contextmanager
-def _leaving(links: Sequence[Link]) -> Iterator[None]:
-    """Leave the links at the end, or tell the others why this worker has to leave before."""
+def _closing(links: Sequence[Link]) -> Iterator[None]:
+    """Close the links at the end; after an error, tell the other workers why this one leaves."""
     try:
         yield
-    except BaseException as fault:
-        together = isinstance(fault, Stopped) and fault.together
+    except BaseException as error:
+        together = isinstance(error, Stopped) and error.together
         for link in links:
-            link.close(None if together else _reason(fault))
+            link.close(None if together else _reason(error))
         raise
     for link in links:
         link.close()
 
 
-def _reason(fault: BaseException) -> str:
-    interrupted = isinstance(fault, KeyboardInterrupt | Stopped)
-    return "it was interrupted" if interrupted else str(fault) or type(fault).__name__
+def _reason(error: BaseException) -> str:
+    interrupted = isinstance(error, KeyboardInterrupt | Stopped)
+    return "it was interrupted" if interrupted else str(error) or type(error).__name__

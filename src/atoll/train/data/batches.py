@@ -1,8 +1,8 @@
-"""Token files -> batch number i of worker w, a pure function: where a worker stands in its data is one integer.
+"""Cuts token files into batches: batch i of worker w is a pure function, so a place is one integer.
 
-Row r of a file is tokens[r * sequence : (r + 1) * sequence + 1]: what is predicted last in one row comes first in the
-next. With one file for all workers, the rows of an epoch stand in one shuffled line that the workers take batches from
-in turn; so what is trained on in a step does not depend on how the workers synchronise.
+Row r of a file is tokens[r * sequence : (r + 1) * sequence + 1]: the last target of a row is the first input of the
+next. Workers that share a file take batches in turn from one shuffled order of its rows, so the tokens of a step do not
+depend on how workers synchronise.
 """
 
 import hashlib
@@ -20,15 +20,15 @@ from atoll._util.checks import check_whole
 from atoll.errors import ConfigError, DataError
 
 LARGEST: Final = 2**40
-"""Rows that can be shuffled."""
+"""Most rows that can be shuffled."""
 RESIDENT_BYTES: Final = 2**28
-"""A token file up to this size is put on a GPU whole, and batches are cut out there."""
+"""Bytes up to which a token file is kept on the GPU, where batches are cut."""
 _BLOCK = 1024  # places
 _ROUNDS = 8  # of 8 bytes of key each: one 64-byte digest
 
 
 class HasTokens(Protocol):
-    """A file of tokens."""
+    """A file of tokens, such as `TokenFile`."""
 
     @property
     def tokens(self) -> npt.NDArray[Any]:
@@ -39,7 +39,7 @@ Tokens = HasTokens | npt.NDArray[Any]
 
 
 class Batches:
-    """Batches of each worker: all from one file, in turn, or each from a file of its own; they are on `device`."""
+    """Makes the batches of every worker, on `device`: all from one file in turn, or each from its own file."""
 
     def __init__(
         self,
@@ -70,45 +70,42 @@ class Batches:
                 )
 
     def batch(self, worker: int, draw: int) -> Tensor:
-        """Batch number `draw` (from 0) of a worker -> [batch, sequence + 1], int64, contiguous, its own memory.
-
-        A GPU is not waited for.
-        """
+        """Return batch number `draw` (from 0) of a worker [batch, sequence + 1], int64, without waiting for a GPU."""
         if not 0 <= worker < self._workers or draw < 0:
             raise ConfigError(f"batch {draw} of worker {worker} does not exist: workers are 0..{self._workers - 1}")
         file, turn = (0, worker) if self._sharers > 1 else (worker, 0)
         rows = self._files[file]
         first = (draw * self._sharers + turn) * self._batch
-        chosen = _line(first, first + self._batch, len(rows), f"{self._seed}/{file}")
+        chosen = _order(first, first + self._batch, len(rows), f"{self._seed}/{file}")
         if self._device.type != "cuda":
             return torch.from_numpy(rows[chosen].astype(np.int64)).to(self._device)
         if rows.size * rows.itemsize > RESIDENT_BYTES:
             return torch.from_numpy(rows[chosen].astype(np.int64)).pin_memory().to(self._device, non_blocking=True)
-        if file not in self._resident:  # not before: a process may have one worker of several, each with its own file
+        if file not in self._resident:  # this process may train one worker of several
             self._resident[file] = _Resident(rows, self._device)
         return self._resident[file].take(chosen)
 
     def rows(self, worker: int) -> int:
-        """Rows in a worker's shard, rounded down where workers share a file."""
+        """Return the rows of a worker's shard, rounded down where workers share a file."""
         return len(self._files[0 if self._sharers > 1 else worker]) // self._sharers
 
     def weights(self) -> list[float]:
-        """How much each worker counts in an example-weighted mean: its rows."""
+        """Return the weight of each worker in an example-weighted mean: its rows."""
         return [float(self.rows(worker)) for worker in range(self._workers)]
 
     def epoch(self, worker: int, draw: int) -> float:
-        """How often a worker has gone through its shard after `draw` batches, also in parts."""
+        """Return how often a worker has read its shard after `draw` batches, a fraction."""
         file = 0 if self._sharers > 1 else worker
         return draw * self._batch * self._sharers / len(self._files[file])
 
 
 class _Resident:
-    """Rows that lie on a device, of which only the numbers of those wanted travel."""
+    """Keeps rows on a device, so that only row numbers are copied to it."""
 
     def __init__(self, rows: npt.NDArray[Any], device: torch.device) -> None:
         self._length = rows.shape[1] - 1
         tokens = np.append(rows[:, :-1].ravel(), rows[-1, -1])
-        # Signed, for which torch has all operations; the mask makes negative ones large again.
+        # Signed, since torch has few operations on unsigned types; the mask undoes the sign.
         self._tokens = torch.from_numpy(tokens.view(f"i{tokens.itemsize}")).to(device)
         self._mask = np.iinfo(tokens.dtype).max
         self._row = torch.arange(self._length + 1, device=device)
@@ -118,8 +115,8 @@ class _Resident:
         return self._tokens[firsts[:, None] + self._row].long().bitwise_and_(self._mask)
 
 
-def _line(first: int, last: int, rows: int, key: str) -> npt.NDArray[np.int64]:
-    """The rows from place `first` up to `last` of an endless line in which each epoch is shuffled anew."""
+def _order(first: int, last: int, rows: int, key: str) -> npt.NDArray[np.int64]:
+    """Return the rows at places `first` to `last` of an endless order that shuffles each epoch differently."""
     parts = []
     while first < last:
         epoch, place = divmod(first, rows)
@@ -131,15 +128,15 @@ def _line(first: int, last: int, rows: int, key: str) -> npt.NDArray[np.int64]:
 
 @lru_cache(maxsize=1024)
 def _block(number: int, rows: int, key: str) -> npt.NDArray[np.int64]:
-    """Some places of one epoch at once, kept for the next batches: NumPy is slow on a few numbers."""
+    """Return the rows at a block of places of one epoch, cached because NumPy is slow on few numbers."""
     return shuffled(np.arange(number * _BLOCK, min((number + 1) * _BLOCK, rows)), rows, key)
 
 
 def shuffled(places: npt.NDArray[np.int64], rows: int, key: str) -> npt.NDArray[np.int64]:
-    """Which row stands at each place of a line of all `rows` rows, shuffled by `key`, without writing the line down.
+    """Return the row at each place of a permutation of all rows given by `key`, without storing the permutation.
 
-    A Feistel network permutes the numbers of the next power of two; one that is no row goes through it again until it
-    is (cycle walking), so what is left is a permutation of the rows.
+    A Feistel network permutes the numbers below the next power of two; a number that is no row goes through it again
+    until it is one (cycle walking), which leaves a permutation of the rows.
     """
     if rows > LARGEST:
         raise DataError(f"{rows} rows of tokens are more than {LARGEST}, the most that can be shuffled")
@@ -163,14 +160,14 @@ def shuffled(places: npt.NDArray[np.int64], rows: int, key: str) -> npt.NDArray[
 
 
 def _mixed(numbers: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.uint64]:
-    """A hash of each number, whose low bits depend on all of its bits."""
+    """Return a hash of each number, whose low bits depend on all bits."""
     product = (numbers + key) * np.uint64(0x9E3779B97F4A7C15)
     product = (product ^ product >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
     return product ^ product >> np.uint64(32)
 
 
 class HeldOut(Sequence[Tensor]):
-    """The first rows of a file in batches [at most batch, sequence + 1], int64, made when asked for."""
+    """Cuts the first rows of a file into batches [at most batch, sequence + 1], int64, when indexed."""
 
     def __init__(self, rows: npt.NDArray[Any], batch: int) -> None:
         self._rows, self._batch = rows, batch
@@ -190,7 +187,7 @@ class HeldOut(Sequence[Tensor]):
 
 
 def held_out(file: Tokens, *, sequence: int, tokens: int, batch: int) -> HeldOut:
-    """About `tokens` tokens of a held-out file, the same every time: its first rows in order, at least one."""
+    """Return batches of the first rows of a held-out file, about `tokens` tokens and at least one row."""
     for name, value in (("train.sequence", sequence), ("train.eval_tokens", tokens), ("train.batch", batch)):
         check_whole(name, value)
     rows = _rows_of(file, sequence)
@@ -205,7 +202,7 @@ def _array(file: Tokens) -> npt.NDArray[Any]:
 
 
 def _rows_of(file: Tokens, sequence: int) -> npt.NDArray[Any]:
-    """All rows of a file -> [rows, sequence + 1], a view; rows share their ends."""
+    """Return all rows of a file as a view [rows, sequence + 1]; neighbours share a token."""
     tokens = _array(file)
     if len(tokens) <= sequence:
         return np.empty((0, sequence + 1), tokens.dtype)

@@ -1,7 +1,6 @@
-"""Documents -> one cluster per worker, as in the DiLoCo paper's non-i.i.d. setting: k-means, unequal sizes.
+"""Splits documents into one cluster per worker by k-means, as in the DiLoCo paper's non-i.i.d. setting.
 
-Features are cheap: how often each token and each pair of neighbours occurs at the start of a document, hashed into
-one vector of unit length.
+The features are cheap: hashed counts of tokens and pairs of neighbours at the start of a document, at unit length.
 """
 
 from typing import Any, Final
@@ -12,13 +11,13 @@ import numpy.typing as npt
 from atoll.errors import DataError
 
 START: Final = 4096
-"""Tokens of a document that are looked at."""
+"""Tokens of a document that its features count."""
 WIDTH: Final = 1024
-"""Values of a document's features."""
+"""Length of a document's feature vector."""
 SAMPLE: Final = 8192
-"""Documents that k-means is fitted on, at most."""
+"""Most documents that k-means is fitted on."""
 LEAST_SHARE: Final = 1 / 8
-"""Of an even share of all tokens, so that no worker is left with next to nothing."""
+"""Least part of an even share of all tokens that each worker gets."""
 _BLOCK = 1024
 _ROUNDS = 50
 _STARTS = 4
@@ -28,9 +27,13 @@ Whole = npt.NDArray[np.int64]
 
 
 def assign(tokens: npt.NDArray[Any], lengths: npt.NDArray[Any], clusters: int, seed: int = 0) -> Whole:
-    """The cluster of each document -> [documents], each in 0..clusters-1 and each at least once.
+    """Return the cluster of each document [documents], in 0..clusters-1, every cluster at least once.
 
-    `tokens` are those of all documents one after another, `lengths` [documents] how many each has.
+    Args:
+        tokens: The tokens of all documents, one after another.
+        lengths: How many tokens each document has [documents].
+        clusters: Clusters to make.
+        seed: Seed of the sample and of the first centres.
     """
     count = len(lengths)
     if count < clusters:
@@ -51,7 +54,7 @@ def assign(tokens: npt.NDArray[Any], lengths: npt.NDArray[Any], clusters: int, s
 
 
 def _counts(tokens: npt.NDArray[Any], starts: Whole, lengths: Whole) -> Vectors:
-    """How often each hashed token and pair occurs in the start of each document -> [documents, WIDTH]."""
+    """Return hashed counts of tokens and pairs at the start of each document [documents, WIDTH]."""
     counts = np.empty((len(starts), WIDTH), np.float32)
     for i, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
         ids = tokens[start : start + min(length, START)].astype(np.uint64)
@@ -62,14 +65,14 @@ def _counts(tokens: npt.NDArray[Any], starts: Whole, lengths: Whole) -> Vectors:
 
 
 def _features(counts: Vectors, rarity: Vectors) -> Vectors:
-    """Damped counts, weighted by how rare each value is, at unit length; all zero stays so."""
+    """Return square roots of counts times rarity, scaled to unit length [documents, WIDTH]."""
     weighted = np.sqrt(counts) * rarity
     unit: Vectors = weighted / np.maximum(np.linalg.norm(weighted, axis=1, keepdims=True), 1e-12)
     return unit
 
 
 def _fit(features: Vectors, clusters: int, generator: np.random.Generator) -> Vectors:
-    """Centres [clusters, WIDTH] by k-means, the best of several starts."""
+    """Return the centres of the best of several k-means runs [clusters, WIDTH]."""
     best, least = features[:clusters], np.inf
     for _ in range(_STARTS):
         centres = _seeds(features, clusters, generator)
@@ -88,7 +91,7 @@ def _fit(features: Vectors, clusters: int, generator: np.random.Generator) -> Ve
 
 
 def _seeds(features: Vectors, clusters: int, generator: np.random.Generator) -> Vectors:
-    """First centres by k-means++: each new one is likelier the farther it is from those before."""
+    """Choose first centres by k-means++: far from those chosen before."""
     chosen = [int(generator.integers(len(features)))]
     distance = np.full(len(features), np.inf)
     while len(chosen) < clusters:
@@ -100,7 +103,7 @@ def _seeds(features: Vectors, clusters: int, generator: np.random.Generator) -> 
 
 
 def _with_enough_each(similarity: Vectors, lengths: Whole) -> Whole:
-    """Each document's most similar cluster, then documents moved to clusters that got (next to) none."""
+    """Assign each document to its most similar cluster, then move documents to clusters that got too few."""
     clusters = similarity.shape[1]
     assigned: Whole = similarity.argmax(1)
     documents = np.bincount(assigned, minlength=clusters)

@@ -1,7 +1,7 @@
-"""Sources of text -> documents, one str each, read as a stream.
+"""Reads documents from sources of text, one str each, as a stream.
 
 A source is "stdlib" (the source of Python's standard library), a file, a folder, a glob, or "hf:NAME[:CONFIG]" (the
-train split of a Hugging Face dataset, or of a local dataset folder). What a file holds is told by its ending:
+train split of a Hugging Face dataset, or of a local dataset folder). The ending of a file says what it holds:
 
     .jsonl .ndjson .json   one JSON object a line, whose `field` is the document
     .parquet               one row a document, in the column `field`
@@ -26,17 +26,16 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, Final, cast
 
-from atoll._util.checks import check_whole
 from atoll._util.disk import lines_limited
 from atoll.errors import ConfigError, DataError
 
 WHOLE: Final = 2**22
-"""Characters. Text of at least this many is no longer one document but many, so that memory stays bounded."""
+"""Characters from which on a text is split into several documents, so that memory stays bounded."""
 PIECE: Final = 2**16
-"""Characters of such a document, up to the end of a line."""
+"""Characters of such a document, which ends at the end of a line."""
 
 MOST_ROW: Final = 2**26
-"""Bytes of a row, at most: it is read whole, and some hold gigabytes in a packed file of a few megabytes."""
+"""Most bytes of a row, which is read whole: a compressed file of a few megabytes may hold gigabytes."""
 _ROWS_AT_ONCE = 8  # of Parquet, whose rows may share one long text in the file but not in memory
 
 _ROWS = (".jsonl", ".ndjson", ".json")
@@ -50,13 +49,16 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests"
 def documents(
     source: str | Sequence[str], *, field: str = "text", limit: int | None = None
 ) -> Generator[str, None, None]:
-    """The documents of one or several sources in order, at most `limit`; none is empty, all are valid Unicode.
+    """Yield the documents of one or several sources in order; none is empty, all are valid Unicode.
 
-    A row whose field is null counts as empty. DataError, which names file and line, if something cannot be read, or
-    if there is no document at all.
+    Args:
+        source: One or several sources.
+        field: The field or column that holds the text of a row; a null counts as empty.
+        limit: Most documents to read; None reads all.
+
+    Raises:
+        DataError: if something cannot be read, with its file and line, or if there is no document at all.
     """
-    if limit is not None:
-        check_whole("data.limit", limit)
     with closing(_documents(_sources(source), field)) as found:
         document = None
         for document in islice(found, limit):
@@ -66,9 +68,9 @@ def documents(
 
 
 def identity(source: str | Sequence[str], field: str, limit: int | None) -> str:
-    """What the documents depend on, as text: settings, and files with size and time of change.
+    """Return what the documents depend on: settings, and files with size and modification time.
 
-    A dataset of the Hugging Face hub is known by its name alone.
+    A dataset of the Hugging Face hub is identified by its name alone.
     """
     parts: list[Any] = []
     for each in _sources(source):
@@ -82,7 +84,7 @@ def identity(source: str | Sequence[str], field: str, limit: int | None) -> str:
 
 
 def text_bytes(source: str | Sequence[str], limit: int | None) -> int | None:
-    """Bytes of all documents together if that can be told without reading them: plain text only, no limit."""
+    """Return the bytes of all documents if known without reading them: plain text without a limit; else None."""
     sources = _sources(source)
     if limit is not None or any(each.startswith("hf:") for each in sources):
         return None
@@ -93,27 +95,27 @@ def text_bytes(source: str | Sequence[str], limit: int | None) -> int | None:
 
 
 def need(module: str, what: str) -> Any:
-    """An optional module, or ConfigError that says what it is for and how to get it."""
+    """Import an optional module; ConfigError says what it is for and how to install it."""
     try:
         return import_module(module)
-    except ImportError as fault:
+    except ImportError as error:
         package = module.partition(".")[0]
-        raise ConfigError(f"{what} needs the package {package}: pip install 'atoll[data]'") from fault
+        raise ConfigError(f"{what} needs the package {package}: pip install 'atoll[data]'") from error
 
 
 def missing(path: Path) -> str:
-    """What to say of a path that is not there: the first part of it that is missing, and what comes close."""
+    """Say which part of a path is missing, and what is there with a similar name."""
     while not os.path.exists(path.parent):
         path = path.parent
     try:
         close = get_close_matches(path.name, os.listdir(path.parent), n=1)
-    except OSError as fault:
-        return f"{path.parent} cannot be listed: {fault.strerror}"
+    except OSError as error:
+        return f"{path.parent} cannot be listed: {error.strerror}"
     return f"{path} does not exist" + (f"; did you mean {path.parent / close[0]}?" if close else "")
 
 
 def _sources(source: str | Sequence[str]) -> list[str]:
-    """One or several sources as a list, refused if one is empty: an empty path would be the current folder."""
+    """Return sources as a list; refuse an empty one, which would be the current folder."""
     sources = [source] if isinstance(source, str) else list(source)
     if not sources or not all(sources):
         allowed = "stdlib, a file, a folder, a glob or hf:NAME"
@@ -121,11 +123,11 @@ def _sources(source: str | Sequence[str]) -> list[str]:
     return sources
 
 
-# Which files a source is.
+# ---- the files of a source
 
 
 def _files(source: str) -> list[Path]:
-    """The files of a source that is no dataset, in the order they are read."""
+    """Return the files of a source that is not a dataset, in the order they are read."""
     if source == "stdlib":
         return list(_walk(Path(sysconfig.get_path("stdlib")), (".py",), _NOT_LIBRARY))
     path = Path(source).expanduser()
@@ -147,7 +149,7 @@ def _files(source: str) -> list[Path]:
 
 
 def _near(pattern: Path) -> str:
-    """A hint for a glob that matches nothing: which folder is not there, or what it holds instead."""
+    """Return a hint for a glob without a match: the missing folder, or what the folder holds."""
     folder = pattern.parent
     while glob.has_magic(str(folder)):
         folder = folder.parent
@@ -160,10 +162,10 @@ def _near(pattern: Path) -> str:
 
 
 def _walk(root: Path, endings: tuple[str, ...] = ("",), skipped: Iterable[str] = ()) -> Iterator[Path]:
-    """Files with one of these endings under a folder, sorted folder by folder; hidden ones are passed over."""
+    """Yield files with one of these endings under a folder, sorted folder by folder, without hidden ones."""
 
-    def refuse(fault: OSError) -> None:
-        raise DataError(f"the folder {fault.filename} cannot be listed: {fault.strerror}") from fault
+    def refuse(error: OSError) -> None:
+        raise DataError(f"the folder {error.filename} cannot be listed: {error.strerror}") from error
 
     for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skipped)
@@ -173,29 +175,29 @@ def _walk(root: Path, endings: tuple[str, ...] = ("",), skipped: Iterable[str] =
 
 
 def _stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Path, bytes and time of the last change in nanoseconds of every file."""
+    """Return path, bytes and modification time in nanoseconds of every file."""
     stamps = []
     for path in files:
         try:
             status = path.stat()
-        except OSError as fault:
-            raise DataError(f"{path} cannot be read: {fault.strerror}") from fault
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
         stamps.append((str(path.resolve()), status.st_size, status.st_mtime_ns))
     return stamps
 
 
 def _kind(path: Path) -> str:
-    """What a file holds by its ending: rows, parquet or text."""
+    """Return what a file holds by its ending: rows, parquet or text."""
     name = path.name.lower()
     inner = Path(name).stem if name.endswith(_PACKED) else name
     return "parquet" if name.endswith(".parquet") else "rows" if inner.endswith(_ROWS) else "text"
 
 
-# How each kind is read.
+# ---- reading each kind
 
 
 def _documents(sources: list[str], field: str) -> Generator[str, None, None]:
-    """Every document that is not empty, valid Unicode."""
+    """Yield every document that is not empty, as valid Unicode."""
     readers = {"parquet": _parquet, "rows": _rows, "text": _text}
     for source in sources:
         if source.startswith("hf:"):
@@ -208,7 +210,7 @@ def _documents(sources: list[str], field: str) -> Generator[str, None, None]:
 
 
 def _valid(text: str) -> str:
-    """`text` with a question mark for each lone surrogate, which JSON can spell but UTF-8 cannot."""
+    """Replace lone surrogates, which JSON allows and UTF-8 does not, by question marks."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -217,7 +219,7 @@ def _valid(text: str) -> str:
 
 
 def _open(path: Path) -> IO[bytes]:
-    """The bytes of a file, unpacked; OSError, EOFError or zlib.error if they are torn or damaged."""
+    """Open a file, decompressed; reading raises OSError, EOFError or zlib.error if it is torn or damaged."""
     match path.suffix.lower():
         case ".gz":
             return cast(IO[bytes], gzip.open(path, "rb"))
@@ -231,46 +233,46 @@ _UNREADABLE = (OSError, EOFError, zlib.error)
 
 
 def _text(path: Path, field: str) -> Iterator[str]:
-    """A text file, which is one document, or many if it is large; what is no UTF-8 is replaced."""
+    """Yield a text file as one document, or several if it is large; invalid UTF-8 is replaced."""
     try:
         with _open(path) as binary, io.TextIOWrapper(binary, "utf-8-sig", errors="replace", newline="") as stream:
             start = stream.read(WHOLE)
             if "\0" in start[:1024]:
-                raise DataError(f"{path} is no text, it has NUL bytes: text must be UTF-8, not UTF-16 nor binary")
+                raise DataError(f"{path} is not text, it has NUL bytes: text must be UTF-8, not UTF-16 nor binary")
             if len(start) < WHOLE:
                 yield start
                 return
             for part in (io.StringIO(start, newline=""), stream):
                 while piece := part.read(PIECE) + part.readline(PIECE):
                     yield piece
-    except _UNREADABLE as fault:
-        raise DataError(f"{path} cannot be read: {_reason(fault)}") from fault
+    except _UNREADABLE as error:
+        raise DataError(f"{path} cannot be read: {_reason(error)}") from error
 
 
 def _rows(path: Path, field: str) -> Iterator[str]:
-    """JSON lines; blank ones are passed over."""
+    """Yield the text of each JSON line; blank lines are skipped."""
     number = 0
     try:
         with _open(path) as lines:
             for number, line in enumerate(lines_limited(path, lines, MOST_ROW), 1):
                 if not line.isspace():
                     yield _field(_row(line, f"{path}, line {number}"), field, f"{path}, line {number}")
-    except _UNREADABLE as fault:
-        raise DataError(f"{path} cannot be read past line {number}: {_reason(fault)}") from fault
+    except _UNREADABLE as error:
+        raise DataError(f"{path} cannot be read past line {number}: {_reason(error)}") from error
 
 
 def _row(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as fault:
-        raise DataError(f"{where} is not JSON ({_reason(fault)}): each line must be one object") from fault
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not JSON ({_reason(error)}): each line must be one object") from error
     if not isinstance(row, dict):
         raise DataError(f"{where} is a JSON {type(row).__name__}: each line must be one object")
     return row
 
 
 def _field(row: dict[str, Any], field: str, where: str) -> str:
-    """The text in a row; a null counts as empty."""
+    """Return the text of a row; a null counts as empty."""
     if field not in row:
         raise DataError(f"{where} has no field {field!r} but {', '.join(map(str, row)) or 'none'}: set data.field")
     text = row[field]
@@ -282,7 +284,7 @@ def _field(row: dict[str, Any], field: str, where: str) -> str:
 
 
 def _parquet(path: Path, field: str) -> Iterator[str]:
-    """One column of a Parquet file, some rows at a time."""
+    """Yield one column of a Parquet file, a few rows at a time."""
     arrow, parquet = need("pyarrow", f"reading {path}"), need("pyarrow.parquet", f"reading {path}")
     row = 0
     try:
@@ -300,12 +302,12 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
                     if len(text) > MOST_ROW:
                         raise DataError(f"{path}, row {row} has {len(text)} characters: at most {MOST_ROW} are read")
                     yield text
-    except (OSError, arrow.ArrowException) as fault:
-        raise DataError(f"{path} cannot be read past row {row}: {_reason(fault)}") from fault
+    except (OSError, arrow.ArrowException) as error:
+        raise DataError(f"{path} cannot be read past row {row}: {_reason(error)}") from error
 
 
 def _dataset(source: str) -> tuple[str, str | None]:
-    """Name (or folder) and config of "hf:NAME[:CONFIG]"."""
+    """Return name (or folder) and config of "hf:NAME[:CONFIG]"."""
     whole = os.path.expanduser(source.removeprefix("hf:"))
     name, _, config = (whole, "", "") if os.path.isdir(whole) else whole.partition(":")
     if not name:
@@ -316,7 +318,7 @@ def _dataset(source: str) -> tuple[str, str | None]:
 
 
 def _dataset_rows(source: str, field: str) -> Iterator[str]:
-    """The train split of a Hugging Face dataset, streamed."""
+    """Yield the train split of a Hugging Face dataset, streamed."""
     name, config = _dataset(source)
     datasets = need("datasets", f"reading {source}")
     number = 0
@@ -326,11 +328,11 @@ def _dataset_rows(source: str, field: str) -> Iterator[str]:
                 yield _field(row, field, f"{source}, row {number}")
     except (DataError, ConfigError):
         raise
-    except Exception as fault:  # the package and those under it raise what they like
-        raise DataError(f"{source} cannot be read past row {number}: {_reason(fault)}") from fault
+    except Exception as error:  # the package and its dependencies raise any type
+        raise DataError(f"{source} cannot be read past row {number}: {_reason(error)}") from error
 
 
-def _reason(fault: BaseException) -> str:
-    """The first line of what a library says, or the kind of its complaint."""
-    words = getattr(fault, "strerror", None) or str(fault)
-    return words.splitlines()[0].rstrip(".") if words else type(fault).__name__
+def _reason(error: BaseException) -> str:
+    """Return the first line of a library's error message, or the error's type."""
+    words = getattr(error, "strerror", None) or str(error)
+    return words.splitlines()[0].rstrip(".") if words else type(error).__name__

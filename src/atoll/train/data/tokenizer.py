@@ -1,6 +1,6 @@
-"""Text <-> token ids: bytes, a BPE trained on the corpus, or any tokenizer.json.
+"""Turns text into token ids and back: bytes, a BPE trained on the corpus, or any tokenizer.json.
 
-Special tokens in a text are plain text here: only atoll puts the separator between documents.
+Special tokens inside a text are plain text: only atoll puts the separator between documents.
 """
 
 import json
@@ -18,73 +18,73 @@ from atoll.train.data.corpus import missing, need
 
 FILE: Final = "tokenizer.json"
 MOST_BYTES: Final = 2**28
-"""Of a tokenizer.json, which is read whole; the largest in use have some tens of millions."""
+"""Most bytes of a tokenizer.json, which is read whole; the largest in use have tens of millions."""
 END: Final = "<|end|>"
 """The separator of a BPE trained here."""
 SEPARATORS: Final = ("<|endoftext|>", END, "</s>", "<eos>", "<|end_of_text|>")
-"""Tokens that may separate documents in somebody else's tokenizer.json; the first that it has is taken."""
+"""Tokens that may separate documents in a given tokenizer.json; the first that it has is used."""
 
 Ids = npt.NDArray[Any]
 """Token ids, 1-D, of an unsigned integer type that holds the vocabulary."""
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Turns text into token ids and back."""
 
     @property
     def vocabulary(self) -> int:
-        """One more than the largest id."""
+        """One more than the largest token id."""
 
     @property
     def separator(self) -> int:
         """The id that goes between documents."""
 
     def encode(self, text: str) -> Ids:
-        """The ids of a text, without a separator."""
+        """Return the ids of a text, without a separator."""
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
-        """The ids of each text."""
+        """Return the ids of each text."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids; ids that are no text become nothing or a replacement character."""
+        """Return the text of ids; ids without text become nothing or a replacement character."""
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json into a folder, for `open_tokenizer`."""
+        """Write tokenizer.json into a folder, to be read by `open_tokenizer`."""
 
 
 def dtype_of(vocabulary: int) -> np.dtype[Any]:
-    """The smallest unsigned integer that holds every id, little-endian."""
+    """Return the smallest unsigned integer type that holds every id, little-endian."""
     return np.dtype("u1" if vocabulary <= 2**8 else "<u2" if vocabulary <= 2**16 else "<u4")
 
 
 class Bytes:
-    """The bytes of UTF-8 as tokens; NUL, which text does not hold, is the separator."""
+    """Uses the bytes of UTF-8 as tokens, and NUL, which text does not hold, as the separator."""
 
     vocabulary: Final = 256
     separator: Final = 0
 
     def encode(self, text: str) -> Ids:
-        """The bytes of a text."""
+        """Return the bytes of a text."""
         return np.frombuffer(text.encode(), np.uint8)
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
-        """The bytes of each text."""
+        """Return the bytes of each text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these bytes; what is no UTF-8 becomes a replacement character."""
+        """Return the text of these bytes; invalid UTF-8 becomes a replacement character."""
         return bytes(i if 0 <= i < 256 else 0xFF for i in map(int, ids)).decode(errors="replace")
 
     def save(self, folder: Path) -> None:
-        """Write a tokenizer.json of our own kind."""
+        """Write a tokenizer.json that says {"atoll": "bytes"}."""
         (folder / FILE).write_text(json.dumps({"atoll": "bytes"}) + "\n", encoding="utf-8")
 
 
 class Subwords:
-    """A tokenizer of the package `tokenizers`: a BPE trained here, or one from a tokenizer.json."""
+    """Wraps a tokenizer of the package `tokenizers`: a BPE trained here, or any tokenizer.json."""
 
     def __init__(self, inner: Any, separator: int) -> None:
-        inner.no_truncation()  # a tokenizer.json may cut or fill up what it encodes
+        inner.no_truncation()  # a tokenizer.json may truncate or pad what it encodes
         inner.no_padding()
         inner.encode_special_tokens = True
         self._inner = inner
@@ -93,33 +93,33 @@ class Subwords:
         self._dtype = dtype_of(self.vocabulary)
 
     def encode(self, text: str) -> Ids:
-        """The ids of a text, without a separator."""
+        """Return the ids of a text, without a separator."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
-        """The ids of each text, found on all cores."""
+        """Return the ids of each text, encoded on all cores."""
         encoded = self._inner.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(each.ids, self._dtype) for each in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids; special tokens and ids past the vocabulary become nothing."""
+        """Return the text of ids without special tokens and ids past the vocabulary."""
         text: str = self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json as the package does."""
+        """Write tokenizer.json in the package's format."""
         (folder / FILE).write_text(self._inner.to_str(pretty=True), encoding="utf-8")
 
 
 def check_vocabulary(vocabulary: object) -> None:
-    """Refuse what no byte-level BPE can have."""
+    """Refuse a vocabulary that a byte-level BPE cannot have."""
     if type(vocabulary) is not int or not LEAST_BPE_VOCABULARY <= vocabulary <= 2**32:
         why = "256 bytes and the separator are always in it"
         raise ConfigError(f"data.vocabulary must be at least {LEAST_BPE_VOCABULARY}, got {vocabulary!r}: {why}")
 
 
 def train_bpe(documents: Iterable[str], vocabulary: int) -> Subwords:
-    """A byte-level BPE of at most `vocabulary` tokens, fewer if the text has no more; the same text, the same BPE."""
+    """Train a byte-level BPE of at most `vocabulary` tokens; the same text gives the same BPE."""
     check_vocabulary(vocabulary)
     library = need("tokenizers", "a BPE tokenizer")
     byte_level = library.pre_tokenizers.ByteLevel
@@ -134,7 +134,12 @@ def train_bpe(documents: Iterable[str], vocabulary: int) -> Subwords:
 
 
 def open_tokenizer(folder_or_file: Path) -> Tokenizer:
-    """What `save` wrote into a folder, or any tokenizer.json."""
+    """Open the tokenizer.json in a folder, or a file of the package tokenizers.
+
+    Raises:
+        ConfigError: if it has no token to separate documents with.
+        DataError: if it cannot be read.
+    """
     path = Path(folder_or_file)
     if path.is_dir():
         path = path / FILE
@@ -142,16 +147,16 @@ def open_tokenizer(folder_or_file: Path) -> Tokenizer:
         text = read_limited(path, MOST_BYTES).decode()
         if len(text) < 64 and parse_json(text) == {"atoll": "bytes"}:
             return Bytes()
-    except FileNotFoundError as fault:
-        raise DataError(f"the tokenizer cannot be read: {missing(path)}") from fault
-    except (OSError, ValueError) as fault:
-        reason = getattr(fault, "strerror", None) or fault
-        raise DataError(f"the tokenizer {path} cannot be read: {reason}") from fault
+    except FileNotFoundError as error:
+        raise DataError(f"the tokenizer cannot be read: {missing(path)}") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"the tokenizer {path} cannot be read: {reason}") from error
     library = need("tokenizers", f"the tokenizer {path}")
     try:
         inner = library.Tokenizer.from_str(text)
-    except Exception as fault:  # the package raises nothing more exact
-        raise DataError(f"{path} is no tokenizer.json of the package tokenizers: {fault}") from fault
+    except Exception as error:  # the package raises nothing more exact
+        raise DataError(f"{path} is not a tokenizer.json of the package tokenizers: {error}") from error
     separators = [inner.token_to_id(token) for token in SEPARATORS if inner.token_to_id(token) is not None]
     if not separators:
         known = " ".join(SEPARATORS)

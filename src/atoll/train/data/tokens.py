@@ -1,4 +1,4 @@
-"""Documents -> token files on disk, built once, mapped into memory by all who read them.
+"""Turns documents into token files on disk, built once and mapped into memory.
 
     cache/4fa8c6e01b72d935/      named after the corpus, the tokenizer and the share held out
       train.bin  held_out.bin    tokens, little-endian, 1, 2 or 4 bytes each; a separator ends every document
@@ -8,7 +8,7 @@
       clusters-4/                the same training documents, one file for each of four workers
         worker-0.bin ...  manifest.json
 
-Memory holds some documents at a time and eight bytes for each, so a corpus may be larger than memory.
+Memory holds some documents at a time and eight bytes for each of all, so a corpus may be larger than memory.
 """
 
 import hashlib
@@ -16,21 +16,20 @@ import json
 import os
 import shutil
 from array import array
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, Self, get_args
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from atoll._util.checks import check_whole
 from atoll._util.disk import sha256_of
 from atoll.errors import ConfigError, DataError
-from atoll.settings.sections import BPE_VOCABULARY
-from atoll.train.data.cache import MANIFEST, Meter, Tell, build_once, check, silent
+from atoll.settings.sections import BPE_VOCABULARY, DataSection
+from atoll.train.data.cache import MANIFEST, Meter, OnProgress, build_once, check, no_progress
 from atoll.train.data.clusters import assign
 from atoll.train.data.corpus import documents, identity, missing, text_bytes
 from atoll.train.data.tokenizer import (
@@ -38,27 +37,24 @@ from atoll.train.data.tokenizer import (
     Bytes,
     Ids,
     Tokenizer,
-    check_vocabulary,
     dtype_of,
     open_tokenizer,
     train_bpe,
 )
 
 VERSION: Final = 1
-"""Of what is on disk; part of a folder's name, so that another version is built anew."""
+"""Version of the files; part of a folder's name, so another version builds its own."""
 BPE_BYTES: Final = 2**28
-"""Bytes of text that a BPE is trained on, at most: more hardly changes it."""
-
-Split = Literal["iid", "clusters"]
+"""Most bytes of text that a BPE is trained on: more hardly changes it."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """A file of tokens, mapped into memory, read-only."""
+    """A file of tokens, mapped into memory read-only."""
 
     path: Path
     tokens: npt.NDArray[Any]
-    """[tokens], uint8, uint16 or uint32."""
+    """Token ids [tokens], uint8, uint16 or uint32."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -66,101 +62,77 @@ class TokenFile:
 
 @dataclass(frozen=True, eq=False)
 class TokenData:
-    """A corpus as tokens."""
+    """A corpus as tokens, with its tokenizer."""
 
     tokenizer: Tokenizer
     train: tuple[TokenFile, ...]
-    """One for all workers, or one per worker."""
+    """One file for all workers, or one per worker."""
     held_out: TokenFile
     documents: int
-    """Of training and held-out text together."""
+    """Documents of training and held-out text together."""
     folder: Path
 
 
-def prepare(
-    source: str | Sequence[str],
-    *,
-    field: str = "text",
-    tokenizer: str = "bytes",
-    vocabulary: int | None = None,
-    held_out: float = 0.02,
-    split: Split = "iid",
-    workers: int = 1,
-    cache: Path | str,
-    limit: int | None = None,
-    tell: Tell = silent,
-) -> TokenData:
-    """The tokens of a corpus, from the cache, or built into it first.
+def prepare(settings: DataSection, *, workers: int = 1, on_progress: OnProgress = no_progress) -> TokenData:
+    """Return the tokens of a corpus from the cache, building them first if they are not there.
 
-    `held_out` is the share of documents kept for evaluation. A hash of its text decides for each, so order and
-    neighbours do not matter and copies stay together. If that picks none (or all), one document changes sides: the one
-    whose length fits the share best; and a corpus of one document is cut. If another process builds the same,
-    this one waits and then uses it. Settings are those of the run file's [data]. A source that is such a folder of
-    tokens already is taken as it is, with the tokenizer and the held-out text that it has.
+    A hash of its text decides whether a document is held out, so order does not matter and copies stay together. If
+    that picks none (or all), the document whose length fits the share best changes sides; a corpus of one document is
+    cut in two. If another process builds the same tokens, this one waits for it. A source that is a folder of tokens is
+    used as it is.
+
+    Raises:
+        ConfigError: if the tokenizer cannot be used, or the settings do not fit a folder of tokens.
+        DataError: if the text cannot be read, or the tokens are damaged.
     """
-    if split not in get_args(Split):
-        raise ConfigError(f"data.split must be one of {', '.join(get_args(Split))}, got {split!r}")
-    if not isinstance(held_out, float) or not 0 < held_out < 1:
-        problem = f"data.held_out must be a share between 0 and 1, got {held_out!r}"
-        raise ConfigError(f"{problem}: both training and evaluation need text")
-    check_whole("sync.workers", workers)
-    ready = _ready(source)
-    folder = ready or Path(cache).expanduser() / _key(source, field, limit, tokenizer, vocabulary, held_out)
+    ready = _ready(settings)
+    folder = ready or Path(settings.cache).expanduser() / _key(settings)
     if ready is None:
-        meter = Meter(tell, "tokens", text_bytes(source, limit))
-        read = partial(documents, source, field=field, limit=limit)
-        make = partial(_make_tokenizer, tokenizer, vocabulary)
-        build_once(folder, folder, meter, partial(_fill, read=read, make=make, share=held_out, meter=meter))
-    manifest = check(folder, tell)
-    made = open_tokenizer(folder)
+        meter = Meter(on_progress, "tokens", text_bytes(settings.source, settings.limit))
+        build_once(folder, folder, meter, partial(_fill, settings=settings, meter=meter))
+    manifest = check(folder, on_progress)
+    tokenizer = open_tokenizer(folder)
     if ready is not None:
-        _refuse_other_tokens(folder, made.vocabulary, vocabulary, limit)
-    open_file = partial(_map, dtype=dtype_of(made.vocabulary))
+        _check_ready(folder, tokenizer.vocabulary, settings)
+    open_file = partial(_map, dtype=dtype_of(tokenizer.vocabulary))
     train = open_file(folder / "train.bin")
     files: tuple[TokenFile, ...] = (train,)
-    if split == "clusters" and workers > 1:
+    if settings.split == "clusters" and workers > 1:
         clusters = folder / f"clusters-{workers}"
-        meter = Meter(tell, "clusters", train.tokens.nbytes)
+        meter = Meter(on_progress, "clusters", train.tokens.nbytes)
         build_once(clusters, folder, meter, partial(_fill_clusters, train=train, workers=workers, meter=meter))
-        check(clusters, tell)
+        check(clusters, on_progress)
         files = tuple(open_file(clusters / f"worker-{i}.bin") for i in range(workers))
-    return TokenData(made, files, open_file(folder / "held_out.bin"), manifest["documents"], folder)
+    return TokenData(tokenizer, files, open_file(folder / "held_out.bin"), manifest["documents"], folder)
 
 
-def check_there(
-    source: str | Sequence[str], *, field: str, limit: int | None, tokenizer: str, vocabulary: int | None
-) -> None:
-    """Refuse what `prepare` would refuse for not being there, without reading any text."""
-    if _ready(source) is not None:
-        return
-    _tokenizer_identity(tokenizer, vocabulary)
-    identity(source, field, limit)
+def check_there(settings: DataSection) -> None:
+    """Refuse a source or a tokenizer that does not exist, as `prepare` does, without reading text."""
+    if _ready(settings) is None:
+        _key(settings)
 
 
-def _key(
-    source: str | Sequence[str], field: str, limit: int | None, tokenizer: str, vocabulary: int | None, share: float
-) -> str:
-    """Name the folder of a corpus after everything that its tokens depend on."""
-    settings = json.dumps([VERSION, identity(source, field, limit), _tokenizer_identity(tokenizer, vocabulary), share])
-    return hashlib.sha256(settings.encode()).hexdigest()[:16]
+def _key(settings: DataSection) -> str:
+    """Return the name of a corpus's folder: a hash of everything that its tokens depend on."""
+    tokenizer, corpus = _tokenizer_identity(settings), identity(settings.source, settings.field, settings.limit)
+    return hashlib.sha256(json.dumps([VERSION, corpus, tokenizer, settings.held_out]).encode()).hexdigest()[:16]
 
 
-def _ready(source: str | Sequence[str]) -> Path | None:
-    """Return the folder that a source is if it holds tokens already."""
-    if not isinstance(source, str):
-        if len(source) != 1:
-            return None
-        (source,) = source
-    folder = Path(source).expanduser()
-    return folder if source and all(os.path.isfile(folder / name) for name in (MANIFEST, "train.bin")) else None
+def _ready(settings: DataSection) -> Path | None:
+    """Return the folder of a source that holds tokens already, or None."""
+    sources = [settings.source] if isinstance(settings.source, str) else settings.source
+    if len(sources) != 1:
+        return None
+    folder = Path(sources[0]).expanduser()
+    return folder if all(os.path.isfile(folder / name) for name in (MANIFEST, "train.bin")) else None
 
 
-def _refuse_other_tokens(folder: Path, has: int, vocabulary: int | None, limit: int | None) -> None:
-    """Refuse settings that a folder of tokens cannot follow any more."""
-    if vocabulary not in (None, has):
-        problem = f"data.vocabulary is {vocabulary}, but the tokens in {folder} are of a vocabulary of {has}"
-        raise ConfigError(f"{problem}: leave it out, or give the text instead")
-    if limit is not None:
+def _check_ready(folder: Path, vocabulary: int, settings: DataSection) -> None:
+    """Refuse settings for text that a folder of tokens cannot follow."""
+    if settings.vocabulary not in (None, vocabulary):
+        problem = f"data.vocabulary is {settings.vocabulary}, but the tokens in {folder} have a vocabulary of"
+        raise ConfigError(f"{problem} {vocabulary}: leave it out, or give the text instead")
+    if settings.limit is not None:
         raise ConfigError(f"data.limit is for text, but {folder} holds tokens already: leave it out")
 
 
@@ -169,17 +141,14 @@ def _map(path: Path, dtype: np.dtype[Any]) -> TokenFile:
     return TokenFile(path, np.memmap(path, dtype, mode="r").view(np.ndarray))
 
 
-# Which tokenizer.
+# ---- the tokenizer
 
 
-def _tokenizer_identity(name: str, vocabulary: int | None) -> str:
-    """What a tokenizer depends on besides the corpus; refused if it cannot be had."""
-    if vocabulary is not None and name != "bpe":
-        problem = f"data.vocabulary is only for data.tokenizer = 'bpe', got {vocabulary!r} with {name!r}"
-        raise ConfigError(f"{problem}: every other tokenizer brings its own")
+def _tokenizer_identity(settings: DataSection) -> str:
+    """Return what a tokenizer depends on besides the corpus; refuse one that cannot be opened."""
+    name = settings.tokenizer
     if name == "bpe":
-        check_vocabulary(vocabulary or BPE_VOCABULARY)
-        return f"bpe {vocabulary or BPE_VOCABULARY}"
+        return f"bpe {settings.vocabulary or BPE_VOCABULARY}"
     if name == "bytes":
         return name
     path = Path(name).expanduser()
@@ -190,30 +159,29 @@ def _tokenizer_identity(name: str, vocabulary: int | None) -> str:
     return f"file {sha256_of(path / FILE if path.is_dir() else path)}"
 
 
-def _make_tokenizer(name: str, vocabulary: int | None, texts: Iterable[str], meter: Meter) -> Tokenizer:
-    """Bytes, a BPE trained on these texts, or the one in a file."""
-    if name == "bytes":
+def _make_tokenizer(settings: DataSection, texts: Iterable[str], meter: Meter) -> Tokenizer:
+    """Return a byte tokenizer, a BPE trained on these texts, or the one in a file."""
+    if settings.tokenizer == "bytes":
         return Bytes()
-    if name != "bpe":
-        return open_tokenizer(Path(name).expanduser())
+    if settings.tokenizer != "bpe":
+        return open_tokenizer(Path(settings.tokenizer).expanduser())
+    progress = Meter(meter.on_progress, "training the tokenizer", meter.total and min(meter.total, BPE_BYTES))
 
-    progress = Meter(meter.tell, "training the tokenizer", meter.total and min(meter.total, BPE_BYTES))
-
-    def some() -> Iterator[str]:
+    def beginning() -> Iterator[str]:
         for text in texts:
             yield text
             progress.add(len(text.encode()))
             if progress.read >= BPE_BYTES:
                 return
 
-    return train_bpe(some(), vocabulary or BPE_VOCABULARY)
+    return train_bpe(beginning(), settings.vocabulary or BPE_VOCABULARY)
 
 
-# What is in the folder.
+# ---- the files
 
 
-class _Shard:
-    """A token file that is being written, and the lengths of its documents."""
+class _Writer:
+    """Writes a token file and keeps the lengths of its documents."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         self._path, self._dtype = path, dtype_of(tokenizer.vocabulary)
@@ -248,7 +216,7 @@ class _Shard:
         return ids[:-1]
 
     def nearest(self, length: float) -> int:
-        """The document whose length comes nearest; among several, the one that sorts first, whatever their order."""
+        """Return the document whose length is nearest; of several, the one whose bytes sort first."""
         self._file.flush()
         tokens = _map(self._path, self._dtype).tokens
         lengths = np.asarray(self.lengths)
@@ -258,32 +226,27 @@ class _Shard:
         return int(min(equal, key=lambda i: tokens[ends[i] - lengths[i] : ends[i]].tobytes()))
 
 
-def _fill(
-    folder: Path,
-    read: Callable[[], Generator[str, None, None]],
-    make: Callable[..., Tokenizer],
-    share: float,
-    meter: Meter,
-) -> dict[str, Any]:
-    """Write the files of a corpus; returns what else the manifest should say."""
+def _fill(folder: Path, settings: DataSection, meter: Meter) -> dict[str, Any]:
+    """Write the files of a corpus; return what else the manifest says."""
+    read, share = partial(documents, settings.source, field=settings.field, limit=settings.limit), settings.held_out
     with closing(read()) as texts:
-        tokenizer = make(texts=texts, meter=meter)
+        tokenizer = _make_tokenizer(settings, texts, meter)
     tokenizer.save(folder)
-    with _Shard(folder / "train.bin", tokenizer) as train, _Shard(folder / "held_out.bin", tokenizer) as held_out:
+    with _Writer(folder / "train.bin", tokenizer) as train, _Writer(folder / "held_out.bin", tokenizer) as held_out:
         for batch in _batched(read()):
             raw = [text.encode() for text in batch]
             tokens = tokenizer.encode_batch(batch)
             meter.add(sum(map(len, raw)), sum(len(ids) + 1 for ids in tokens) * train.item_bytes)
             for each, ids in zip(raw, tokens, strict=True):
-                (held_out if _place(each) < share else train).add(ids)
+                (held_out if _hash01(each) < share else train).add(ids)
         count = len(train.lengths) + len(held_out.lengths)
-        _settle(train, held_out, share)
+        _fill_empty_side(train, held_out, share)
         (folder / "lengths.bin").write_bytes(np.asarray(train.lengths, "<i8").tobytes())
     return {"documents": count, "vocabulary": tokenizer.vocabulary}
 
 
 def _batched(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Documents in lists of about a million characters: enough to keep all cores busy, and little memory."""
+    """Yield lists of documents of about a million characters: enough to keep all cores busy."""
     batch: list[str] = []
     characters = 0
     for text in texts:
@@ -296,13 +259,13 @@ def _batched(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _place(raw: bytes) -> float:
-    """Where a text falls in 0..1, by its content alone."""
+def _hash01(raw: bytes) -> float:
+    """Return a hash of a text in 0..1."""
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big") / 2**64
 
 
-def _settle(train: _Shard, held_out: _Shard, share: float) -> None:
-    """See to it that neither side is empty."""
+def _fill_empty_side(train: _Writer, held_out: _Writer, share: float) -> None:
+    """Move or cut a document if training or held-out text is empty."""
     total = sum(train.lengths) + sum(held_out.lengths)
     if len(train.lengths) + len(held_out.lengths) == 1:
         ids = (train if train.lengths else held_out).take(0)
@@ -318,7 +281,7 @@ def _settle(train: _Shard, held_out: _Shard, share: float) -> None:
 
 
 def _fill_clusters(folder: Path, train: TokenFile, workers: int, meter: Meter) -> dict[str, Any]:
-    """Write one file per worker, each with the documents of one cluster in their old order."""
+    """Write one file per worker with the documents of one cluster, in their old order."""
     lengths = np.fromfile(train.path.with_name("lengths.bin"), "<i8")
     meter.add(0)
     assigned = assign(train.tokens, lengths, workers)

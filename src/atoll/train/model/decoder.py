@@ -1,7 +1,7 @@
-"""The papers' decoder, from a toy for one core to four billion parameters.
+"""The papers' decoder-only language model, from a toy for one core to four billion parameters.
 
-Chinchilla's shape with QK-norm and z-loss, as all the papers after the first have it. They leave open how positions
-and norms are made; here they are rotary (RoPE) and RMSNorm. There are no biases, no dropout and no buffers.
+Chinchilla's shape with QK-norm and z-loss, as in all the papers after the first. They leave positions and norms open;
+this one uses rotary positions (RoPE) and RMSNorm. It has no biases, no dropout and no buffers.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from atoll.settings.model_presets import ModelConfig
 from atoll.train.model.head import head_loss
 
 
-class Turns:
-    """By how much RoPE turns each pair of values in a head: cosine and sine [context, head_width], signed for `turned`.
+class RotaryTables:
+    """Holds RoPE's cosine and sine tables [context, head_width], signed for `rotate`.
 
-    At token t, pair i turns by t * base^(-2i / head_width) radians. An object and no tensors, or FSDP's mixed precision
-    would round them on their way into a block; not made by blocks, or a compiled one would make them for every head.
+    At token t, pair i rotates by t * base^(-2i / head_width) radians. An object, not tensors: FSDP's mixed precision
+    would round tensors passed to a block. Not made in blocks: a compiled block would make them for every head.
     """
 
     def __init__(self, context: int, head_width: int, base: float, device: torch.device, dtype: torch.dtype) -> None:
@@ -34,28 +34,28 @@ class Turns:
         cos, sin = angles.cos(), angles.sin()
         self.cos, self.sin = torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
 
-    def turned(self, x: Tensor) -> Tensor:
-        """[..., time, heads, head_width] with its pairs (i, i + head_width / 2) turned, in the tables' dtype."""
-        # Both halves read each other's place: a graph of one look-up, where parts put together would be two.
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotate the pairs (i, i + head_width / 2) of [..., time, heads, head_width], in the tables' dtype."""
+        # roll instead of cat: one look-up in the compiled graph instead of two
         cos, sin = self.cos[: x.shape[-3], None], self.sin[: x.shape[-3], None]
         return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
-@cache  # for good: recordings know where they are
-def turns(context: int, head_width: int, base: float, device: torch.device, dtype: torch.dtype) -> Turns:
-    """The tables for all tokens of a model of this dtype, in fp32 or its fp64: bf16 cannot tell token 256 from 257."""
+@cache  # kept for good: CUDA graphs know their addresses
+def rotary_tables(context: int, head_width: int, base: float, device: torch.device, dtype: torch.dtype) -> RotaryTables:
+    """Return the tables of a model of this dtype, in at least fp32: bf16 cannot tell token 256 from 257."""
     with torch.inference_mode(False), torch.no_grad():
-        return Turns(context, head_width, base, device, torch.promote_types(dtype, torch.float32))
+        return RotaryTables(context, head_width, base, device, torch.promote_types(dtype, torch.float32))
 
 
 class Norm(nn.RMSNorm):
-    """RMSNorm in the dtype of its weight: under autocast fp32, also for what a matmul rounded to bf16."""
+    """Computes RMSNorm in the dtype of its weight: fp32 under autocast, also for bf16 inputs."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, eps=1e-6)  # torch's own eps depends on the dtype and is 0.008 in bf16
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> the same shape."""
+        """Normalise [..., width]; return the same shape."""
         return super().forward(x.to(self.weight.dtype))
 
 
@@ -65,11 +65,11 @@ FASTEST = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""Ways to compute attention on a GPU, fastest first: on Hopper cuDNN's takes three quarters of the next one's time."""
+"""Attention backends on a GPU, fastest first: on Hopper cuDNN takes three quarters of the next one's time."""
 
 
 class Block(nn.Module):
-    """Causal attention, then a feed-forward layer; each reads a norm of the stream and adds to the stream."""
+    """Applies causal attention, then a feed-forward layer, each to a norm of the residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -83,18 +83,18 @@ class Block(nn.Module):
         self.feedforward_in = nn.Linear(config.width, config.feedforward, bias=False)
         self.feedforward_out = nn.Linear(config.feedforward, config.width, bias=False)
 
-    def forward(self, x: Tensor, turns: Turns) -> Tensor:
-        """[batch, time, width] -> the same."""
-        x = x + self._attend(self.attention_norm(x), turns)
+    def forward(self, x: Tensor, rotary: RotaryTables) -> Tensor:
+        """Transform the residual stream [batch, time, width]; return the same shape."""
+        x = x + self._attend(self.attention_norm(x), rotary)
         # GELU in its tanh form, as in NanoDO, which the papers' code is built on.
         inner = functional.gelu(self.feedforward_in(self.feedforward_norm(x)), approximate="tanh")
         stream: Tensor = x + self.feedforward_out(inner)
         return stream
 
-    def _attend(self, x: Tensor, turns: Turns) -> Tensor:
+    def _attend(self, x: Tensor, rotary: RotaryTables) -> Tensor:
         query, key, value = self.qkv(x).unflatten(2, (3, -1, self.head_width)).unbind(2)  # [batch, time, heads, ...]
-        query = turns.turned(self.query_norm(query)).to(value.dtype)
-        key = turns.turned(self.key_norm(key)).to(value.dtype)
+        query = rotary.rotate(self.query_norm(query)).to(value.dtype)
+        key = rotary.rotate(self.key_norm(key)).to(value.dtype)
         with sdpa_kernel(FASTEST, set_priority=True) if x.is_cuda else nullcontext():
             mixed = functional.scaled_dot_product_attention(
                 query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True
@@ -104,23 +104,23 @@ class Block(nn.Module):
 
 
 class Loss(NamedTuple):
-    """What to descend and what to report: scalars, in nats per token."""
+    """The loss to train on and the loss to report: scalars, in nats per token."""
 
     total: Tensor
     """Cross-entropy plus z-loss."""
     cross_entropy: Tensor
-    """Without z-loss and detached, so that runs can be compared whatever their z-loss."""
+    """Detached and without z-loss, so runs with different z-losses compare."""
 
 
 def check_generation(count: int, temperature: float) -> None:
-    """Refuse what no text can be drawn with."""
+    """Refuse a count or a temperature that text cannot be sampled with."""
     check_whole("count", count)
     why = "0 takes the likeliest token, more gives others a chance"
     check_number("temperature", temperature, least=0, why=why)
 
 
 def draw(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
-    """Logits [batch, vocabulary] -> tokens [batch, 1], drawn by softmax(logits / temperature); at 0 the likeliest."""
+    """Sample tokens [batch, 1] from logits [batch, vocabulary]; temperature 0 takes the likeliest."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     # In fp64 and at most 0, or a temperature near 0 would overflow.
@@ -129,21 +129,20 @@ def draw(logits: Tensor, temperature: float, generator: torch.Generator | None) 
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model, drawn from `generator` or torch's global one: the same seed, the same model.
+    """A decoder-only language model, initialised from `generator` or torch's global one.
 
-    To compile it call `model.compile()`. On the meta device it has no values;
-    `to_empty` and then `initialise` give it some.
+    Call `model.compile()` to compile it. A model on the meta device gets values by `to_empty` and `initialise`.
     """
 
     def __init__(self, config: ModelConfig, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.config = config
         self._compiled: Callable[..., Tensor] | None = None
-        with torch.device("meta"):  # torch's layers draw values of their own, which nobody needs
+        with torch.device("meta"):  # skips the initialisation of torch's layers
             self.embedding = nn.Embedding(config.vocabulary, config.width)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
             self.norm = Norm(config.width)
-            # Tied is one parameter with one name: to_empty would part two, and safetensors would refuse them.
+            # Tied weights are one parameter: to_empty would separate two, and safetensors would refuse them.
             self.head = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False)
         self.to_empty(device=torch.get_default_device())
         self.initialise(generator)
@@ -162,19 +161,19 @@ class Decoder(nn.Module):
                 nn.init.normal_(parameter, std=(parameter.shape[1] * writers) ** -0.5, generator=generator)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile all up to the head, by torch.compile with these arguments; the head has kernels of its own."""
+        """Compile all layers up to the head with torch.compile; the head has its own kernels."""
         self._compiled = torch.compile(self._body, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {**state, "_compiled": None}  # a copy must not call what was compiled for another
+        return {**state, "_compiled": None}  # a copy must not call what was compiled for the original
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens [batch, time], int64 -> logits [batch, time, vocabulary]; time is at most config.context."""
+        """Return logits [batch, time, vocabulary] of tokens [batch, time], int64; time is at most config.context."""
         return functional.linear(self._hidden(tokens), self._matrix)
 
     def loss(self, tokens: Tensor) -> Loss:
-        """Of predicting each token of [batch, time + 1], int64, from those before it."""
+        """Return the loss of predicting each token of [batch, time + 1], int64, from those before it."""
         hidden = self._hidden(tokens[:, :-1])
         return Loss(*head_loss(hidden, self._matrix, tokens[:, 1:], self.config.z_loss))
 
@@ -183,7 +182,7 @@ class Decoder(nn.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def _hidden(self, tokens: Tensor) -> Tensor:
-        """What the head is multiplied with, [batch, time, width]."""
+        """Return the input of the head [batch, time, width]."""
         config, time, kind = self.config, tokens.shape[1], tokens.device.type
         if not 1 <= time <= config.context:
             raise ConfigError(
@@ -192,26 +191,26 @@ class Decoder(nn.Module):
             )
         own = self.embedding.weight.dtype
         stream = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else own
-        angles = turns(config.context, config.head_width, config.rope_base, tokens.device, own)
-        return (self._compiled or self._body)(tokens, angles, stream)
+        rotary = rotary_tables(config.context, config.head_width, config.rope_base, tokens.device, own)
+        return (self._compiled or self._body)(tokens, rotary, stream)
 
-    def _body(self, tokens: Tensor, angles: Turns, stream: torch.dtype) -> Tensor:
-        # In bf16, if matmuls are: between blocks the stream is read and written more often than anything else.
+    def _body(self, tokens: Tensor, rotary: RotaryTables, stream: torch.dtype) -> Tensor:
+        # In bf16 if matmuls are: no tensor is read and written more often than the stream.
         x = self.embedding(tokens).to(stream)
         for block in self.blocks:
             if self.config.checkpoint_activations:
-                x = checkpoint(block, x, angles, use_reentrant=False, preserve_rng_state=False)  # nothing random inside
+                x = checkpoint(block, x, rotary, use_reentrant=False, preserve_rng_state=False)  # nothing random inside
             else:
-                x = block(x, angles)
+                x = block(x, rotary)
         hidden: Tensor = self.norm(x)
         return hidden
 
     def generate(
         self, prompt: Tensor, count: int, *, temperature: float = 1.0, generator: torch.Generator | None = None
     ) -> Tensor:
-        """The prompt [batch, time] with `count` more tokens -> [batch, time + count].
+        """Return the prompt [batch, time] followed by `count` sampled tokens [batch, time + count].
 
-        Each is drawn by softmax(logits / temperature) given the last `context` tokens; at 0 it is the likeliest one.
+        Each is drawn from softmax(logits / temperature) given the last `context` tokens; 0 takes the likeliest.
         """
         check_generation(count, temperature)
         tokens = prompt

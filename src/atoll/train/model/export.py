@@ -1,18 +1,17 @@
-"""A trained model as a folder that needs nothing of the run it came from.
+"""Exports a trained model as a folder that does not depend on its run, and loads it again.
 
 model/
   config.json          the shape: atoll's own, or for a Hugging Face model the one transformers writes
   model.safetensors    the parameters
   tokenizer.json       bytes, or a file of the package tokenizers
-.model.old/            set aside while model/ is replaced; read if that was cut short
-.model.new/            an export under way, or what a crash left of one; the next export sweeps it
+.model.old/            the earlier export while model/ is replaced; read if that was interrupted
+.model.new/            an export under way, or what a crash left of one; the next export deletes it
 """
 
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from atoll._util.disk import flush, parse_json, read_limited, sha256_of
+from atoll._util.disk import parse_json, read_limited, sha256_of, whole_folder
 from atoll.errors import ConfigError, DataError
 from atoll.settings.model_presets import ModelConfig
 from atoll.train.data.tokenizer import Tokenizer, open_tokenizer
@@ -39,35 +38,52 @@ WEIGHTS: Final = "model.safetensors"
 def export(
     model: Decoder | HubModel, tokenizer: Tokenizer, folder: Path, tensors: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write the model as `folder`; an earlier export there is replaced once the new one is whole on disk.
+    """Write the model as a folder, replacing an earlier export once the new one is whole on disk.
 
-    Killed at any moment, it leaves the old one or the new one for `load_export`. One process at a time may export
+    Killed at any moment, it leaves the old or the new export for `load_export`. Only one process at a time may export
     to a folder. transformers reads the folder of a HubModel, and its tokenizer.json unless tokens are bytes.
-    `tensors` is the state dict, if the model holds but a part of it.
+
+    Args:
+        model: The model to export.
+        tokenizer: Its tokenizer.
+        folder: The folder to write; if it exists, it must be empty or an export.
+        tensors: The full state dict, if this rank's model holds only a shard of it.
+
+    Raises:
+        ConfigError: if the folder holds anything else.
+        DataError: if the disk is full or refuses the files.
     """
     folder = Path(os.path.realpath(folder))
     _check_replaceable(folder)
     try:
-        with _replacing(folder) as new:
+        aside = _aside(folder, "new"), _aside(folder, "old")
+        _clear_leftovers(folder, *aside)
+        with whole_folder(folder, *aside) as new:
             if isinstance(model, HubModel):
                 hub.save(model, new, tensors=tensors, end=tokenizer.separator)
             else:
                 _save_decoder(model, model.state_dict() if tensors is None else tensors, new)
             tokenizer.save(new)
             if isinstance(model, HubModel):
-                _introduce_tokenizer(new, tokenizer.separator, model.context)
-    except (OSError, SafetensorError) as fault:
-        problem = f"the model cannot be exported to {folder}: {' '.join(str(fault).split())}"
-        raise DataError(f"{problem}; make room or choose another folder, what was there is intact") from fault
+                _write_tokenizer_config(new, tokenizer.separator, model.context)
+            for path in new.iterdir():
+                shutil.copymode(new / CONFIG, path)  # safetensors hides its file from other users, whatever the umask
+    except (OSError, SafetensorError) as error:
+        problem = f"the model cannot be exported to {folder}: {' '.join(str(error).split())}"
+        raise DataError(f"{problem}; make room or choose another folder, what was there is intact") from error
 
 
 def load_export(folder: Path) -> tuple[Decoder | HubModel, Tokenizer]:
-    """The model, on the CPU, and the tokenizer that `export` wrote."""
+    """Return the model, on the CPU, and the tokenizer that `export` wrote.
+
+    Raises:
+        DataError: if there is no export, or it is damaged.
+    """
     folder = Path(os.path.realpath(folder))
     if not exists(folder):
         raise DataError(f"{folder} holds no exported model: there is no {CONFIG}")
-    if not folder.exists():  # a replacement died between setting the old one aside and naming the new one
-        folder = _set_aside(folder)
+    if not folder.exists():  # a replacement died between its two renames
+        folder = _aside(folder, "old")
     config = _read_config(folder / CONFIG)
     model: Decoder | HubModel
     if config.get("format") == FORMAT:
@@ -88,8 +104,8 @@ def load_export(folder: Path) -> tuple[Decoder | HubModel, Tokenizer]:
 
 
 def exists(folder: Path) -> bool:
-    """Whether there is an export to load, be it one whose replacement was cut short."""
-    return any((place / CONFIG).is_file() for place in (folder, _set_aside(folder)))
+    """Return whether there is an export to load, also if its replacement was interrupted."""
+    return any((place / CONFIG).is_file() for place in (folder, _aside(folder, "old")))
 
 
 # --- atoll's own decoder
@@ -108,17 +124,17 @@ def _load_decoder(folder: Path, config: Mapping[str, Any]) -> Decoder:
         if config.get("sha256", digest := sha256_of(weights)) != digest:
             hint = f"if it was changed on purpose, take sha256 out of {CONFIG}"
             raise DataError(f"{weights} is damaged: its SHA-256 is not the one in {CONFIG}; {hint}")
-        # Cloned because load_file maps the file, which may change or go.
+        # Cloned: load_file maps the file, which may change or be deleted.
         tensors = {name: tensor.clone() for name, tensor in load_file(weights).items()}
-    except (OSError, SafetensorError) as fault:
-        raise DataError(f"{weights} cannot be read: {fault}") from fault
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{weights} cannot be read: {error}") from error
     return _assemble(shape, tensors, weights)
 
 
 def _assemble(shape: ModelConfig, tensors: dict[str, Tensor], weights: Path) -> Decoder:
-    """A decoder of this shape with these parameters, if they fit."""
+    """Return a decoder of this shape with these parameters; DataError if they do not fit."""
     found = sum(tensor.numel() for tensor in tensors.values())
-    if found != shape.parameters:  # before a model is made, which could be of any size
+    if found != shape.parameters:  # before making a model, which could have any size
         raise DataError(f"{weights} holds {found:,} values where {CONFIG} asks for {shape.parameters:,}")
     with torch.device("meta"):
         model = Decoder(shape)
@@ -145,15 +161,15 @@ def _shape(path: Path, config: Mapping[str, Any]) -> ModelConfig:
             raise DataError(f"{path} is damaged: {name} must be true or false, got {value!r}")
     try:
         return ModelConfig(**settings)
-    except ConfigError as fault:
-        raise DataError(f"{path} is damaged: {fault}") from fault
+    except ConfigError as error:
+        raise DataError(f"{path} is damaged: {error}") from error
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = parse_json(read_limited(path, hub.MOST_JSON))
-    except (OSError, ValueError) as fault:
-        raise DataError(f"{path} cannot be read: {getattr(fault, 'strerror', None) or fault}") from fault
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(config, dict):
         raise DataError(f"{path} is damaged: it must hold a JSON object")
     return config
@@ -162,11 +178,11 @@ def _read_config(path: Path) -> dict[str, Any]:
 # --- for transformers
 
 
-def _introduce_tokenizer(folder: Path, separator: int, context: int | None) -> None:
-    """Say what `transformers.AutoTokenizer` is to make of tokenizer.json, if it is one of the package tokenizers."""
+def _write_tokenizer_config(folder: Path, separator: int, context: int | None) -> None:
+    """Write what `transformers.AutoTokenizer` needs besides tokenizer.json, unless tokens are bytes."""
     added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")).get("added_tokens")
     if added is None:
-        return  # bytes, which transformers does not know
+        return  # bytes, which transformers does not support
     end = next((token["content"] for token in added if token["id"] == separator), None)
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "model_max_length": context}
     known = {name: value for name, value in about.items() if value is not None}
@@ -176,42 +192,24 @@ def _introduce_tokenizer(folder: Path, separator: int, context: int | None) -> N
 # --- one folder in place of another
 
 
-def _set_aside(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.old")
+def _aside(folder: Path, which: str) -> Path:
+    return folder.with_name(f".{folder.name}.{which}")
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Refuse to delete what is no export."""
+    """Refuse to replace anything but an export or an empty folder."""
     if folder.is_dir():
         names = {entry.name for entry in folder.iterdir()}
         if not names or (CONFIG in names and any(name.endswith(".safetensors") for name in names)):
             return
     if folder.exists():
-        raise ConfigError(f"{folder} is there already and is no exported model: choose another folder for the export")
+        raise ConfigError(f"{folder} exists and is not an exported model: choose another folder for the export")
 
 
-@contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """A new folder to fill, which then takes the place of `folder`; after a fault all is as it was."""
-    new, old = folder.with_name(f".{folder.name}.new"), _set_aside(folder)
-    if old.exists() and not folder.exists():  # what an earlier export, cut short, owes
+def _clear_leftovers(folder: Path, new: Path, old: Path) -> None:
+    """Restore or delete what an interrupted export left."""
+    if old.exists() and not folder.exists():
         old.rename(folder)
     for leftover in (new, old):
         if leftover.exists():
             shutil.rmtree(leftover)
-    new.mkdir(parents=True)
-    try:
-        yield new
-        for path in new.iterdir():
-            shutil.copymode(new / CONFIG, path)  # safetensors hides its file from all others, whatever the umask
-            flush(path)
-        flush(new)
-        if folder.exists():  # POSIX renames nothing onto a folder that has files in it
-            folder.rename(old)
-        new.rename(folder)
-        flush(folder.parent)
-    finally:
-        if old.exists() and not folder.exists():
-            old.rename(folder)
-        shutil.rmtree(new, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""From the last layer's values to the loss: the product with the vocabulary's matrix, and cross-entropy with z-loss.
+"""Computes the loss from the last layer's output: the output matrix, cross-entropy and z-loss.
 
-With a vocabulary of 32,000 the logits of a batch are its largest tensor by far. On a GPU they are made in parts, in the
-precision of the matmul, and become their own gradients in place.
+With a vocabulary of 32,000 the logits of a batch are its largest tensor by far. On a GPU they are computed in parts, in
+the precision of the matmul, and overwritten by their gradients.
 """
 
 from typing import Any
@@ -14,13 +14,17 @@ from torch.nn import functional
 from atoll import kernels
 
 LOGITS_BYTES = 1 << 30
-"""Of logits at a time, on a GPU."""
+"""Most bytes of logits at a time, on a GPU."""
 
 
 def head_loss(hidden: Tensor, matrix: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """Cross-entropy plus z-loss, and cross-entropy alone and detached: means over all tokens, in nats.
+    """Return cross-entropy plus z-loss, and detached cross-entropy: means over all tokens, in nats.
 
-    Of predicting `targets` [batch, time] from `hidden` [batch, time, width], where `matrix` is [vocabulary, width].
+    Args:
+        hidden: Output of the last layer [batch, time, width].
+        matrix: Output matrix [vocabulary, width].
+        targets: Tokens to predict [batch, time], int64.
+        z_loss: Weight of the squared log-partition.
     """
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -34,7 +38,7 @@ def head_loss(hidden: Tensor, matrix: Tensor, targets: Tensor, z_loss: float) ->
 
 
 def loss_of_logits(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """What `head_loss` gives, from logits [batch, time, vocabulary]."""
+    """Return what `head_loss` returns, from logits [batch, time, vocabulary]."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bf16 is too coarse for the sums below
     log_total = logits.logsumexp(-1)
     cross_entropy = (log_total - logits.gather(-1, targets[..., None]).squeeze(-1)).mean()
@@ -42,7 +46,7 @@ def loss_of_logits(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tens
 
 
 class _InParts(torch.autograd.Function):
-    """Takes the gradients on the way forward, while a part's logits are there."""
+    """Computes gradients in the forward pass, while a part's logits exist."""
 
     @staticmethod
     def forward(
@@ -67,7 +71,7 @@ class _InParts(torch.autograd.Function):
                 if to_hidden is not None:
                     torch.mm(logits, weights, out=to_hidden[part])
                     to_matrix = _added(to_matrix, logits.T, inputs[part])
-                del logits  # or the next part's would be made beside them
+                del logits  # before the next part's are allocated
         if gradients:
             ctx.save_for_backward(to_hidden, to_matrix)
             ctx.dtypes = hidden.dtype, matrix.dtype
@@ -84,7 +88,7 @@ class _InParts(torch.autograd.Function):
 
 
 def _added(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """total + left @ right in fp32, perhaps in total's memory: many parts of bf16 would lose what each adds."""
+    """Return total + left @ right in fp32, perhaps in place: sums in bf16 would lose small parts."""
     if left.dtype == torch.float32:
         return left @ right if total is None else total.addmm_(left, right)
     if total is None:

@@ -1,7 +1,6 @@
-"""Causal language models of Hugging Face transformers, as the trainer's model.
+"""Loads and saves causal language models of Hugging Face transformers, an optional extra.
 
-transformers is an optional extra and is imported by what needs it, so that this file can be imported without it.
-Nothing but config.json and safetensors is read: no code that comes with a model is run, and nothing is unpickled.
+Only config.json and safetensors are read: no code that comes with a model is run, and nothing is unpickled.
 """
 
 import re
@@ -22,15 +21,15 @@ from atoll.errors import ConfigError, DataError
 from atoll.train.model.decoder import Loss, check_generation, draw
 
 MOST_JSON: Final = 2**28
-"""Bytes of a JSON file in the folder of a model."""
+"""Most bytes of a JSON file in the folder of a model."""
 _NAME_ON_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 class HubModel(nn.Module):
-    """A causal language model of transformers with the methods of `Decoder`.
+    """Gives a causal language model of transformers the methods of `Decoder`.
 
-    What it wraps is called `module`, as DDP calls it: the outer loop knows that prefix and takes it off, so workers
-    that train the bare model can join. In train() mode a model with dropout draws from torch's global generator.
+    The wrapped model is called `module`, as in DDP: the outer loop removes that prefix, so workers that train the bare
+    model can join. In train() mode a model with dropout draws from torch's global generator.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -49,19 +48,18 @@ class HubModel(nn.Module):
 
     @property
     def has_routers(self) -> bool:
-        """Whether it is a mixture of experts, of which some may have no part in a step."""
+        """Whether it is a mixture of experts, some of which may get no gradient in a step."""
         return self._router_weight is not None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens [batch, time], int64 -> logits [batch, time, vocabulary]; time is at most `context`."""
+        """Return logits [batch, time, vocabulary] of tokens [batch, time], int64; time is at most `context`."""
         logits: Tensor = self._outputs(tokens).logits
         return logits
 
     def loss(self, tokens: Tensor) -> Loss:
-        """Of predicting each token of [batch, time + 1], int64, from those before it.
+        """Return the loss of predicting each token of [batch, time + 1], int64, from those before it.
 
-        If the model's config asks for the routers' loss of a mixture of experts (output_router_logits), `total` has
-        it too.
+        `total` includes the router loss of a mixture of experts if its config asks for it (output_router_logits).
         """
         outputs = self._outputs(tokens[:, :-1])
         logits: Tensor = outputs.logits
@@ -78,9 +76,9 @@ class HubModel(nn.Module):
     def generate(
         self, prompt: Tensor, count: int, *, temperature: float = 1.0, generator: torch.Generator | None = None
     ) -> Tensor:
-        """The prompt [batch, time] with `count` more tokens -> [batch, time + count]; dropout is off meanwhile.
+        """Return the prompt [batch, time] followed by `count` tokens sampled without dropout [batch, time + count].
 
-        Each is drawn by softmax(logits / temperature) given the last `context` tokens; at 0 it is the likeliest one.
+        Each is drawn from softmax(logits / temperature) given the last `context` tokens; 0 takes the likeliest.
         """
         check_generation(count, temperature)
         tokens, cache, training = prompt, None, self.training
@@ -95,7 +93,7 @@ class HubModel(nn.Module):
         return tokens
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the wrapped model, which `loss` calls too; `generate` does without, its shapes change each time."""
+        """Compile the wrapped model for `loss`; `generate` runs uncompiled, since its shapes change."""
         self.module.compile(*args, **kwargs)
 
     def _outputs(self, tokens: Tensor) -> Any:
@@ -103,10 +101,10 @@ class HubModel(nn.Module):
         return self.module(input_ids=tokens, use_cache=False)
 
     def _next_logits(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        """Logits [batch, vocabulary] of the token after these, and what the next call can go on from, or None."""
+        """Return the logits [batch, vocabulary] of the next token, and the cache for the next call, or None."""
         self._check_length(tokens[:, : self.context])
         if not self._has_cache or (self.context is not None and tokens.shape[1] > self.context):
-            # Once the window slides, every token has another position than the one it was remembered with.
+            # Once the window slides, every token's position differs from the one in the cache.
             window = tokens if self.context is None else tokens[:, -self.context :]
             return self.module.forward(input_ids=window, use_cache=False).logits[:, -1].float(), None
         new = tokens if cache is None else tokens[:, -1:]
@@ -124,9 +122,15 @@ class HubModel(nn.Module):
 
 
 def load(where: str, *, weights: bool) -> HubModel:
-    """The model in a local folder or of this name on the hub, in fp32 and in train() mode.
+    """Load a model from a local folder or the hub, in fp32 and in train() mode.
 
-    Without `weights` only its config is read, and its parameters are drawn from torch's global generator.
+    Args:
+        where: A folder with a config.json, or a name on the hub, "owner/name".
+        weights: False reads only the config and initialises parameters from torch's global generator.
+
+    Raises:
+        ConfigError: if it cannot be found, or is not a causal language model that transformers knows.
+        DataError: if its weights are missing or damaged.
     """
     local = Path(where).expanduser().exists()
     place = str(Path(where).expanduser()) if local else where
@@ -138,8 +142,8 @@ def load(where: str, *, weights: bool) -> HubModel:
     with _quiet(transformers, bars=not local):
         try:
             config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False, local_files_only=local)
-        except Exception as fault:  # whatever a library makes of a bad file or a bad network
-            raise ConfigError(_config_problem(where, local, fault)) from fault
+        except Exception as error:  # the library raises any type for a bad file or network
+            raise ConfigError(_config_problem(where, local, error)) from error
         if getattr(config, "quantization_config", None):
             raise ConfigError(f"{where}: its weights are quantised and cannot be trained: take the original model")
         module = _with_weights(transformers, place, config, local) if weights else _drawn(transformers, where, config)
@@ -151,8 +155,11 @@ def load(where: str, *, weights: bool) -> HubModel:
 def save(model: HubModel, folder: Path, *, end: int | None = None, tensors: Mapping[str, Tensor] | None = None) -> None:
     """Write config.json and safetensors, which `transformers.AutoModelForCausalLM.from_pretrained` reads.
 
-    `end` is the token that ended documents in training, where transformers' own `generate` shall stop. `tensors` is
-    the state dict, if the model holds but a part of it.
+    Args:
+        model: The model to save.
+        folder: An existing folder.
+        end: The token that ended documents in training, where transformers' `generate` stops.
+        tensors: The full state dict, if this rank's model holds only a shard of it.
     """
     transformers = _transformers()
     module: Any = model.module
@@ -175,14 +182,14 @@ def save(model: HubModel, folder: Path, *, end: int | None = None, tensors: Mapp
 def _transformers() -> Any:
     try:
         return import_module("transformers")
-    except ImportError as fault:
+    except ImportError as error:
         command = "pip install 'atoll[hf]'"
-        raise ConfigError(f"Hugging Face models need transformers ({fault}): {command}") from fault
+        raise ConfigError(f"Hugging Face models need transformers ({error}): {command}") from error
 
 
 @contextmanager
 def _quiet(transformers: Any, *, bars: bool) -> Iterator[None]:
-    """Without transformers' remarks, and without its progress bars unless something may have to be downloaded."""
+    """Silence transformers' log, and its progress bars unless something may be downloaded."""
     log = transformers.logging
     verbosity, had_bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
@@ -201,7 +208,7 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(f"model.hf: {folder} is a file: give the folder with the model's config.json")
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.hf: {folder} holds no config.json: give the folder of a Hugging Face model")
-    for path in folder.glob("*.json"):  # transformers reads them whole, whatever they are
+    for path in folder.glob("*.json"):  # transformers reads them whole
         if not path.is_file() or path.stat().st_size > MOST_JSON:
             allowed = f"a plain file of at most {bytes_text(MOST_JSON)}"
             raise ConfigError(
@@ -209,20 +216,20 @@ def _check_folder(folder: Path) -> None:
             )
 
 
-def _config_problem(where: str, local: bool, fault: Exception) -> str:
-    """Why no config could be had, in one line."""
-    if "custom code" in str(fault):
-        return f"{where}: the model brings code of its own, which is never run: use one that transformers knows"
+def _config_problem(where: str, local: bool, error: Exception) -> str:
+    """Return why a config could not be loaded, in one line."""
+    if "custom code" in str(error):
+        return f"{where}: the model comes with code, which is never run: use one that transformers knows"
     if local:
-        return f"{Path(where) / 'config.json'} describes no model that transformers knows: {_one_line(fault)}"
-    return f"model.hf: {where!r} is no folder here, and the Hugging Face hub did not give it: {_one_line(fault)}"
+        return f"{Path(where) / 'config.json'} describes no model that transformers knows: {_one_line(error)}"
+    return f"model.hf: {where!r} is not a folder here, and the Hugging Face hub did not provide it: {_one_line(error)}"
 
 
-def _model_problem(where: str, config: Any, fault: Exception) -> str:
-    """Why no model could be made of a config, in one line."""
-    if "Unrecognized configuration class" in str(fault):
-        return f"{where}: a {config.model_type} model is no causal language model, one that predicts the next token"
-    return f"{where}: transformers cannot make the model: {_one_line(fault)}"
+def _model_problem(where: str, config: Any, error: Exception) -> str:
+    """Return why a model could not be made from a config, in one line."""
+    if "Unrecognized configuration class" in str(error):
+        return f"{where}: a {config.model_type} model is not a causal language model, which predicts the next token"
+    return f"{where}: transformers cannot make the model: {_one_line(error)}"
 
 
 def _drawn(transformers: Any, where: str, config: Any) -> nn.Module:
@@ -230,8 +237,8 @@ def _drawn(transformers: Any, where: str, config: Any) -> nn.Module:
         module: nn.Module = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=False
         )
-    except Exception as fault:
-        raise ConfigError(_model_problem(where, config, fault)) from fault
+    except Exception as error:
+        raise ConfigError(_model_problem(where, config, error)) from error
     return module
 
 
@@ -245,13 +252,13 @@ def _with_weights(transformers: Any, place: str, config: Any, local: bool) -> nn
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=local,
-            ignore_mismatched_sizes=True,  # it would name none of them; they are refused below
+            ignore_mismatched_sizes=True,  # its error names none of them; they are refused below
             output_loading_info=True,
         )
-    except (SafetensorError, OSError) as fault:
-        raise DataError(f"{place}: its safetensors weights cannot be read: {_one_line(fault)}") from fault
-    except Exception as fault:
-        raise ConfigError(_model_problem(place, config, fault)) from fault
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{place}: its safetensors weights cannot be read: {_one_line(error)}") from error
+    except Exception as error:
+        raise ConfigError(_model_problem(place, config, error)) from error
     if missing := sorted(report["missing_keys"]):
         lost = f"{missing[0]} ({len(missing)} in all)"
         raise DataError(f"{place}: its weights lack {lost}: the file is of another model, or damaged")
@@ -263,7 +270,7 @@ def _with_weights(transformers: Any, place: str, config: Any, local: bool) -> nn
 
 
 def _check_causal(model: HubModel, where: str) -> None:
-    """Refuse a model whose first logits change with later tokens: BERT loads as a causal model, and just copies."""
+    """Refuse a model whose first logits depend on later tokens: BERT loads as a causal model, and copies."""
     model.eval()
     length = min(8, model.context or 8)
     tokens = torch.zeros(2, length, dtype=torch.int64)
@@ -271,15 +278,15 @@ def _check_causal(model: HubModel, where: str) -> None:
     try:
         with torch.no_grad():
             one, other = model(tokens)[:, 0]
-    except Exception as fault:
-        raise ConfigError(f"{where}: it cannot be run on tokens alone: {_one_line(fault)}") from fault
+    except Exception as error:
+        raise ConfigError(f"{where}: it cannot be run on tokens alone: {_one_line(error)}") from error
     if (one - other).abs().max() > 1e-4 * one.abs().max():  # experts sort tokens, which changes rounding
         kind = type(model.module).__name__
-        raise ConfigError(f"{where}: {kind} is no causal language model: it sees the tokens it is to predict")
+        raise ConfigError(f"{where}: {kind} is not a causal language model: it sees the tokens it is to predict")
 
 
-def _one_line(fault: BaseException) -> str:
-    """A library's words on a fault, without line breaks and not too many."""
-    words = " ".join(str(fault).split())
-    text = words if isinstance(fault, OSError | ValueError | SafetensorError) else f"{type(fault).__name__}: {words}"
+def _one_line(error: BaseException) -> str:
+    """Return a library's error message in one line of at most 240 characters."""
+    words = " ".join(str(error).split())
+    text = words if isinstance(error, OSError | ValueError | SafetensorError) else f"{type(error).__name__}: {words}"
     return text if len(text) <= 240 else f"{text[:240]}..."

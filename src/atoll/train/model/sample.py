@@ -1,4 +1,4 @@
-"""Text from a trained model."""
+"""Samples text from a trained model."""
 
 from pathlib import Path
 
@@ -21,11 +21,19 @@ def sample(
     count: int = 1,
     best: bool = False,
 ) -> list[str]:
-    """`count` texts that begin with the prompt and go on for `tokens` tokens, drawn on the CPU.
+    """Return texts that continue a prompt, sampled on the CPU; the same seed gives the same texts.
 
-    `folder` is that of a finished run or an exported model; with `best`, of a run that has been evaluated, and its best
-    parameters so far are meant. An empty prompt stands for the beginning of a document;
-    where a document ends and the next begins, the text has an empty line. The same seed gives the same texts.
+    Args:
+        folder: A finished run, or an exported model.
+        prompt: The beginning; empty for the beginning of a document.
+        tokens: Tokens to add. Where a document ends, the text has an empty line.
+        temperature: Sampling temperature; 0 takes the likeliest token.
+        seed: Seed of the samples.
+        count: Number of texts.
+        best: Use the run's best parameters so far instead of its last.
+
+    Raises:
+        DataError: if there is no model yet, or it holds numbers that are not finite.
     """
     check_whole("tokens", tokens)
     check_whole("count", count)
@@ -34,7 +42,7 @@ def sample(
     model, tokenizer = load_export(_exported(Path(folder), best=best))
     if not all(parameter.isfinite().all() for parameter in model.parameters()):
         raise DataError(f"the model in {folder} holds NaNs or infinities: its training diverged, sample another one")
-    readable = prompt.encode(errors="replace").decode()  # a terminal may hand over what is no Unicode
+    readable = prompt.encode(errors="replace").decode()  # a terminal may pass on invalid Unicode
     ids = tokenizer.encode(readable).tolist() or [tokenizer.separator]
     start = torch.tensor(ids, dtype=torch.int64).expand(count, -1)
     generator = torch.Generator().manual_seed(seed)
@@ -43,7 +51,7 @@ def sample(
 
 
 def _exported(folder: Path, *, best: bool) -> Path:
-    """The export that is meant by a run's folder, or by its own."""
+    """Return the export in a run's folder, or the folder itself if it is one."""
     if not (folder / RUN).is_file():
         if not exists(folder) and (workers := worker_folders(folder)):
             raise DataError(f"{folder} holds the workers of a run: say whose model, as in `atoll sample {workers[0]}`")
@@ -66,7 +74,7 @@ def _exported(folder: Path, *, best: bool) -> Path:
 
 
 def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """The text of documents with separators between them; partial characters become replacement characters."""
+    """Return the text of ids with an empty line between documents."""
     documents: list[list[int]] = [[]]
     for token in ids:
         if token == tokenizer.separator:

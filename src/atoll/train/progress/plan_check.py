@@ -6,21 +6,21 @@ from atoll.outer.presets import Sync
 from atoll.plan.job import Job, time_of
 from atoll.plan.link import Link, parse_link
 from atoll.settings.config import RunConfig
-from atoll.train.progress.reporter import Account
+from atoll.train.progress.reporter import Reporter
 
 
-def foretold(config: RunConfig, account: Account) -> str:
+def foretold(config: RunConfig, reporter: Reporter) -> str:
     """A line for people; empty where nothing travelled, or faults that nobody plans took part."""
-    counters, sync = account.counted(), config.synchronisation()
+    counters, sync = reporter.counters(), config.synchronisation()
     wire_sent = sum(c.wire_sent for c in counters) / max(len(counters), 1)
     if sync is None or not wire_sent or config.faults_of_link() != Faults():
         return ""
     workers, here = config.sync.workers, len(counters)
     job = Job(
         steps=config.train.steps or 0,
-        step_s=account.tally.step_s * here,  # those in one process take turns
+        step_s=reporter.totals.step_s * here,  # those in one process take turns
         period=config.sync.period,
-        payload_bytes=tuple(sync.codec.payload_bytes(f.numel) for f in account.loops[0].fragments),
+        payload_bytes=tuple(sync.codec.payload_bytes(f.numel) for f in reporter.loops[0].fragments),
         delay=tuple(sync.delay_of(w, workers) for w in range(workers)) if isinstance(sync, Sync) else 0,
         workers=workers,
         gradients=not isinstance(sync, Sync),
@@ -30,8 +30,8 @@ def foretold(config: RunConfig, account: Account) -> str:
     told = f"{bytes_text(expected.bytes_per_worker)} on the wire per worker (measured {bytes_text(wire_sent)})"
     if not emulated:  # how fast the line is, nobody has said
         return f"planned: {told}"
-    busy_s = account.tally.seconds - account.waited_s
-    planned, measured = (busy_s / max(busy_s + wait_s, 1e-9) for wait_s in (expected.exposed_s, account.waited_s))
+    busy_s = reporter.totals.seconds - reporter.waited_s
+    planned, measured = (busy_s / max(busy_s + wait_s, 1e-9) for wait_s in (expected.exposed_s, reporter.waited_s))
     without = config.unplanned()
     line = f"{emulated} without {' and '.join(without)}" if without else emulated
     return f"planned for {line}: computing {share_text(planned)} (measured {share_text(measured)}), {told}"

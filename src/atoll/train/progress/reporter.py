@@ -1,7 +1,7 @@
-"""What a run reports: what it is, how its steps went, every round, and its end.
+"""Turns what happens in a run into events: its start, steps, rounds, evaluations, faults and end.
 
-The numbers are those of whole workers: where ranks exchange a part each, their bytes are summed up. So all ranks of a
-worker make the same calls; whose sink is empty only adds its part.
+Numbers are those of whole workers: where ranks exchange a shard each, their bytes are summed. So all ranks of a worker
+make the same calls, and only the leader's sink writes anything.
 """
 
 import math
@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from atoll.outer.loop import OuterLoop
@@ -19,47 +18,46 @@ from atoll.outer.stats import Applied, Counters, sizes
 from atoll.runs.events import End, Eval, Event, Fault, Outcome, Round, Sink, Start, Step
 from atoll.runs.sinks import Metrics
 from atoll.settings.config import RunConfig
-from atoll.train.progress.totals import Tally
-from atoll.train.ranks.worker_ranks import Team
+from atoll.train.progress.totals import Totals
+from atoll.train.ranks.worker_ranks import WorkerRanks
 
 Value = TypeVar("Value")
 
 
-class Account:
-    """Of the workers in this process, whose numbers are `workers`; lists are in their order."""
+class Reporter:
+    """Writes the events of the workers in this process; lists are in the order of `workers`, their numbers."""
 
-    def __init__(self, config: RunConfig, workers: Sequence[int], weights: Sequence[float], team: Team) -> None:
+    def __init__(self, config: RunConfig, workers: Sequence[int], weights: Sequence[float], ranks: WorkerRanks) -> None:
         self.sink: Sink = Metrics([])
-        """Where events go."""
         self.loops: Sequence[OuterLoop] = ()
-        self.tally = Tally(len(workers))
-        self.clock_s = time.perf_counter()
-        """When the step or evaluation under way began."""
+        self.totals = Totals(len(workers))
+        self.began_s = time.perf_counter()
+        """When the step or evaluation under way began, by time.perf_counter()."""
         self._config = config
         self._workers = workers
         self._weights = weights
-        self._team = team
+        self._ranks = ranks
         self._sync = config.synchronisation()
-        self._observed: list[tuple[Applied, float]] = []  # rounds not written down yet, each with the run's start
+        self._unwritten: list[tuple[Applied, float]] = []  # rounds, each with the time of the run's start
 
-    def counted(self) -> list[Counters]:
-        """What the loops have counted so far."""
+    def counters(self) -> list[Counters]:
+        """Return a copy of each loop's counters."""
         return [replace(loop.counters) for loop in self.loops]
 
     @property
     def waited_s(self) -> float:
-        """Seconds in which nothing here was computed: while one of the workers of a process is blocked, so are all."""
+        """Seconds that this process waited for rounds: while one of its workers waits, all do."""
         return sum(loop.counters.wait_s for loop in self.loops)
 
     @property
     def tokens_per_step(self) -> int:
-        """Of one worker."""
+        """Tokens of one inner step of one worker."""
         return self._config.train.batch * (self._config.train.sequence or 0)
 
     # ------------------------------------------------------------------ events
 
-    def introduce(self, parameters: int, vocabulary: int) -> None:
-        """Write down what this run is."""
+    def write_start(self, parameters: int, vocabulary: int) -> None:
+        """Write what this run is."""
         config, sync = self._config, self._sync
         workers = config.sync.workers
         fragments = [fragment.numel for fragment in self.loops[0].fragments] if self.loops else []
@@ -87,26 +85,26 @@ class Account:
         )
 
     def observe(self, applied: Applied) -> None:
-        """A round has reached the anchor; it is written down with the next step, when it takes no waiting."""
-        zero_s = self.clock_s - self.tally.seconds  # the run's start, as far as its clock runs only while it works
-        self._observed.append((applied, zero_s))
-        if not self._team.whole:  # its parts are summed up now, while all ranks are here
-            self.settle()
+        """Note a round that was applied; it is written at the next step, which costs no waiting."""
+        zero_s = self.began_s - self.totals.seconds  # the run's clock stands still between processes
+        self._unwritten.append((applied, zero_s))
+        if not self._ranks.hold_whole_model:  # collective: its shards are summed now, while all ranks are here
+            self.write_rounds()
 
     def _write(self, event: Event) -> None:
-        """Write an event down, after all that came before it."""
-        self.settle()
+        """Write an event after the rounds that came before it."""
+        self.write_rounds()
         self.sink.write(event)
 
-    def settle(self, before: float = math.inf) -> None:
-        """Write down the rounds that were applied before this step; of a GPU, that waits until they were."""
-        while self._observed and self._observed[0][0].step < before:
-            self.sink.write(self._round(*self._observed.pop(0)))
+    def write_rounds(self, before: float = math.inf) -> None:
+        """Write the rounds that were applied before a step; waits for them on a GPU."""
+        while self._unwritten and self._unwritten[0][0].step < before:
+            self.sink.write(self._round(*self._unwritten.pop(0)))
 
     def _round(self, applied: Applied, zero_s: float) -> Round:
         sent, transfer, loop = applied.round_id, applied.transfer, self.loops[0]
         assert self._sync is not None and transfer is not None
-        wire_sent, wire_received, *sums = self._team.over_parts(
+        wire_sent, wire_received, *sums = self._ranks.sum_over_shards(
             [transfer.sent_bytes, transfer.received_bytes, *applied.sums]
         )
         norm, cosine = sizes(sums)
@@ -128,22 +126,22 @@ class Account:
             wire_received=int(wire_received),
         )
 
-    def add(
+    def add_step(
         self, step: int, losses: Mapping[int, Tensor], norms: Mapping[int, Tensor], before: Sequence[Counters]
     ) -> None:
-        """One inner step is made; the counters were those `before` when it began, at `clock_s`."""
-        self.settle(before=step)
+        """Count one inner step that began at `began_s`, when the counters were those of `before`."""
+        self.write_rounds(before=step)
         waited_s = self.waited_s - sum(then.wait_s for then in before)
-        self.tally.add(losses, norms, self.tokens_per_step, time.perf_counter() - self.clock_s, waited_s)
+        self.totals.add(losses, norms, self.tokens_per_step, time.perf_counter() - self.began_s, waited_s)
 
-    def log(self, step: int, rate: float) -> None:
-        """Write down how the steps since the last log went."""
-        interval = self.tally.take()
+    def write_step(self, step: int, rate: float) -> None:
+        """Write how the steps since the last call went."""
+        interval = self.totals.take()
         self._write(
             Step(
                 step=step,
                 tokens=self._tokens,
-                seconds=self.tally.seconds,
+                seconds=self.totals.seconds,
                 step_s=interval.step_s,
                 loss=self._spread(interval.losses, None),
                 lr=rate,
@@ -154,25 +152,24 @@ class Account:
             )
         )
 
-    def evaluated(self, step: int, loss: float, *, best: bool) -> None:
-        """Write down the held-out loss of the outer parameters, measured since `clock_s`."""
-        self.tally.seconds += time.perf_counter() - self.clock_s
-        of = self.loops[0].anchor_step if self.loops else step
-        seconds = self.tally.seconds
-        self._write(Eval(step=step, tokens=self._tokens, seconds=seconds, loss=loss, best=best, anchor_step=of))
+    def write_eval(self, step: int, loss: float, *, best: bool) -> None:
+        """Write the held-out loss of the outer parameters, measured since `began_s`."""
+        self.totals.seconds += time.perf_counter() - self.began_s
+        anchor, seconds = self.loops[0].anchor_step if self.loops else step, self.totals.seconds
+        self._write(Eval(step=step, tokens=self._tokens, seconds=seconds, loss=loss, best=best, anchor_step=anchor))
 
-    def fault(self, step: int, worker: int, what: str) -> None:
-        """Write down what a worker has suffered."""
+    def write_fault(self, step: int, worker: int, what: str) -> None:
+        """Write what went wrong on a worker."""
         self._write(Fault(step=step, worker=worker, what=what))
 
-    def end(self, step: int, outcome: Outcome, loss: float, best: float) -> None:
-        """Write down how the run ended."""
+    def write_end(self, step: int, outcome: Outcome, loss: float, best: float) -> None:
+        """Write how the run ended."""
         self._write(
             End(
                 step=step,
                 tokens=self._tokens,
-                seconds=self.tally.seconds,
-                step_s=self.tally.step_s,
+                seconds=self.totals.seconds,
+                step_s=self.totals.step_s,
                 loss=loss,
                 best_loss=best,
                 outcome=outcome,
@@ -180,39 +177,29 @@ class Account:
             )
         )
 
-    # ------------------------------------------------------------------ of all workers
+    # ------------------------------------------------------------------ numbers of all workers
 
     @property
     def _processes(self) -> int:
-        """Over how many the workers are spread: those elsewhere do as much as those here."""
+        """Processes of the run: those elsewhere train as much as this one."""
         return self._config.sync.workers // len(self._workers)
 
     @property
     def _tokens(self) -> int:
-        """Trained on by all workers."""
-        return self.tally.tokens * self._processes
+        """Tokens trained on by all workers."""
+        return self.totals.tokens * self._processes
 
     def _spread(self, values: Sequence[Value], elsewhere: Value) -> list[Value]:
-        """One value per worker of the run from those of the workers here."""
+        """Return one value per worker of the run, given those of the workers here."""
         here = dict(zip(self._workers, values, strict=True))
         return [here.get(worker, elsewhere) for worker in range(self._config.sync.workers)]
 
     def _traffic(self) -> dict[str, Any]:
-        counters = self.counted() or [Counters()]
+        counters = self.counters() or [Counters()]
         names = ("bytes_sent", "bytes_received", "wire_sent", "wire_received")
-        bytes_of = {name: self._team.over_parts([getattr(c, name) for c in counters]) for name in names}
+        bytes_of = {name: self._ranks.sum_over_shards([getattr(c, name) for c in counters]) for name in names}
         return {
             **{name: self._spread([int(value) for value in values], 0) for name, values in bytes_of.items()},
             "wait_s": self._spread([self.waited_s for _ in counters], 0.0),
             "hidden_s": self._spread([c.hidden_s for c in counters], 0.0),
         }
-
-    # ------------------------------------------------------------------ checkpoints
-
-    def state_dict(self) -> dict[str, Any]:
-        """Sums so far."""
-        return self.tally.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Go on from a state, with losses to come from this device."""
-        self.tally.load_state_dict(state, device)

@@ -1,20 +1,21 @@
-"""What the events of a run amount to at any moment."""
+"""Summarises the events of a run up to any moment."""
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from atoll._util.units import loss_text
 from atoll.runs.events import End, Eval, Event, Fault, Resumed, Round, Start, Step, utilisation
 
 KEPT = 18
-"""Evaluations that a curve shows."""
+"""Evaluations that the sparkline shows."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """The state of one run, as far as its events tell; a value, because another thread draws it."""
+class RunSummary:
+    """The state of one run by its events so far; immutable, because another thread draws it."""
 
     start: Start | None = None
     last: Step | None = None
@@ -27,17 +28,25 @@ class Seen:
     faults: int = 0
     step: int = 0
     seconds: float = 0.0
-    """Since the run's start, over resumes."""
+    """Seconds since the run's start, over resumes."""
     marks: tuple[tuple[int, float], ...] = ()
-    """(step, seconds) of at most three moments: the start or the resume, the first steps after it, the last ones."""
+    """(step, seconds) of up to three moments: the start or resume, the first log after it, the last log."""
     heard: float = 0.0
-    """When the last steps were heard of, by the monotonic clock."""
+    """When the last Step event came, by time.monotonic()."""
 
-    def after(self, event: Event) -> "Seen":
-        """The state once this has happened, too."""
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Self:
+        """Return the summary of some events."""
+        run = cls()
+        for event in events:
+            run = run.after(event)
+        return run
+
+    def after(self, event: Event) -> Self:
+        """Return the summary after one more event."""
         match event:
             case Start():
-                return Seen(start=event, marks=((0, 0.0),))
+                return type(self)(start=event, marks=((0, 0.0),))
             case Round():
                 return self
             case Fault():
@@ -58,12 +67,12 @@ class Seen:
 
     @property
     def steps(self) -> int | None:
-        """Of the whole run, once known."""
+        """Steps of the whole run, once known."""
         return self.start.steps if self.start else None
 
     @property
     def step_s(self) -> float | None:
-        """Seconds a step takes, all included, since the start or the resume; without the first steps (compiling)."""
+        """Seconds per step, everything included, since the start or resume; without the first steps (compiling)."""
         if len(self.marks) < 2:
             return None
         (begin, began), (now, seconds) = self.marks[-2:]
@@ -71,7 +80,7 @@ class Seen:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the end, counted down between events; None while there is no telling."""
+        """Seconds to the end, counted down between events; None while unknown."""
         if self.end is not None:
             return 0.0
         if self.last is None or self.steps is None or self.step_s is None:
@@ -86,38 +95,38 @@ class Seen:
 
     @property
     def alone(self) -> bool:
-        """Whether this process trains one of several workers: what it says is of that one."""
+        """Whether this process trains only one of several workers."""
         return self.start is not None and self.start.worker is not None and self.start.workers > 1
 
     @property
     def sent(self) -> float:
-        """Payload bytes that a worker has sent, on average; NaN while unknown."""
-        return self._of_a_worker("bytes_sent")
+        """Mean payload bytes that a worker has sent; NaN while unknown."""
+        return self._mean_per_worker("bytes_sent")
 
     @property
     def wire(self) -> tuple[float, float]:
-        """Bytes that a worker has put on the wire and taken from it, on average; 0 inside one process."""
-        sent, received = self._of_a_worker("wire_sent"), self._of_a_worker("wire_received")
+        """Mean bytes that a worker has sent and received on the wire; 0 inside one process."""
+        sent, received = self._mean_per_worker("wire_sent"), self._mean_per_worker("wire_received")
         return (0.0 if math.isnan(sent) else sent), (0.0 if math.isnan(received) else received)
 
     @property
     def waited_s(self) -> float:
-        """For how long a worker has done nothing but wait for rounds, on average, seconds; NaN while unknown."""
-        return self._of_a_worker("wait_s")
+        """Mean seconds that a worker has waited for rounds; NaN while unknown."""
+        return self._mean_per_worker("wait_s")
 
     @property
     def utilisation(self) -> float | None:
-        """The share of its time that a worker did not wait; None while unknown."""
+        """Share of its time in which a worker did not wait; None while unknown."""
         source = self.end or self.last
         return utilisation(self.waited_s, source.seconds) if source else None
 
     @property
     def waits(self) -> bool:
-        """Whether waiting is worth a word: there is a wire, or it shows in the time."""
+        """Whether waiting is worth showing: there is a wire, or it costs at least 0.5 % of the time."""
         return any(self.wire) or (self.utilisation is not None and self.utilisation < 0.995)
 
-    def _of_a_worker(self, name: str) -> float:
-        """A total of the workers of this process, on average."""
+    def _mean_per_worker(self, name: str) -> float:
+        """Return the mean of a counter over the workers of this process."""
         source = self.end or self.last
         values: list[float] = getattr(source, name) if source else []
         mine = self.start.worker if self.start else None
@@ -128,18 +137,18 @@ class Seen:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Of any number of values; NaN of none."""
+    """Return the mean; NaN of no values."""
     return sum(values) / len(values) if values else math.nan
 
 
 def mean_and_spread(losses: Sequence[float]) -> str:
-    """The mean, and from where to where: 4.321 (4.28-4.36)."""
+    """Return the mean and the range: 4.321 (4.28-4.36)."""
     spread = f" ({min(losses):.2f}-{max(losses):.2f})" if len(losses) > 1 else ""
     return loss_text(mean(losses)) + spread
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Values as a curve of block characters, the lowest of them the lowest."""
+    """Return a curve of block characters; values that are not finite are blanks."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""

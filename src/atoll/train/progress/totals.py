@@ -1,4 +1,4 @@
-"""Sums over the inner steps of a run: what was trained, and how long it took."""
+"""Sums over the inner steps of a run: losses, tokens and seconds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,29 +10,29 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """What happened since the last report; lists have one entry per worker, None if it did not train."""
+    """Holds the means since the last report; lists have one entry per worker, None if it did not train."""
 
     losses: list[float | None]
-    """Mean over the worker's steps, nats per token."""
+    """Mean loss over the worker's steps, nats per token."""
     norms: list[float | None]
-    """Of its last gradient, before clipping."""
+    """Norm of its last gradient, before clipping."""
     step_s: float
-    """Mean seconds of one inner step of one worker, waiting aside."""
+    """Mean seconds of one inner step of one worker, without waiting."""
     tokens_per_s: float
-    """Of all workers."""
+    """Tokens per second of all workers."""
     participants: int
     """Workers that trained."""
 
 
-class Tally:
-    """Counts the inner steps of all workers; losses stay on their device until they are asked for."""
+class Totals:
+    """Sums up the inner steps of all workers; losses stay on their device until they are read."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self.tokens = 0
-        """Trained on by all workers."""
+        """Tokens trained on by all workers."""
         self.seconds = 0.0
-        """Spent on the run."""
+        """Seconds spent on the run."""
         self._trained_s = 0.0
         self._worker_steps = 0
         self._clear()
@@ -50,9 +50,14 @@ class Tally:
         seconds: float,
         waited_s: float = 0.0,
     ) -> None:
-        """One inner step: loss and gradient norm of each worker that trained, scalars on any device.
+        """Add one inner step.
 
-        It took `seconds`, of which `waited_s` were spent on nothing but waiting for rounds.
+        Args:
+            losses: Loss of each worker that trained, a scalar on any device.
+            norms: Gradient norm of each of them, before clipping.
+            tokens_each: Tokens that each trained on.
+            seconds: How long the step took.
+            waited_s: How much of that was waiting for rounds.
         """
         for worker, loss in losses.items():
             self._losses[worker].append(loss)
@@ -66,7 +71,7 @@ class Tally:
         self._interval_tokens += tokens_each * len(losses)
 
     def take(self) -> Interval:
-        """What happened since the last call."""
+        """Return the means since the last call, and start again."""
         steps = sum(map(len, self._losses))
         interval = Interval(
             losses=[torch.stack(losses).mean().item() if losses else None for losses in self._losses],
@@ -80,18 +85,18 @@ class Tally:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the losses since the last report, and the last norms, are numbers; waits for their device."""
+        """Whether the losses since the last report and the last norms are finite; waits for their device."""
         values = [loss for losses in self._losses for loss in losses]
         values += [norm for norm in self._norms if norm is not None]
         return bool(torch.stack(values).isfinite().all()) if values else True
 
     @property
     def step_s(self) -> float:
-        """Mean seconds of one inner step of one worker over the whole run, waiting aside."""
+        """Mean seconds of one inner step of one worker over the whole run, without waiting."""
         return self._trained_s / max(1, self._worker_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, an unfinished interval included."""
+        """Return all sums, with those of an unfinished interval."""
         return {
             "tokens": self.tokens,
             "seconds": self.seconds,
@@ -105,7 +110,7 @@ class Tally:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Go on from a state, with losses to come from this device."""
+        """Continue from a state; losses move to this device."""
         self.tokens, self.seconds = state["tokens"], state["seconds"]
         self._trained_s, self._worker_steps = state["trained_s"], state["worker_steps"]
         self._interval_s, self._interval_tokens = state["interval_s"], state["interval_tokens"]

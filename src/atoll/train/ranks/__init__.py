@@ -1,1 +1,1 @@
-"""The ranks of a worker and the worker's place in a run."""
+"""How a process finds its place in a run, and how it works with the other processes."""

@@ -1,6 +1,6 @@
-"""The cores of a machine that several processes of a run share: left alone, each would compute on all of them.
+"""Divides the CPU cores of a machine among the processes of a run that share it.
 
-`atoll launch` and torchrun divide them beforehand (OMP_NUM_THREADS); workers started one by one find out here.
+`atoll launch` and torchrun divide them beforehand (OMP_NUM_THREADS); workers started one by one do it here.
 """
 
 import os
@@ -11,25 +11,28 @@ from pathlib import Path
 
 import torch
 
-from atoll.link.net.link import NetLink
 from atoll.settings.config import RunConfig
-from atoll.train.ranks.worker_ranks import Team
+from atoll.train.ranks.control import ControlPlane
 
 
-def share_cores(
-    link: NetLink | None, config: RunConfig, team: Team, environment: Mapping[str, str] = os.environ
-) -> str | None:
-    """Take this process's share of the cores, and say so in words; None if nothing was changed.
+def share_cores(control: ControlPlane, config: RunConfig, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Give torch this process's share of the cores; called by all processes of the run.
 
-    What the user has set stays: `threads` of the run file, or OMP_NUM_THREADS. All processes of the run must call it.
+    `threads` in the run file and OMP_NUM_THREADS win over the share.
+
+    Returns:
+        A line for the user, or None if nothing changed.
     """
-    if link is None:
-        return None
-    # Where one link serves all ranks of a worker, it speaks for all of them.
-    mine = {"machine": machine(), "processes": team.ranks if team.whole else 1}
-    said = link.gather("machine", mine).values()
-    sharing = sum(_whole(theirs.get("processes")) for theirs in said if theirs.get("machine") == mine["machine"])
-    if config.threads or "OMP_NUM_THREADS" in environment or sharing < 2 or team.ranks > 1:
+    return control.ranks.decide(lambda: _share_cores(control, config, environment))
+
+
+def _share_cores(control: ControlPlane, config: RunConfig, environment: Mapping[str, str]) -> str | None:
+    ranks = control.ranks
+    # Where one link serves all ranks of a worker, its rank counts for all of them.
+    mine = {"machine": machine_id(), "processes": ranks.count if ranks.hold_whole_model else 1}
+    everyone = control.gather("machine", mine).values()
+    sharing = sum(_count(theirs.get("processes")) for theirs in everyone if theirs.get("machine") == mine["machine"])
+    if config.threads or "OMP_NUM_THREADS" in environment or sharing < 2 or ranks.count > 1:
         return None
     cores = torch.get_num_threads()
     share = max(1, cores // sharing)
@@ -42,13 +45,13 @@ def share_cores(
     )
 
 
-def machine() -> str:
-    """What tells this machine from all others; a container with a name of its own counts as one."""
+def machine_id() -> str:
+    """Return a text that differs between machines, and between containers with different host names."""
     boot = ""
     with suppress(OSError):  # not Linux
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{socket.gethostname()} {boot}"
 
 
-def _whole(number: object) -> int:
+def _count(number: object) -> int:
     return number if isinstance(number, int) else 1

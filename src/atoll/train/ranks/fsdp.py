@@ -1,7 +1,4 @@
-"""Models whose parameters are cut into one part a rank (FSDP): what a rank writes down, takes back, or gathers.
-
-Everything here also takes ordinary tensors, and then does the ordinary thing.
-"""
+"""State dicts and gradients of models sharded over ranks (FSDP); ordinary tensors are taken as they are."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,24 +10,24 @@ from torch.distributed.tensor import DTensor
 from atoll.core.flat import local_part
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, put together from the parts of all ranks, which must all ask."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a tensor from the shards of all ranks, which must all call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def own(value: Any) -> Any:
-    """A nest of dicts, lists and tuples with every tensor in it as far as this rank holds it, to be saved."""
+def local_state(value: Any) -> Any:
+    """Replace every DTensor in nested dicts, lists and tuples by this rank's shard, to be saved."""
     if isinstance(value, DTensor):
         return local_part(value)
     if isinstance(value, dict):
-        return {key: own(item) for key, item in value.items()}
+        return {key: local_state(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(own(item) for item in value)
+        return type(value)(local_state(item) for item in value)
     return value
 
 
 def load_model(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Take back what `own(model.state_dict())` gave."""
+    """Load what `local_state(model.state_dict())` returned."""
     live = model.state_dict()
     if not any(isinstance(tensor, DTensor) for tensor in live.values()):
         model.load_state_dict(saved)
@@ -45,22 +42,22 @@ def load_model(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Take back what `own(optimizer.state_dict())` gave."""
+    """Load what `local_state(optimizer.state_dict())` returned."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
-        number: {name: _like(value, parameters[number]) for name, value in slots.items()}
+        number: {name: _sharded_like(value, parameters[number]) for name, value in slots.items()}
         for number, slots in saved["state"].items()
     }
     optimizer.load_state_dict({**saved, "state": state})
 
 
-def _like(value: Any, parameter: Tensor) -> Any:
-    """A part of something of a parameter's shape, such as its momentum, as what it is a part of."""
+def _sharded_like(value: Any, parameter: Tensor) -> Any:
+    """Return a shard of optimizer state, such as a momentum, as a DTensor laid out like its parameter."""
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.dim() == 0:
         return value
     here = parameter.to_local()
     if value.shape != here.shape:
-        raise ValueError(f"a part of an optimizer's state has shape {tuple(value.shape)}, not {tuple(here.shape)}")
+        raise ValueError(f"a shard of optimizer state has shape {tuple(value.shape)}, not {tuple(here.shape)}")
     return DTensor.from_local(
         value.to(here.device),
         parameter.device_mesh,
@@ -71,23 +68,20 @@ def _like(value: Any, parameter: Tensor) -> Any:
     )
 
 
-def gathered(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """The whole state dict on the CPU, tied parameters as one tensor; all ranks must ask, who keeps nothing gets {}."""
-    found: dict[int, Tensor] = {}
+def full_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """Gather the state dict on the CPU, tied parameters as one tensor; {} on ranks that do not `keep` it."""
+    gathered: dict[int, Tensor] = {}
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in found:
-            all_of_it = whole(tensor.detach())
-            found[id(tensor)] = all_of_it.cpu() if keep else torch.empty(0)
-        tensors[name] = found[id(tensor)]
+        if id(tensor) not in gathered:
+            full = full_tensor(tensor.detach())  # on all ranks
+            gathered[id(tensor)] = full.cpu() if keep else torch.empty(0)
+        tensors[name] = gathered[id(tensor)]
     return tensors if keep else {}
 
 
-def alike(model: nn.Module) -> None:
-    """Make a gradient that is not finite on some rank not finite on all: one rank's part must not decide alone.
-
-    Whoever leaves itself out of a round, or is rolled back, then does so with all its parts.
-    """
+def share_nonfinite(model: nn.Module) -> None:
+    """Make the gradient non-finite on all ranks if it is on one, so that all are rolled back or none."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    nothing = whole(nn.utils.get_total_norm(gradients)) * 0  # or NaN
-    torch._foreach_add_([local_part(gradient) for gradient in gradients], nothing)
+    zero_or_nan = full_tensor(nn.utils.get_total_norm(gradients)) * 0
+    torch._foreach_add_([local_part(gradient) for gradient in gradients], zero_or_nan)

@@ -1,8 +1,7 @@
-"""A small model's forward and backward pass as one launch: recorded once, then played (a CUDA graph).
+"""Runs a small model's forward and backward pass as one CUDA graph.
 
-Such a pass is hundreds of kernels that are done before Python has launched the next one, so the GPU waits for the host.
-Played, they follow each other by themselves. For a large model the host is ahead anyway, and a recording would only
-keep memory to itself.
+A small pass is hundreds of kernels that finish before Python launches the next, so the GPU waits for the host. A graph
+launches them all at once. For a large model the host is ahead anyway, and a graph would only keep memory to itself.
 """
 
 import gc
@@ -18,102 +17,104 @@ from atoll.settings.config import RunConfig
 from atoll.train.model.decoder import Decoder
 
 LARGEST_FLOPS = 2e12
-"""Of a pass that is recorded: a few milliseconds of a fast GPU."""
+"""Floating-point operations of a pass that is captured: a few milliseconds of a fast GPU."""
 MOST_FLOPS = 4e12
-"""Of the passes of all workers of a process: each recording keeps the memory of a pass."""
+"""The same for the passes of all workers of a process: each graph keeps the memory of a pass."""
 MOST_PARTS = 16
-"""Of a batch (`train.accumulate`) that is recorded: all of them are in it one after the other."""
+"""Microbatches (`train.accumulate`) that one graph holds, one after the other."""
 
-Act = Callable[[Tensor], Tensor]
-"""Leaves the gradients of a batch in the parameters, and returns a scalar."""
+BackwardPass = Callable[[Tensor], Tensor]
+"""Computes the gradients of a batch into the parameters, and returns a scalar."""
 
 
 def pass_flops(config: RunConfig, model: Decoder) -> float:
-    """Of a worker's forward and backward pass, attention aside; `config` must be resolved."""
+    """Return the operations of a worker's forward and backward pass without attention; `config` must be resolved."""
     assert config.train.sequence is not None
     return 6.0 * model.config.matmul_parameters * config.train.batch * config.train.sequence
 
 
-def recorded_where_it_pays(config: RunConfig, models: Sequence[nn.Module], acts: Sequence[Act]) -> Sequence[Act]:
-    """What the workers of a process do with a batch, played if it is short; `config` must be resolved.
+def capture_small_passes(
+    config: RunConfig, models: Sequence[nn.Module], passes: Sequence[BackwardPass]
+) -> Sequence[BackwardPass]:
+    """Return the passes of a process's workers, as CUDA graphs if they are small; `config` must be resolved.
 
-    Only with our own decoder: another model may ask the GPU something on its way, which no recording can. Not on ROCm,
-    where a thread that asks it something meanwhile, as a link's do, would break a recording.
+    Only for atoll's decoder: another model may synchronise with the GPU, which a graph cannot. Not on ROCm, where a
+    link's threads that use the GPU meanwhile would break the capture.
     """
     model = models[0]
     nvidia = torch.device(config.device).type == "cuda" and torch.version.hip is None
     if not (nvidia and config.compile is True and isinstance(model, Decoder)):
-        return acts
+        return passes
     flops = pass_flops(config, model)
     if flops > LARGEST_FLOPS or flops * len(models) > MOST_FLOPS or config.train.accumulate > MOST_PARTS:
-        return acts
-    return [Recorded(act, list(each.parameters())) for act, each in zip(acts, models, strict=True)]
+        return passes
+    return [GraphedPass(each, list(model.parameters())) for each, model in zip(passes, models, strict=True)]
 
 
-class Recording(NamedTuple):
-    """A pass, what it reads and what it leaves."""
+class _Graph(NamedTuple):
+    """A captured pass, its input and its outputs."""
 
     graph: torch.cuda.CUDAGraph
     batch: Tensor
-    found: Tensor
+    result: Tensor
     gradients: list[Tensor | None]
     addresses: list[int]
-    """Of the parameters when it was recorded."""
 
 
-class Recorded:
-    """Plays what `act` does on the GPU with a batch and these parameters; what it does on the host is not done again.
+class GraphedPass:
+    """Captures a backward pass in its first call and replays it afterwards.
 
-    It is recorded in the first call. Where parameters have moved since, or a batch has another shape, `act` is called;
-    dtypes, and which parameters are trained, must not change. Each recording has memory of its own: in shared memory,
-    one that is played out of turn would write over another's gradients.
+    If parameters have moved since, or a batch has another shape, it calls the pass itself. Dtypes and the set of
+    trained parameters must not change. Each graph has its own memory: in a shared pool, one that is replayed out of
+    turn would overwrite another's gradients.
     """
 
-    def __init__(self, act: Act, parameters: Sequence[nn.Parameter]) -> None:
-        self._act, self._parameters = act, parameters
-        self._recording: Recording | None = None
+    def __init__(self, backward: BackwardPass, parameters: Sequence[nn.Parameter]) -> None:
+        self._backward, self._parameters = backward, parameters
+        self._graph: _Graph | None = None
 
     def __call__(self, batch: Tensor) -> Tensor:
-        """As `act(batch)`; gradients are in the same memory whenever it is played."""
-        played = self._recording = self._recording or self._record(batch)
-        if batch.shape != played.batch.shape or self._addresses() != played.addresses:
-            return self._act(batch)
-        played.batch.copy_(batch)
-        played.graph.replay()
-        for parameter, gradient in zip(self._parameters, played.gradients, strict=True):
-            parameter.grad = gradient  # whatever has been put there since
-        return played.found.clone()
+        """Return what the pass returns; a replay leaves gradients in the same memory every time."""
+        captured = self._graph = self._graph or self._capture(batch)
+        if batch.shape != captured.batch.shape or self._addresses() != captured.addresses:
+            return self._backward(batch)
+        captured.batch.copy_(batch)
+        captured.graph.replay()
+        for parameter, gradient in zip(self._parameters, captured.gradients, strict=True):
+            parameter.grad = gradient  # another tensor may have taken its place
+        return captured.result.clone()
 
     def _addresses(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self._parameters]
 
-    def _record(self, batch: Tensor) -> Recording:
-        graph, read = torch.cuda.CUDAGraph(), batch.clone()
+    def _capture(self, batch: Tensor) -> _Graph:
+        graph, static_batch = torch.cuda.CUDAGraph(), batch.clone()
         with torch.cuda.device(batch.device):
-            here, aside = torch.cuda.current_stream(), _aside(batch.device)
-            aside.wait_stream(here)
-            with torch.cuda.stream(aside):
-                for _ in range(2):  # compiles, and has libraries take the memory that they work in
-                    self._act(read)
-            here.wait_stream(aside)
+            current, side = torch.cuda.current_stream(), _side_stream(batch.device)
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                for _ in range(2):  # compiles, and lets libraries allocate their workspaces
+                    self._backward(static_batch)
+            current.wait_stream(side)
             for parameter in self._parameters:
                 parameter.grad = None
-            gc.collect()  # or what is left of those passes may be freed, and its streams awaited, in between
+            gc.collect()  # or the warm-up's tensors may be freed, and their streams awaited, during the capture
             try:
-                # Threads of a link may use the GPU meanwhile, on streams of their own.
-                with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
-                    found = self._act(read)
+                # A link's threads may use the GPU meanwhile, on other streams.
+                with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+                    result = self._backward(static_batch)
             except torch.OutOfMemoryError:
-                raise  # which has advice of its own
+                raise  # its message says what to do
             except RuntimeError as error:
                 raise AtollError(
-                    f"a pass of this model could not be recorded on {torch.cuda.get_device_name()}: {error}\n"
-                    "With compile = false it is not tried"
+                    f"a pass of this model could not be captured on {torch.cuda.get_device_name()}: {error}\n"
+                    "Set compile = false to train without CUDA graphs"
                 ) from error
-        return Recording(graph, read, found, [parameter.grad for parameter in self._parameters], self._addresses())
+        gradients = [parameter.grad for parameter in self._parameters]
+        return _Graph(graph, static_batch, result, gradients, self._addresses())
 
 
 @cache
-def _aside(device: torch.device) -> torch.cuda.Stream:
-    """One for all recordings: libraries keep memory for every stream that they have seen."""
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return one stream for all captures: libraries keep a workspace for every stream they have seen."""
     return torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""The inner optimizer of one worker, and how its learning rate rises and falls."""
+"""The inner optimizer of one worker and its learning-rate schedule."""
 
 import math
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from atoll.core.fragments import find_blocks
 from atoll.errors import ConfigError
 from atoll.settings.sections import TrainSection
-from atoll.train.ranks import fsdp as shards
+from atoll.train.ranks import fsdp
 
 
 def learning_rate(step: int, settings: TrainSection) -> float:
-    """The rate of inner step `step` (from 1): a linear warm-up to `lr`, then a cosine down to its share `final_lr`."""
+    """Return the rate of an inner step, from 1: linear warm-up to `lr`, then cosine down to `final_lr * lr`."""
     steps, warmup, peak = settings.steps, settings.warmup, settings.lr
     assert steps is not None and warmup is not None and peak is not None  # resolved
     if step <= warmup:
@@ -24,10 +24,10 @@ def learning_rate(step: int, settings: TrainSection) -> float:
 
 
 class InnerOptimizer:
-    """AdamW for everything, or Muon for the matrices inside blocks and AdamW for the rest; gradients are clipped.
+    """Applies AdamW to all parameters, or Muon to matrices inside blocks and AdamW to the rest.
 
-    Muon's step is scaled to the size of AdamW's, so that one learning rate serves both. Weights with fewer than two
-    dimensions (the gains of norms) do not decay.
+    Muon's step is scaled to the size of AdamW's, so one learning rate serves both. Weight decay leaves out parameters
+    with fewer than two dimensions (norm gains).
     """
 
     def __init__(self, model: nn.Module, settings: TrainSection) -> None:
@@ -64,26 +64,26 @@ class InnerOptimizer:
         return made
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         for optimizer in self._optimizers:
             optimizer.zero_grad()
 
     def clip(self) -> Tensor:
-        """Clip the gradients to the norm that the run file gives; returns the norm before, a scalar."""
-        return shards.whole(nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.clip or math.inf))
+        """Clip the gradients to the norm in the run file; return the norm before, a scalar."""
+        return fsdp.full_tensor(nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.clip or math.inf))
 
     def step(self, rate: float) -> None:
-        """One step at this learning rate."""
+        """Make one step at this learning rate."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes."""
-        return {"optimizers": [shards.own(optimizer.state_dict()) for optimizer in self._optimizers]}
+        """Return the state of the optimizers, as far as this rank holds it."""
+        return {"optimizers": [fsdp.local_state(optimizer.state_dict()) for optimizer in self._optimizers]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
-            shards.load_optimizer(optimizer, saved)
+            fsdp.load_optimizer(optimizer, saved)

@@ -1,7 +1,7 @@
-"""What a run file leaves out, filled in: the recipe of the scaling-laws paper (arXiv 2503.09799).
+"""Fills in what a run file leaves out, by the recipe of the scaling-laws paper (arXiv 2503.09799).
 
-AdamW with a cosine to 5 % of the peak, weight decay 1 / steps, 20 tokens a parameter. Its fits are for 35 million
-parameters and more; for small models its learning rate grows past all use and is capped (`plan.laws`).
+AdamW with a cosine to 5 % of the peak, weight decay 1 / steps, 20 tokens per parameter. Its fits start at 35 million
+parameters; for smaller models its learning rate would grow without bound and is capped (`plan.laws`).
 """
 
 import math
@@ -20,7 +20,13 @@ from atoll.settings.model_presets import ModelConfig
 
 
 def resolve(config: RunConfig, *, parameters: int, context: int | None) -> RunConfig:
-    """The run with every setting that training depends on; `context` is the longest sequence of the model in tokens."""
+    """Return the settings with every value that training depends on.
+
+    Args:
+        config: The settings as given.
+        parameters: Parameters of the model.
+        context: The model's longest sequence in tokens; None if it sets no limit.
+    """
     train, workers = config.train, config.sync.workers
     longest = min(context or 1024, 1024) if config.model.hf else context
     sequence = train.sequence or longest or 1024
@@ -40,21 +46,21 @@ def resolve(config: RunConfig, *, parameters: int, context: int | None) -> RunCo
         "train.lr": train.lr or learning_rate(parameters, workers),
         "train.warmup": min(1000, steps // 10) if train.warmup is None else train.warmup,
         "train.weight_decay": 1 / steps if train.weight_decay is None else train.weight_decay,
-        "train.eval_every": train.eval_every or max(1, steps // 20, min(steps, _meet_every(config))),
+        "train.eval_every": train.eval_every or max(1, steps // 20, min(steps, _first_sync(config))),
         "train.save_every": train.save_every or min(1000, max(1, steps // 10)),
     }
-    return config.changed(**filled, **_as_used(config))
+    return config.changed(**filled, **_method_defaults(config))
 
 
 def check_room(config: RunConfig, shape: ModelConfig) -> None:
-    """Refuse a decoder or a batch that this machine's memory cannot hold, before anything of it is made."""
+    """Refuse a decoder or a batch that this machine's memory cannot hold, before allocating it."""
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     sizes = ("layers", "width", "heads", "head_width", "feedforward", "vocabulary")
     if (needed := 4 * shape.parameters) > room:
-        changed = ", ".join(f"model.{name} ({getattr(shape, name)})" for name in sizes)
+        smaller = ", ".join(f"model.{name} ({getattr(shape, name)})" for name in sizes)
         raise ConfigError(
             f"model: its {count_words(shape.parameters)} parameters take {bytes_text(needed)}, and this machine has "
-            f"{bytes_text(room)} of memory: lower {changed}, or choose a smaller model.preset"
+            f"{bytes_text(room)} of memory: lower {smaller}, or choose a smaller model.preset"
         )
     sequence = config.train.sequence or shape.context
     if (needed := 8 * config.train.batch * (sequence + 1)) > room:
@@ -64,13 +70,13 @@ def check_room(config: RunConfig, shape: ModelConfig) -> None:
         )
 
 
-def _meet_every(config: RunConfig) -> int:
-    """Inner steps before the outer parameters first change."""
+def _first_sync(config: RunConfig) -> int:
+    """Return the inner steps before the outer parameters first change."""
     return 1 if config.sync.method in ("none", "data-parallel") else config.sync.period
 
 
-def _as_used(config: RunConfig) -> dict[str, Any]:
-    """What the method brings when the run file leaves it out."""
+def _method_defaults(config: RunConfig) -> dict[str, Any]:
+    """Return the values that the method and the device give to settings left out."""
     on_gpu, sync = device_of(config) != "cpu", config.synchronisation()
     used: dict[str, Any] = {
         "precision": ("bf16" if on_gpu else "fp32") if config.precision == "auto" else config.precision,
@@ -89,7 +95,7 @@ def _as_used(config: RunConfig) -> dict[str, Any]:
 
 
 def device_of(config: RunConfig) -> str:
-    """The device that training runs on, checked to be there."""
+    """Return the device to train on; ConfigError if torch does not see it."""
     if config.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if config.device.startswith("cuda"):

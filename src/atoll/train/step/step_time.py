@@ -1,4 +1,4 @@
-"""How long an inner step takes on this machine, measured: a few real ones on random tokens."""
+"""Measures how long an inner step takes on this machine, on random tokens."""
 
 import time
 from collections.abc import Callable
@@ -10,36 +10,40 @@ import torch
 from atoll.errors import ConfigError
 from atoll.settings.config import RunConfig
 from atoll.train.model.decoder import Decoder
-from atoll.train.ranks.worker_ranks import Team
+from atoll.train.ranks.worker_ranks import WorkerRanks
 from atoll.train.step.backward import Backward
-from atoll.train.step.cuda_graph import Act, recorded_where_it_pays
+from atoll.train.step.cuda_graph import BackwardPass, capture_small_passes
 from atoll.train.step.optimizer import InnerOptimizer, learning_rate
 from atoll.train.step.recipe import resolve
 
 STEPS = 7
 WARM_UP = 2
-"""Steps that are not counted: memory is found and kernels are chosen or compiled."""
+"""Steps that are not counted: memory is allocated and kernels are chosen or compiled."""
 
 
 class StepTime(NamedTuple):
-    """What was measured."""
+    """The measured time of an inner step."""
 
     step_s: float
-    """Seconds of forward, backward and inner optimizer, the median."""
+    """Median seconds of forward pass, backward pass and inner optimizer."""
     tokens: int
-    """Of a step."""
+    """Tokens of a step."""
     device: str
-    """Where, for people."""
+    """Name of the device."""
 
 
 def probe_step(config: RunConfig, vocabulary: int, *, tell: Callable[[str], None] = print) -> StepTime:
-    """Make a few steps of a run's worker and time them; neither its data nor other workers are needed."""
+    """Time a few steps of one worker of a run, without its data or other workers.
+
+    Raises:
+        ConfigError: for a Hugging Face model, whose weights would have to be downloaded.
+    """
     if config.model.hf is not None:
         raise ConfigError(f"a step of {config.model.hf} cannot be measured without its weights: give --step-time")
     shape = config.shape(vocabulary)
     config = resolve(config, parameters=shape.parameters, context=shape.context)
     if config.train.parallel == "fsdp":
-        config = config.changed(compile=False)  # as its ranks do; nor is a pass of theirs recorded
+        config = config.changed(compile=False)  # as on its ranks
     device = torch.device(config.device)
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -53,13 +57,13 @@ def probe_step(config: RunConfig, vocabulary: int, *, tell: Callable[[str], None
     tokens = torch.randint(shape.vocabulary, (config.train.batch, sequence + 1), device=device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     tell(f"measuring {STEPS} steps of {tokens.shape[0]} x {sequence} tokens on {name}")
-    acts = recorded_where_it_pays(config, [model], [Backward(Team().wrap(model), inner, config)])
-    taken = [_step(acts[0], inner, tokens, rate=learning_rate(n, config.train)) for n in range(1, STEPS + 1)]
+    (backward,) = capture_small_passes(config, [model], [Backward(WorkerRanks().wrap(model), inner, config)])
+    taken = [_step(backward, inner, tokens, rate=learning_rate(n, config.train)) for n in range(1, STEPS + 1)]
     return StepTime(median(taken[WARM_UP:]), config.train.batch * sequence, name)
 
 
-def _step(backward: Act, inner: InnerOptimizer, tokens: torch.Tensor, rate: float) -> float:
-    """One step as the trainer makes it; returns its seconds."""
+def _step(backward: BackwardPass, inner: InnerOptimizer, tokens: torch.Tensor, rate: float) -> float:
+    """Make one step as the trainer does; return its seconds."""
     began = time.perf_counter()
     backward(tokens)
     inner.clip()

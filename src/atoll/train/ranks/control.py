@@ -1,0 +1,214 @@
+"""The control plane of a run: what its processes gather, agree on and stop at, besides their rounds."""
+
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from atoll import checkpoint
+from atoll._util.disk import sha256_of
+from atoll._util.signals import Interrupts
+from atoll.errors import LinkError
+from atoll.link.base import LEFT_OUT, describe_differences
+from atoll.link.net.link import NetLink
+from atoll.link.net.seat import Seat
+from atoll.settings.config import RunConfig, settings_of
+from atoll.train.data.tokenizer import FILE
+from atoll.train.data.tokens import TokenData
+from atoll.train.ranks.worker_ranks import WorkerRanks
+
+FREE_TO_DIFFER = (
+    *("out", "name", "device", "threads", "precision", "compile", "log.", "link.", "model.hf", "sync.offload"),
+    *("data.source", "data.field", "data.cache", "data.limit"),
+    *("train.keep", "train.accumulate", "train.eval_every", "train.eval_tokens", "train.log_every"),
+)
+"""Settings that may differ between workers: where and how each computes and writes, and its own text."""
+FINISHED_WAIT_S = 20.0
+"""Seconds for which a worker that has finished waits for others that may not have."""
+STOP_WAIT_S = 15.0
+"""Seconds for the other processes to report the same signal; Python handles one between two kernels."""
+_LONGEST_S = 86_400.0  # to evaluate or export at the end; a worker that dies is noticed at once
+RESUME = "start every worker again with the same command and --resume"
+
+
+class ControlPlane:
+    """Connects all processes of a run: those of other workers, and the ranks of this one.
+
+    All processes call the same methods in the same order. In a run of one process every method returns at once.
+    """
+
+    def __init__(self, ranks: WorkerRanks | None = None, link: NetLink | None = None) -> None:
+        self.ranks = ranks or WorkerRanks()
+        """The ranks of this process's worker."""
+        self._link = link
+
+    @property
+    def reaches_workers(self) -> bool:
+        """Whether this process itself has a link to other workers."""
+        return self._link is not None
+
+    def gather(self, key: str, value: Any, within_s: float | None = None) -> dict[Seat, Any]:
+        """Return what every process with a link says under a key, in worker order; JSON of one type."""
+        return {} if self._link is None else self._link.gather(key, value, within_s)
+
+    def wait_for_all(self, place: str) -> None:
+        """Wait until all processes reach this place of the run, however long they evaluate or export."""
+        self.ranks.decide(lambda: bool(self.gather(place, True, _LONGEST_S)))
+
+    def all_finished(self, finished: bool) -> bool:
+        """Return whether the run has ended on every worker; one that has finished does not wait long.
+
+        A worker killed while the others ended still needs their last rounds, so then all finish once more.
+        """
+
+        def ask() -> bool:
+            try:
+                said = self.gather("state", finished, FINISHED_WAIT_S if finished else None)
+            except LinkError:
+                if finished:
+                    return True  # no other process is there
+                raise
+            return all(said.values()) if said else finished
+
+        return self.ranks.decide(ask)
+
+    # ------------------------------------------------------------------ agreement
+
+    def agree_on_settings(self, config: RunConfig) -> None:
+        """Compare run files before any work is done; LinkError names the differences."""
+        settings = {key: value for key, value in settings_of(config).items() if not key.startswith(FREE_TO_DIFFER)}
+        self._agree("settings", {key: LEFT_OUT if value is None else str(value) for key, value in settings.items()})
+
+    def agree_on_data(self, data: TokenData) -> None:
+        """Compare tokenizers, which must be the same, and texts, which may differ.
+
+        Both in one exchange: if one rank fails at a first exchange, the others wait for it at a second.
+        """
+        tokenizer = sha256_of(data.folder / FILE)[:16] if (data.folder / FILE).exists() else "bytes"
+        mine = {"tokenizer": tokenizer, "vocabulary": str(data.tokenizer.vocabulary), "text": data.folder.name}
+        self._agree("data", mine, free=("text",))
+
+    def _agree(self, key: str, mine: Mapping[str, str], free: Collection[str] = ()) -> None:
+        def compare() -> None:
+            if self._link is not None:
+                _compare(self._link, key, mine, free)
+
+        self.ranks.decide(compare)
+
+    def step_to_resume(self, steps: Sequence[int]) -> int | None:
+        """Return the newest checkpoint that every process has, given the steps of those here.
+
+        None with several processes: there is none. None in a run of one process: the newest good one, if any.
+        """
+        if self.ranks.count > 1:
+            shared = self.ranks.common_steps(steps)
+            return self.ranks.decide(lambda: self._common_step(shared) if self._link else max(shared, default=None))
+        return self._common_step(steps) if self._link else None
+
+    def _common_step(self, steps: Sequence[int]) -> int | None:
+        return checkpoint.common_step(self.gather("checkpoints", list(steps)))
+
+    # ------------------------------------------------------------------ stopping
+
+    @contextmanager
+    def resumable(self) -> Iterator[None]:
+        """Add to a LinkError raised inside how to resume: every worker has a checkpoint by now."""
+        try:
+            yield
+        except LinkError as error:
+            if self._link is None or RESUME in str(error):  # another rank has said it
+                raise
+            raise LinkError(f"{error}; to go on, {RESUME}") from error
+
+    def tell_stop(self, step: int) -> None:
+        """Tell the other workers, from a thread, that this one stops after a step."""
+        link = self._link
+        assert link is not None
+
+        def tell() -> None:
+            with suppress(LinkError):  # it may have left already
+                link.rendezvous().try_publish("stop", step, STOP_WAIT_S)
+
+        # In a thread: this may be a signal handler, and the store may be far away.
+        threading.Thread(target=tell, daemon=True).start()
+
+    def agree_on_stop(self, step: int) -> tuple[int, bool]:
+        """Return after which step to stop, and whether all workers do; `step` if some do not answer."""
+        if self._link is None:
+            return step, True
+        peers = self._link.seat.peers()
+        # Not past the deadline of workers that wait in a round: they must hear why this one leaves.
+        within_s = min(STOP_WAIT_S, self._link.deadline_s / 2)
+        steps = self._link.rendezvous().poll("stop", peers, within_s)
+        together = len(steps) == len(peers)
+        return max(steps.values()) if together else step, together
+
+
+def _compare(link: NetLink, key: str, mine: Mapping[str, str], free: Collection[str]) -> None:
+    """Compare terms with every other process; LinkError names a difference that is not `free`."""
+    mine = {"ranks that exchange": str(link.seat.ranks), **mine}
+    different_text = set()
+    for seat, theirs in link.collect(key, mine):  # as they come: where the numbers of ranks differ, some never do
+        ours, bound = ({name: text for name, text in one.items() if name not in free} for one in (mine, theirs))
+        if differs := describe_differences(ours, bound):
+            raise LinkError(f"{link.seat} and {seat} differ in {differs}")
+        if any(theirs.get(name) != mine[name] for name in free):
+            different_text.add(seat.worker)
+    if different_text:
+        others = f"worker{'s' if len(different_text) > 1 else ''} {', '.join(map(str, sorted(different_text)))}"
+        print(f"note: {others} and this one (worker {link.worker}) have different text", file=sys.stderr)
+
+
+class Stopped(SystemExit):
+    """Ends a run that was told to stop and has saved, with status 130."""
+
+    def __init__(self, *, together: bool) -> None:
+        super().__init__(130)
+        self.together = together
+        """Whether all other processes of the run stop after the same step."""
+
+
+class CoordinatedStop:
+    """Decides after which step a run that was told to stop does so.
+
+    A run resumes from a step that all workers have saved. So a worker that gets a signal tells the others how far it
+    is, even while it waits for a round, and all train on to the furthest step. If not all got one, it stops alone.
+    """
+
+    def __init__(self, interrupts: Interrupts, control: ControlPlane, steps: Callable[[], int]) -> None:
+        self._interrupts = interrupts
+        self._control = control
+        self._steps = steps
+        self._after: int | None = None
+        self._has_told = False
+        self.together = not control.reaches_workers
+        """Whether all processes stop after the same step, and so can wait for each other before they leave."""
+        if control.reaches_workers and control.ranks.is_leader:
+            interrupts.on_first = self._tell
+
+    def _tell(self) -> None:
+        if not self._has_told:
+            self._has_told = True
+            self._control.tell_stop(self._steps() + 1)  # a step that has just begun is not counted yet
+
+    def due(self) -> bool:
+        """Return whether to stop now, between two steps; all ranks of a worker get the same answer."""
+        if not self._control.ranks.any(bool(self._interrupts)):
+            return False
+        if self._after is None:
+            self._after, self.together = self._control.ranks.from_leader(self._agree)
+        return self._steps() >= self._after
+
+    def _agree(self) -> tuple[int, bool]:
+        if self._control.reaches_workers:
+            self._tell()  # if another rank got the signal
+        return self._control.agree_on_stop(self._steps())
+
+    def resume_command(self, folder: Path) -> str:
+        """Return the command that continues the run."""
+        if not self._control.reaches_workers:
+            return f"atoll train {shlex.quote(str(folder))} --resume"
+        return "the same command and --resume, on every worker"
