@@ -9,14 +9,13 @@ from dataclasses import fields, replace
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from atoll.errors import ConfigError
 from atoll.settings import toml as runfile
 from atoll.settings.conflicts import (
-    METHOD_CODECS,
     Conflict,
     data_conflicts,
     fault_conflicts,
@@ -133,35 +132,31 @@ class RunConfig(Section):
         return preset(self.model.preset, **{"vocabulary": vocabulary} | changes)
 
     def synchronisation(self) -> "Sync | Gradients | None":
-        """What the workers exchange; None if there is one, by itself."""
+        """Returns the preset of the method with what [sync] changes of it; None for one worker by itself."""
         from atoll.core.codec import Codec
         from atoll.core.outer import Blend
-        from atoll.outer import presets
+        from atoll.outer.presets import Gradients
 
-        settings = self.sync
-        if settings.method == "none":
+        given, preset = self.sync, self.sync.preset()
+        if preset is None:
             return None
-        codec = Codec(settings.codec or METHOD_CODECS[settings.method], settings.stochastic, settings.feedback)
-        if settings.method == "data-parallel":
-            return presets.DataParallel(codec=codec)
-        methods = {
-            "diloco": presets.DiLoCo,
-            "streaming": presets.Streaming,
-            "eager": presets.Eager,
-            "delayed": presets.Delayed,
-        }
-        sync = methods[settings.method](period=settings.period, codec=codec, outer=self.outer_optimizer())
-        changes: dict[str, Any] = {}
-        if settings.fragments is not None:
-            changes["fragments"] = _fragments_of(settings.fragments)
-        if settings.delay is not None:
-            changes["delay"] = settings.delay
-        if settings.alpha is not None:
-            changes["merge"] = Blend(settings.alpha)
-        return replace(sync, **changes)
+        codec = Codec(given.codec or preset.codec.format, given.stochastic, given.feedback)
+        if isinstance(preset, Gradients):
+            return replace(preset, codec=codec)
+        follows = preset.delay == preset.period  # Eager and Delayed: a round is applied one period late
+        delay = given.used_period if follows else preset.delay
+        return replace(
+            preset,
+            period=given.used_period,
+            fragments=preset.fragments if given.fragments is None else _fragments_of(given.fragments),
+            delay=delay if given.delay is None else given.delay,
+            codec=codec,
+            merge=preset.merge if given.alpha is None else Blend(given.alpha),
+            outer=self.outer_optimizer(),
+        )
 
     def outer_optimizer(self) -> "OuterOptimizer":
-        """What moves the anchors of a method that has some."""
+        """Returns the optimizer that moves the anchors: the preset's with what [sync] changes of it."""
         from atoll.core.outer import SGD, Adam, Momentum, Nesterov
 
         sync = self.sync
@@ -173,13 +168,9 @@ class RunConfig(Section):
             "eps": sync.outer_eps,
         }
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        defaults: dict[str, OuterOptimizer] = {
-            "nesterov": Nesterov.for_workers(sync.workers),
-            "momentum": Momentum(),
-            "sgd": SGD(),
-            "adam": Adam(),
-        }
-        return replace(defaults[sync.outer], **changes)
+        nesterov = getattr(sync.preset(), "outer", Nesterov())
+        defaults = {"nesterov": nesterov, "momentum": Momentum(), "sgd": SGD(), "adam": Adam()}
+        return cast("OuterOptimizer", replace(defaults[sync.outer], **changes))
 
     def unplanned(self) -> tuple[str, ...]:
         """Settings, by dotted key, that make things go wrong on purpose: no forecast has them in its figures."""
@@ -216,11 +207,11 @@ class RunConfig(Section):
             stretches = sum((count > worker) == leaves for count in counts)  # until it leaves or joins
             if stretches == len(counts):
                 continue
-            periods = round(Fraction(stretches * self.train.steps, len(counts) * self.sync.period))
+            periods = round(Fraction(stretches * self.train.steps, len(counts) * self.sync.used_period))
             if leaves:
-                yield Absence(worker=worker, first=periods * self.sync.period + 1)
+                yield Absence(worker=worker, first=periods * self.sync.used_period + 1)
             elif periods:
-                yield Absence(worker=worker, last=periods * self.sync.period)
+                yield Absence(worker=worker, last=periods * self.sync.used_period)
 
 
 def _counts(compute: str, workers: int) -> Sequence[int]:

@@ -4,7 +4,7 @@ Each function looks at values that are right on their own and yields what cannot
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from atoll.settings.model_presets import PRESETS
 from atoll.settings.sections import (
@@ -17,8 +17,9 @@ from atoll.settings.sections import (
     TrainSection,
 )
 
-METHOD_CODECS = {"data-parallel": "fp32", "diloco": "fp32", "streaming": "e3m0", "eager": "e3m0", "delayed": "e3m0"}
-"""How each method sends unless told otherwise."""
+if TYPE_CHECKING:
+    from atoll.outer.presets import Sync
+
 _ALONE, _AT_ONCE = "nothing is exchanged", "gradients are exchanged whole, on every step, and used at once"
 _LATE = "a round is applied one period after it was sent, by definition"
 _USELESS = {
@@ -100,9 +101,9 @@ def _delay_conflicts(sync: SyncSection) -> Iterator[Conflict]:
     if sync.method not in ("diloco", "streaming") or sync.delay is None:
         return
     delays = sync.delay if isinstance(sync.delay, tuple) else (sync.delay,)
-    if max(delays) > sync.period:
+    if max(delays) > sync.used_period:
         why = (
-            f"must be from 0 to sync.period ({sync.period}), got {max(delays)}: "
+            f"must be from 0 to sync.period ({sync.used_period}), got {max(delays)}: "
             "a round must be applied no later than the next one of its fragment is sent"
         )
         yield Conflict(("sync.delay", "sync.period", "sync.method"), why)
@@ -112,7 +113,9 @@ def _delay_conflicts(sync: SyncSection) -> Iterator[Conflict]:
 
 
 def _codec_conflicts(sync: SyncSection) -> Iterator[Conflict]:
-    codec, keys = sync.codec or METHOD_CODECS.get(sync.method), ("sync.codec", "sync.method")
+    if sync.method == "none" or not (sync.stochastic or sync.feedback):
+        return
+    codec, keys = sync.codec or cast("Sync", sync.preset()).codec.format, ("sync.codec", "sync.method")
     if sync.stochastic and codec in ("fp64", "fp32", "bf16", "fp16"):
         why = f"rounding is for 4 and 8 bits, and the codec is {codec}: turn it off or change sync.codec"
         yield Conflict(("sync.stochastic", *keys), why)

@@ -6,11 +6,14 @@ setting ends with it. What two settings must not be together is in `settings/con
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from atoll.settings.model_presets import LARGEST, PRESETS
+
+if TYPE_CHECKING:
+    from atoll.outer.presets import Gradients, Sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,9 +258,11 @@ class SyncSection(Section):
     """Copies of the model that train apart, each on its own part of the data."""
     method: Method = "streaming"
     """How they stay together; none: one worker by itself, data-parallel: a round of gradients on every step."""
-    period: Annotated[int, Field(ge=1, le=10**9), Allowed("a whole number from 1 to 10^9")] = 30
-    """Inner steps between two sends of the same parameters (H in the papers)."""
-    fragments: Fragments | None = Field(default=None, examples=["blocks:3"])
+    period: Annotated[int, Field(ge=1, le=10**9), Allowed("a whole number from 1 to 10^9")] | None = Field(
+        default=None, examples=[100]
+    )
+    """Inner steps between two sends of the same parameters (H); left out: 100 streaming, 500 diloco, else 30."""
+    fragments: Fragments | None = Field(default=None, examples=["blocks"])
     """Sent together: whole, blocks[:3[:sequential]], balanced:4; left out: up to 3 blocks for streaming, else whole."""
     delay: Steps | Delays | None = Field(default=None, examples=[1])
     """Inner steps between a send and its apply, or a list, one per worker; left out: 1 for streaming, 0 for diloco."""
@@ -275,14 +280,39 @@ class SyncSection(Section):
     """Keep anchors and outer momentum in the host's memory until they are due; on a GPU."""
     outer: Outer = "nesterov"
     """Outer optimizer: turns the mean delta into a step."""
-    outer_lr: Positive | None = Field(default=None, examples=[0.6])
-    """Outer learning rate; left out: 0.4 to 0.8 by workers for nesterov, 0.7 momentum, 1 sgd, 0.3 adam."""
+    outer_lr: Positive | None = Field(default=None, examples=[0.4])
+    """Outer learning rate; left out: 0.4 for nesterov (0.7 under diloco), 0.7 momentum, 1 sgd, 0.3 adam."""
     outer_momentum: Decay | None = Field(default=None, examples=[0.9])
     """Of nesterov and momentum; left out: 0.9."""
     outer_betas: Betas | None = Field(default=None, examples=[(0.9, 0.95)])
     """Of adam; left out: 0.9 and 0.95."""
     outer_eps: Positive | None = Field(default=None, examples=[0.1])
     """Of adam, which is unstable on deltas when it is small; left out: 0.1."""
+
+    def preset(self) -> "Sync | Gradients | None":
+        """Returns the library's preset of the method: its values are the defaults of this section."""
+        from atoll.outer import presets  # imports torch
+
+        match self.method:
+            case "none":
+                return None
+            case "data-parallel":
+                return presets.DataParallel()
+            case "diloco":
+                return presets.DiLoCo()
+            case "streaming":
+                return presets.Streaming()
+            case "eager":
+                return presets.Eager()
+            case "delayed":
+                return presets.Delayed()
+
+    @property
+    def used_period(self) -> int:
+        """The period in inner steps: the given one, else the preset's; 1 for a method without rounds."""
+        if self.method in ("none", "data-parallel"):
+            return 1
+        return self.period or cast("Sync", self.preset()).period
 
 
 class AbsenceEntry(Section):

@@ -158,8 +158,8 @@ def _tell_what_may_surprise(config: RunConfig, data: TokenData, trainer: Trainer
     size = count_text(sum(len(file) for file in data.train))
     how_often = f"this run reads them {trainer.epochs:.2g} times"
     _tell(config, f"{size} training tokens in {data.documents} documents; {how_often}")
-    steps, period = config.train.steps or 0, config.sync.period
-    if config.sync.method not in ("none", "data-parallel") and period > steps:
+    steps, period = config.train.steps or 0, config.sync.used_period
+    if period > steps:
         why = f"sync.period ({period}) is longer than the run ({steps} steps)"
         _tell(config, f"note: {why}: workers meet only at its end")
 
