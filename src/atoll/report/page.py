@@ -1,9 +1,10 @@
-"""One self-contained HTML page: words, table, pictures, settings. No script, no network, light and dark."""
+"""Writes runs as one HTML page of words, table, pictures and settings, without scripts or network."""
 
 import math
 import re
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
 
@@ -14,11 +15,12 @@ from atoll._util.units import bytes_text, count_words, loss_text, percent_text, 
 from atoll.plan.link import Link
 from atoll.report.canvas import DARK, LIGHT, css_variables, shorten, to_svg
 from atoll.report.figures import Picture
-from atoll.report.load import RunRecord, printable
+from atoll.report.load import printable
+from atoll.report.record import RunRecord
 from atoll.report.table import Row, columns, notes
 
 _MOST_FAULTS = 40  # listed one by one; the rest is counted
-_MOST_TOLD = 4  # runs with a sentence of their own
+_MOST_TOLD = 4  # runs with a sentence each
 _LONGEST_NAME = 48  # in a sentence
 _LONGEST_HEADING = 36  # in a table
 _GAP = re.compile(r"(?<=\d) (?=(?:[kMGTP]?B|[kMGT]?bit/s|m?s|min|h|days|years|%)\b|%)")  # between a number and its unit
@@ -26,7 +28,7 @@ _GAP = re.compile(r"(?<=\d) (?=(?:[kMGTP]?B|[kMGT]?bit/s|m?s|min|h|days|years|%)
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One line of a table with a column per run."""
+    """Holds one line of a table with a column per run."""
 
     label: str
     values: list[str]
@@ -45,7 +47,7 @@ def page(
     title: str = "",
     claims: Sequence[str] = (),
 ) -> str:
-    """The whole page as text; an empty title becomes one that says how many runs."""
+    """Returns the page as text; an empty title becomes one that says how many runs."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(files("atoll.report").joinpath("page.html.j2").read_text("utf-8"))
     return template.render(
@@ -62,7 +64,8 @@ def page(
         longest_heading=_LONGEST_HEADING,
         columns=columns(rows, link),
         measured=any(row.utilisation is not None for row in rows),
-        figures=[_figure(picture) for picture in pictures],
+        figures=pictures,
+        image=_image,
         differences=_differences(records),
         facts=_facts(records),
         faults=[_faults(record) for record in records if record.missed or record.faults],
@@ -70,26 +73,17 @@ def page(
     )
 
 
-def _figure(picture: Picture) -> dict[str, Any]:
-    # Markup: the pictures are our own, and names in them were escaped when the SVG was written.
-    variants = [
-        Markup(to_svg(picture.draw, f"{picture.key}-{'narrow' if narrow else 'wide'}", picture.alt, narrow=narrow))
-        for narrow in (False, True)
-    ]
-    return {
-        "key": picture.key,
-        "topic": picture.topic,
-        "title": picture.title,
-        "caption": picture.caption,
-        "variants": variants,
-    }
+def _image(picture: Picture, *, narrow: bool = False, dark: bool = False) -> str:
+    """Returns a picture as a data URL."""
+    svg = to_svg(picture.draw, replace(DARK if dark else LIGHT, narrow=narrow))
+    return f"data:image/svg+xml;base64,{b64encode(svg).decode()}"
 
 
 # ---------------------------------------------------------------------- words
 
 
 def _words(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> Markup:
-    """The comparison as a paragraph: of few runs each, of many the outstanding."""
+    """Returns the comparison as a paragraph: a sentence for each of few runs, else for the best."""
     reference = next(row for row in rows if row.is_reference)
     others = [row for row in rows if row is not reference]
     what = "One run" if len(rows) == 1 else f"{len(rows)} runs"
@@ -106,7 +100,7 @@ def _words(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> Mar
 
 
 def _outstanding(rows: Sequence[Row]) -> list[Markup]:
-    """Who is best at what, a sentence for each."""
+    """Returns a sentence for each run that is best at something."""
     best: dict[str, list[str]] = {}
     for what, key in (
         ("the lowest loss", lambda row: math.inf if row.loss is None else row.loss),
@@ -132,7 +126,7 @@ def _ending(row: Row, link: Link, *, alone: bool) -> Markup:
 
 
 def _compared(row: Row) -> Markup:
-    """One run against the reference, in a sentence."""
+    """Returns a sentence that compares a run with the reference."""
     loss = "has no held-out loss yet"
     if row.loss is not None:
         away = "" if row.against is None else f" ({percent_text(row.against)})"
@@ -152,7 +146,7 @@ def _span(values: Sequence[int], text: Callable[[int], str], unit: str) -> str:
 
 
 def _notes(records: Sequence[RunRecord], rows: Sequence[Row]) -> list[str]:
-    """What a reader must know before comparing."""
+    """Returns what a reader must know before comparing."""
     notes = [
         f"{shorten(row.name, _LONGEST_NAME)} is not finished: "
         f"it is at step {row.step} of {row.steps}, and its numbers are those so far."
@@ -167,11 +161,11 @@ def _notes(records: Sequence[RunRecord], rows: Sequence[Row]) -> list[str]:
     if len({r.start.workers for r in records}) > 1:
         notes.append("The runs have different numbers of workers: bytes are per worker, tokens are of all together.")
     for r in records:
-        if missing := [w for w in range(r.start.workers) if w not in r.here]:
-            who = ("Worker " if len(missing) == 1 else "Workers ") + shorten(", ".join(map(str, missing)), 60)
-            lack = f"{who} of {shorten(r.name, _LONGEST_NAME)} left no numbers here (the folder is elsewhere)"
+        if missing := [w for w in range(r.start.workers) if w not in r.workers]:
+            which = ("Worker " if len(missing) == 1 else "Workers ") + shorten(", ".join(map(str, missing)), 60)
+            lack = f"{which} of {shorten(r.name, _LONGEST_NAME)} left no numbers here (the folder is elsewhere)"
             notes.append(f"{lack}: bytes, waits and training losses are those of the others.")
-    if any(r.last and r.start.workers > 1 and any(s.participants < len(r.here) for s in r.steps) for r in records):
+    if any(r.last and r.start.workers > 1 and any(s.participants < len(r.workers) for s in r.steps) for r in records):
         notes.append("Workers were away in some runs; modelled times assume that all are there all the time.")
     return notes
 
@@ -199,7 +193,7 @@ def _value(value: Any) -> str:
 
 
 def _differences(records: Sequence[RunRecord]) -> list[Fact]:
-    """Settings in which the runs differ; a setting that a file does not name is '-'."""
+    """Returns the settings in which the runs differ; '-' where a file leaves one out."""
     settings = [_flat(record.config) for record in records]
     keys = dict.fromkeys(key for setting in settings for key in setting if key != "name")
     facts = [Fact(key, [setting.get(key, "-") for setting in settings]) for key in keys]
@@ -254,10 +248,10 @@ def _facts(records: Sequence[RunRecord]) -> list[Fact]:
 
 
 _ON_WIRE: dict[str, Callable[[RunRecord], str]] = {
-    "put on the wire, per worker": lambda r: bytes_text(r.wire_sent),
-    "taken from the wire, per worker": lambda r: bytes_text(r.wire_received),
-    "exposed wait, per worker": lambda r: seconds_text(r.wait_s),
-    "hidden by training, per worker": lambda r: seconds_text(r.hidden_s),
+    "put on the wire, per worker": lambda r: bytes_text(r.per_worker("wire_sent")),
+    "taken from the wire, per worker": lambda r: bytes_text(r.per_worker("wire_received")),
+    "exposed wait, per worker": lambda r: seconds_text(r.per_worker("wait_s")),
+    "hidden by training, per worker": lambda r: seconds_text(r.per_worker("hidden_s")),
 }
 _SETTINGS = {
     "inner optimizer": "train.optimizer",
@@ -270,7 +264,7 @@ _SETTINGS = {
 
 
 def _setting(record: RunRecord, key: str) -> str:
-    """A setting of run.toml as text; '-' where the file does not name it."""
+    """Returns a setting of run.toml as text; '-' where the file leaves it out."""
     value: Any = record.config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -278,7 +272,7 @@ def _setting(record: RunRecord, key: str) -> str:
 
 
 def _outer(record: RunRecord) -> str:
-    """The outer optimizer with those of its numbers that run.toml names."""
+    """Returns the outer optimizer with those of its numbers that run.toml has."""
     numbers = {"lr": "outer_lr", "momentum": "outer_momentum", "betas": "outer_betas", "eps": "outer_eps"}
     values = {"": _setting(record, "sync.outer")}
     values |= {f"{word} ": _setting(record, f"sync.{key}") for word, key in numbers.items()}

@@ -1,4 +1,4 @@
-"""The closing table: every run's loss, bytes and time in one row, for the terminal and for the page."""
+"""Compares runs in a table: loss, bytes and time of each, for the terminal and for the page."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from atoll._util.units import bytes_text, loss_text, number_text, percent_text, 
 from atoll.errors import printable
 from atoll.plan.job import Job, RunTime, time_of
 from atoll.plan.link import Link
-from atoll.report.load import RunRecord, jobs
+from atoll.report.record import RunRecord, jobs
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One run in numbers; None where there is no number."""
+    """Holds one run in numbers; None where there is no number."""
 
     name: str
     method: str
@@ -35,9 +35,9 @@ class Row:
     tokens_per_s: float | None
     """Measured where it ran, all workers together."""
     link_time: RunTime
-    """Modelled: the same run with one machine per worker on the given link, and the compute time of `load.jobs`."""
+    """Modelled: the same run with one machine per worker on the given link, and the compute time of `jobs`."""
     wait_s: float | None
-    """Measured: for how long a worker did nothing but wait for rounds, mean; None where no round left its process."""
+    """Measured: seconds that a worker only waited for rounds, mean; None where no payload left its process."""
     utilisation: float | None
     """Measured: the share of its time that a worker did not wait, mean."""
     rounds: int
@@ -51,7 +51,7 @@ class Row:
 
 
 def summary(records: Sequence[RunRecord], link: Link) -> list[Row]:
-    """One row per run, in the order given."""
+    """Returns one row per run, in the order given."""
     if not records:
         return []
     reference = next((r for r in records if r.gradients), records[0])
@@ -60,6 +60,7 @@ def summary(records: Sequence[RunRecord], link: Link) -> list[Row]:
 
 def _row(record: RunRecord, reference: RunRecord, job: Job, link: Link) -> Row:
     loss, base = record.loss, reference.loss
+    sent, compared = record.per_worker("bytes_sent"), reference.per_worker("bytes_sent")
     return Row(
         name=record.name,
         method=record.start.method,
@@ -67,11 +68,11 @@ def _row(record: RunRecord, reference: RunRecord, job: Job, link: Link) -> Row:
         loss=loss,
         against=loss / base - 1 if loss is not None and base else None,
         perplexity=math.exp(loss) if loss is not None and loss < 700 else None,
-        sent_bytes=record.sent_bytes,
-        fewer=reference.sent_bytes / record.sent_bytes if record.sent_bytes and reference.sent_bytes else None,
+        sent_bytes=sent,
+        fewer=compared / sent if sent and compared else None,
         tokens_per_s=record.tokens_per_s,
         link_time=time_of(job, link),
-        wait_s=record.wait_s if record.on_wire else None,
+        wait_s=record.per_worker("wait_s") if record.on_wire else None,
         utilisation=record.utilisation if record.on_wire else None,
         rounds=len(record.rounds),
         missed=record.missed,
@@ -88,16 +89,16 @@ def _row(record: RunRecord, reference: RunRecord, job: Job, link: Link) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of the table, as text."""
+    """Describes one column of the table, as text."""
 
     label: str
     short: str | None
-    """Where 80 characters must do; None: not shown there."""
+    """The label in a terminal of 80 characters; None: not shown there."""
     cell: Callable[[Row], str]
 
 
 def columns(rows: Sequence[Row], link: Link) -> list[Column]:
-    """The columns after the run's name; comparisons only where there is something to compare."""
+    """Returns the columns after the run's name; comparisons only if there are several runs."""
     several = len(rows) > 1
     measured = any(row.wait_s is not None for row in rows)
     found = [
@@ -116,7 +117,7 @@ def columns(rows: Sequence[Row], link: Link) -> list[Column]:
 
 
 def notes(row: Row) -> str:
-    """What went wrong, and how far it got if it is not finished."""
+    """Returns how many payloads and workers failed, and how far an unfinished run got."""
     found = [
         f"{row.missed:,} missed" if row.missed else "",
         f"{row.faults:,} {'fault' if row.faults == 1 else 'faults'}" if row.faults else "",
@@ -138,7 +139,7 @@ def _fewer(row: Row) -> str:
 
 
 def rich_table(rows: Sequence[Row], link: Link) -> "Table":
-    """The rows for a terminal; four runs fit into 80 characters."""
+    """Returns the rows as a table for a terminal of 80 characters or more."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -31,7 +31,7 @@ def worker_folder(worker: int) -> str:
 
 def worker_of(folder: Path) -> int | None:
     """Whose folder it is, by its name; None if it is that of a whole run."""
-    found = re.fullmatch(r"worker-(\d+)", folder.resolve().name)
+    found = re.fullmatch(r"worker-(0|[1-9][0-9]{0,8})", folder.resolve().name)
     return int(found[1]) if found else None
 
 
