@@ -47,7 +47,7 @@ class Picture:
     title: str
     caption: str
     alt: str
-    """What it shows, in numbers, for readers who cannot see it."""
+    """Describes it in numbers, for screen readers."""
     draw: Draw
 
 

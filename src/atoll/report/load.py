@@ -40,7 +40,7 @@ def load(folder: Path) -> RunRecord:
     except DataError as error:
         raise DataError(f"{folder}: {error}") from error
     record = RunRecord(
-        name=printable(whole.start.name) or printable(folder.resolve().name),
+        name=plain_text(whole.start.name) or plain_text(folder.resolve().name),
         folder=folder,
         config=_toml(homes[0] / RUN),
         about=_json(homes[0] / ABOUT),
@@ -77,7 +77,7 @@ def load_all(folders: Sequence[Path]) -> list[RunRecord]:
     named = []
     for path, record in records.items():
         twins = [p for p, r in records.items() if r.name == record.name and p != path]
-        name = f"{record.name} ({printable(_told_apart(path, twins))})" if twins else record.name
+        name = f"{record.name} ({plain_text(_told_apart(path, twins))})" if twins else record.name
         named.append(replace(record, name=name))
     return named
 
@@ -120,7 +120,7 @@ def _told_apart(path: Path, twins: Sequence[Path]) -> str:
     return str(path)
 
 
-def printable(text: str) -> str:
+def plain_text(text: str) -> str:
     """Returns text without characters that could break out of a line, a terminal or an encoding."""
     return "".join(c if c.isprintable() else "\ufffd" for c in text).strip()
 

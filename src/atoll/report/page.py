@@ -15,12 +15,12 @@ from atoll._util.units import bytes_text, count_words, loss_text, percent_text, 
 from atoll.plan.link import Link
 from atoll.report.canvas import DARK, LIGHT, css_variables, shorten, to_svg
 from atoll.report.figures import Picture
-from atoll.report.load import printable
+from atoll.report.load import plain_text
 from atoll.report.record import RunRecord
 from atoll.report.table import Row, columns, notes
 
 _MOST_FAULTS = 40  # listed one by one; the rest is counted
-_MOST_TOLD = 4  # runs with a sentence each
+_MOST_SENTENCES = 4  # runs with a sentence each
 _LONGEST_NAME = 48  # in a sentence
 _LONGEST_HEADING = 36  # in a table
 _GAP = re.compile(r"(?<=\d) (?=(?:[kMGTP]?B|[kMGT]?bit/s|m?s|min|h|days|years|%)\b|%)")  # between a number and its unit
@@ -51,8 +51,8 @@ def page(
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(files("atoll.report").joinpath("page.html.j2").read_text("utf-8"))
     return template.render(
-        title=printable(title) or (f"Run {rows[0].name}" if len(rows) == 1 else f"{len(rows)} runs compared"),
-        claims=[printable(claim) for claim in claims],
+        title=plain_text(title) or (f"Run {rows[0].name}" if len(rows) == 1 else f"{len(rows)} runs compared"),
+        claims=[plain_text(claim) for claim in claims],
         words=_words(records, rows, link),
         notes=_notes(records, rows),
         light=Markup(css_variables(LIGHT)),
@@ -91,12 +91,15 @@ def _words(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> Mar
     one = all(r.start.workers == 1 for r in records)
     workers = _span([r.start.workers for r in records], str, "worker" if one else "workers")
     tokens = _span([r.tokens for r in records], count_words, "tokens")
-    told = [escape(f"{what} of a model with {sizes}: {workers}, {tokens}."), _ending(reference, link, alone=not others)]
-    if len(others) <= _MOST_TOLD:
-        told += [_compared(row) for row in others]
+    sentences = [
+        escape(f"{what} of a model with {sizes}: {workers}, {tokens}."),
+        _ending(reference, link, alone=not others),
+    ]
+    if len(others) <= _MOST_SENTENCES:
+        sentences += [_compared(row) for row in others]
     else:
-        told += _outstanding([row for row in others if row.finished])
-    return Markup(_GAP.sub("&nbsp;", Markup(" ").join(told)))
+        sentences += _outstanding([row for row in others if row.finished])
+    return Markup(_GAP.sub("&nbsp;", Markup(" ").join(sentences)))
 
 
 def _outstanding(rows: Sequence[Row]) -> list[Markup]:
@@ -110,19 +113,19 @@ def _outstanding(rows: Sequence[Row]) -> list[Markup]:
         if rows:
             best.setdefault(min(rows, key=key).name, []).append(what)
     by_name = {row.name: row for row in rows}
-    told = [f"{' and '.join(what)}: " + _compared(by_name[name]) for name, what in best.items()]
-    return ["Among the others " + told[0], *("T" + words[1:] for words in told[1:])] if told else []
+    sentences = [f"{' and '.join(what)}: " + _compared(by_name[name]) for name, what in best.items()]
+    return ["Among the others " + sentences[0], *("T" + words[1:] for words in sentences[1:])] if sentences else []
 
 
 def _ending(row: Row, link: Link, *, alone: bool) -> Markup:
-    who = _name(row) if alone else "The reference, " + _name(row) + ","
+    subject = _name(row) if alone else "The reference, " + _name(row) + ","
     ends = "ends at" if row.finished else f"has come to step {row.step} of {row.steps} and"
     loss = "no held-out loss" if row.loss is None else f"a held-out loss of {loss_text(row.loss)}"
     perplexity = "" if row.perplexity is None else f" (perplexity {row.perplexity:,.2f})"
     sent = f"sends {bytes_text(row.sent_bytes)} per worker" if row.sent_bytes else "sends nothing"
     busy = "" if row.link_time.utilisation == 1 else f", computing for {share_text(row.link_time.utilisation)} of it"
     time = f"With one machine per worker and {link} for each it would take {seconds_text(row.link_time.total_s)}{busy}."
-    return who + f" {ends} {loss}{perplexity} and {sent}. {time}"
+    return subject + f" {ends} {loss}{perplexity} and {sent}. {time}"
 
 
 def _compared(row: Row) -> Markup:
@@ -176,7 +179,7 @@ def _notes(records: Sequence[RunRecord], rows: Sequence[Row]) -> list[str]:
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     flat: dict[str, str] = {}
     for key, value in table.items():
-        name = printable(f"{prefix}{key}")
+        name = plain_text(f"{prefix}{key}")
         if isinstance(value, Mapping):
             flat |= _flat(value, f"{name}.")
         else:
@@ -189,7 +192,7 @@ def _value(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return "[" + ", ".join(_value(v) for v in value) + "]"
-    return printable(str(value))
+    return plain_text(str(value))
 
 
 def _differences(records: Sequence[RunRecord]) -> list[Fact]:
@@ -204,8 +207,8 @@ def _facts(records: Sequence[RunRecord]) -> list[Fact]:
     def about(record: RunRecord, key: str) -> str:
         value = record.about.get(key, "-")
         if isinstance(value, Mapping):
-            return ", ".join(f"{printable(str(k))} {printable(str(v))}" for k, v in value.items())
-        return printable(str(value))
+            return ", ".join(f"{plain_text(str(k))} {plain_text(str(v))}" for k, v in value.items())
+        return plain_text(str(value))
 
     def delay(record: RunRecord) -> str:
         delays = set(record.start.delay)
@@ -217,7 +220,7 @@ def _facts(records: Sequence[RunRecord]) -> list[Fact]:
         return record.start.method not in ("none", "data-parallel")
 
     found = {
-        "method": [printable(r.start.method) for r in records],
+        "method": [plain_text(r.start.method) for r in records],
         "workers": [str(r.start.workers) for r in records],
         "parameters": [f"{r.start.parameters:,}" for r in records],
         "vocabulary": [f"{r.start.vocabulary:,}" for r in records],
@@ -225,7 +228,7 @@ def _facts(records: Sequence[RunRecord]) -> list[Fact]:
         "tokens, all workers": [f"{r.tokens:,}" for r in records],
         "period": [_counted(r.start.period, "step") if rounds(r) else "-" for r in records],
         "delay": [delay(r) if rounds(r) else "-" for r in records],
-        "codec": [printable(r.start.codec) or "-" for r in records],
+        "codec": [plain_text(r.start.codec) or "-" for r in records],
         "fragments": [str(len(r.start.payload_bytes)) if rounds(r) else "-" for r in records],
         "payload of a round": [
             "-" if not r.start.payload_bytes else _span(r.start.payload_bytes, bytes_text, "") for r in records
@@ -235,14 +238,14 @@ def _facts(records: Sequence[RunRecord]) -> list[Fact]:
         "compute of an inner step, measured": [seconds_text(r.step_s) for r in records],
         "time it took here": [seconds_text(r.last.seconds) if r.last else "-" for r in records],
         **{label: [text(r) if r.on_wire else "-" for r in records] for label, text in _ON_WIRE.items()},
-        "device": [printable(r.start.device) for r in records],
+        "device": [plain_text(r.start.device) for r in records],
         "threads": [str(r.start.threads) for r in records],
         "resumed": [_counted(len(r.resumes), "time") if r.resumes else "never" for r in records],
         "seed": [about(r, "seed") for r in records],
         "started": [about(r, "started") for r in records],
         "command": [about(r, "command") for r in records],
         "versions": [about(r, "versions") for r in records],
-        "folder": [printable("/".join(r.folder.resolve().parts[-2:])) for r in records],
+        "folder": [plain_text("/".join(r.folder.resolve().parts[-2:])) for r in records],
     }
     return [Fact(label, [value.strip() for value in values]) for label, values in found.items() if {*values} != {"-"}]
 
@@ -300,6 +303,6 @@ def _faults(record: RunRecord) -> dict[str, Any]:
         if rounds
         else "",
         "shares": shares,
-        "events": [(f"{f.step:,}", str(f.worker), printable(f.what)) for f in record.faults[:_MOST_FAULTS]],
+        "events": [(f"{f.step:,}", str(f.worker), plain_text(f.what)) for f in record.faults[:_MOST_FAULTS]],
         "more": max(len(record.faults) - _MOST_FAULTS, 0),
     }

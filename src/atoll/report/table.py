@@ -145,14 +145,18 @@ def rich_table(rows: Sequence[Row], link: Link) -> "Table":
     from rich.text import Text
 
     reference = next((row.name for row in rows if row.is_reference), "")
-    told = [f"against: {printable(reference)}"] if len(rows) > 1 else []
+    lines = [f"against: {printable(reference)}"] if len(rows) > 1 else []
     if any(row.utilisation is not None for row in rows):
-        told.append("busy: measured, the share of its time that a worker did not wait for rounds")
-    told.append(f"time: modelled, one machine per worker and {link} for each")
+        lines.append("busy: measured, the share of its time that a worker did not wait for rounds")
+    lines.append(f"time: modelled, one machine per worker and {link} for each")
     if len(rows) > 1:
-        told.append("compute of a step: the quickest of the runs' own (same size and machine)")
+        lines.append("compute of a step: the quickest of the runs' own (same size and machine)")
     table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=Text("\n".join(told)), caption_justify="left"
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        caption=Text("\n".join(lines)),
+        caption_justify="left",
     )
     table.add_column("run", overflow="fold")
     shown = [column for column in columns(rows, link) if column.short is not None]

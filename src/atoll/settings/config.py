@@ -68,7 +68,7 @@ class RunConfig(Section):
     threads: Threads | None = Field(default=None, examples=[2])
     """CPU threads of torch; left out: torch's own choice."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of activations; auto: bf16 on a GPU, fp32 on a CPU."""
+    """Number format of activations; auto: bf16 on a GPU, fp32 on a CPU."""
     compile: Literal["auto"] | bool = "auto"
     """Use torch.compile; auto (on a GPU), true or false."""
     model: ModelSection = ModelSection()

@@ -1,7 +1,7 @@
-"""The sections of a run file: every setting with its type, its range, its default and what it is for.
+"""Defines the sections of a run file: every setting with its type, its range, its default and what it is for.
 
 The line under a setting is its only documentation: `atoll init` writes it beside the default, and an error about the
-setting ends with it. What two settings must not be together is in `settings/conflicts.py`.
+setting ends with it. `settings/conflicts.py` checks what depends on several settings.
 """
 
 import re
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What a setting may be, to follow "must be" in an error."""
+    """Says what a setting may be, to follow "must be" in an error."""
 
     text: str
     options: tuple[str, ...] = ()
-    """Words among which the one that was meant is looked for."""
+    """Words to suggest for a misspelled one."""
 
 
 # ---------------------------------------------------------------------- kinds of values
@@ -60,16 +60,16 @@ def _address(value: str) -> str:
 
 
 def _worker_numbers(table: Any) -> Any:
-    """TOML's keys are text: "3" -> 3 where that is a worker's number; anything else is left to be refused."""
+    """Converts keys that are worker numbers, since those of TOML are text: "3" -> 3."""
     if not isinstance(table, dict):
         return table
     return {int(k) if isinstance(k, str) and re.fullmatch(r"0|[1-9][0-9]{0,8}", k) else k: v for k, v in table.items()}
 
 
 BPE_VOCABULARY = 8192
-"""Tokens of a BPE tokenizer unless told otherwise."""
+"""Default size of a BPE tokenizer in tokens."""
 LEAST_BPE_VOCABULARY = 257
-"""Every byte, so that any text can be written, and what separates documents."""
+"""Smallest size of a BPE tokenizer: every byte, and a separator of documents."""
 _MANY = 10**12
 Count = Annotated[int, Field(ge=1, le=_MANY), Allowed("a whole number from 1 to 10^12")]
 Steps = Annotated[int, Field(ge=0, le=_MANY), Allowed("a whole number from 0 to 10^12")]
@@ -127,7 +127,7 @@ View = Literal["auto", "live", "lines", "none"]
 
 
 class Section(BaseModel):
-    """A frozen part of a run file; a key it does not have is an error, and "3" is no number."""
+    """Validates a part of a run file strictly: unknown keys are errors, and "3" is no number."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -173,7 +173,7 @@ class ModelSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _no_preset_beside_hf(cls, values: Any) -> Any:
-        """The default is for runs that name no model at all."""
+        """Drops the default preset where model.hf is given."""
         if not isinstance(values, dict):
             return values
         given = {key: value for key, value in values.items() if key != "preset" or value is not None}
@@ -181,12 +181,12 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """The text to train on, its tokens, and who gets which part."""
+    """The text to train on, its tokens, and the part of each worker."""
 
     source: Source | Sources = "stdlib"
     """Text, JSONL or Parquet files, folders (of tokens too), globs, hf:NAME[:CONFIG], stdlib (Python's); or a list."""
     field: Text = "text"
-    """Where the text is in rows of JSONL, Parquet or datasets."""
+    """The column of the text in JSONL, Parquet or datasets."""
     tokenizer: Tokenizer = "bytes"
     """bytes (no setup), bpe (trained on the source), or the path of a tokenizer.json."""
     vocabulary: (
@@ -252,7 +252,7 @@ class TrainSection(Section):
 
 
 class SyncSection(Section):
-    """Who trains, and when, what and how they exchange."""
+    """The workers, and when, what and how they exchange."""
 
     workers: Workers = 2
     """Copies of the model that train apart, each on its own part of the data."""
@@ -283,11 +283,11 @@ class SyncSection(Section):
     outer_lr: Positive | None = Field(default=None, examples=[0.4])
     """Outer learning rate; left out: 0.4 for nesterov (0.7 under diloco), 0.7 momentum, 1 sgd, 0.3 adam."""
     outer_momentum: Decay | None = Field(default=None, examples=[0.9])
-    """Of nesterov and momentum; left out: 0.9."""
+    """Momentum of nesterov and momentum; left out: 0.9."""
     outer_betas: Betas | None = Field(default=None, examples=[(0.9, 0.95)])
-    """Of adam; left out: 0.9 and 0.95."""
+    """Betas of adam; left out: 0.9 and 0.95."""
     outer_eps: Positive | None = Field(default=None, examples=[0.1])
-    """Of adam, which is unstable on deltas when it is small; left out: 0.1."""
+    """Epsilon of adam, which is unstable on deltas when it is small; left out: 0.1."""
 
     def preset(self) -> "Sync | Gradients | None":
         """Returns the library's preset of the method: its values are the defaults of this section."""
@@ -316,10 +316,10 @@ class SyncSection(Section):
 
 
 class AbsenceEntry(Section):
-    """A worker that is away from inner step `first` to `last`, both included."""
+    """Takes a worker away from inner step `first` to `last`, both included."""
 
     worker: Worker
-    """Who is away; workers are counted from 0."""
+    """The worker that is away, from 0."""
     first: Count = 1
     """First inner step it misses."""
     last: Count | None = None
@@ -327,7 +327,7 @@ class AbsenceEntry(Section):
 
 
 class FaultSection(Section):
-    """What goes wrong on purpose: the same faults on every run, to study what they cost."""
+    """Faults on purpose, the same in every run, to study what they cost."""
 
     drop: Chance = 0.0
     """Chance that a worker's payload of a round is lost; it trains on from its own parameters."""
@@ -340,7 +340,7 @@ class FaultSection(Section):
         Field(strict=False),
         Allowed("a list like [{worker = 1, first = 101, last = 200}]"),
     ] = Field(default=(), examples=[[{"worker": 1, "first": 101, "last": 200}]])
-    """Who is away from which inner step to which; without last, for good."""
+    """Workers that are away, from which inner step to which; without last, for good."""
     speeds: Annotated[
         dict[Worker, Share],
         BeforeValidator(_worker_numbers),
@@ -350,7 +350,7 @@ class FaultSection(Section):
 
 
 class OutageEntry(Section):
-    """A time in which nothing passes."""
+    """Cuts the emulated link for a time."""
 
     start_s: Amount
     """Seconds since the workers met."""
@@ -359,10 +359,10 @@ class OutageEntry(Section):
 
 
 class LinkSection(Section):
-    """What carries rounds between workers on machines of their own, and how slow to pretend that it is."""
+    """The link between workers on several machines, and how slow to make it."""
 
     address: Address | None = Field(default=None, examples=["10.0.0.1:29500"])
-    """Where worker 0 listens (--address); left out: all workers are in one process."""
+    """Address that worker 0 listens on (--address); left out: all workers are in one process."""
     deadline_s: Seconds = 180.0
     """Seconds after which a round that is not complete ends the run; slower workers and the transfer must fit in."""
     join_s: Seconds = 600.0
@@ -391,4 +391,4 @@ class LogSection(Section):
     trackio: Text | None = Field(default=None, examples=["atoll"])
     """Also write to this project of trackio."""
     view: View = "auto"
-    """What is shown; auto: live in a terminal, else lines."""
+    """How a run shows its progress; auto: live in a terminal, else lines."""

@@ -72,7 +72,7 @@ class StudySection(Section):
     runs: Annotated[Tables, Field(min_length=1), Allowed("one table or more, each under [[study.runs]]")]
     """A name for each run, and the settings in which it differs, as in a run file."""
     claims: Annotated[Tables, Allowed("tables, each under [[study.claims]]")] = ()
-    """What is expected of the runs."""
+    """Statements about the runs, to be checked."""
 
 
 class _StudyFile(Section):
@@ -118,22 +118,14 @@ def read(files: Sequence[Path], overrides: Sequence[str] = (), out: Path | None 
 # ---------------------------------------------------------------------- one file
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Holds a run as it is written, not checked yet."""
-
-    place: str
-    """Its place in the file; empty for a file that is one run."""
-    table: runfile.Table
-
-
 @dataclass(slots=True)
 class _File:
     """Holds the runs and claims of one file, and what is wrong with them."""
 
     path: Path
     title: str = ""
-    runs: list[_Run] = field(default_factory=list)
+    runs: list[tuple[str, runfile.Table]] = field(default_factory=list)
+    """Runs as written, each with its place in the file; the place is empty for a file that is one run."""
     claims: dict[str, Claim] = field(default_factory=dict)
     """Claims by their place in the file."""
     problems: list[tuple[str, str]] = field(default_factory=list)
@@ -142,7 +134,7 @@ class _File:
     @property
     def names(self) -> list[str]:
         """Names of all runs, also of those with problems."""
-        return [name for run in self.runs if isinstance(name := run.table.get("name"), str)]
+        return [name for _, table in self.runs if isinstance(name := table.get("name"), str)]
 
     @staticmethod
     def read(path: Path, overrides: Sequence[runfile.Override]) -> "_File":
@@ -150,14 +142,14 @@ class _File:
         file = _File(path)
         if "study" not in table:
             named = {"name": run_config.name_of(path)} | table
-            file.runs = [_Run("", runfile.overridden(named, overrides))]
+            file.runs = [("", runfile.overridden(named, overrides))]
             return file
         section, file.problems = _checked_section(table.pop("study"))
         file.title = section.title
         for number, entry in enumerate(section.runs, start=1):
             place = f"study.runs {number}"
             file.problems += [(place, line) for line in _misplaced(entry)]
-            file.runs.append(_Run(place, runfile.overridden(_merged(table, entry), overrides)))
+            file.runs.append((place, runfile.overridden(_merged(table, entry), overrides)))
         for number, entry in enumerate(section.claims, start=1):
             place = f"study.claims {number}"
             try:
@@ -169,8 +161,8 @@ class _File:
     def add_to(self, runs: dict[str, RunConfig]) -> None:
         """Checks the runs and adds the good ones to `runs`, by name."""
         places: dict[str, list[str]] = defaultdict(list)
-        for run in self.runs:
-            checked = run_config.validated(run.table)
+        for place, table in self.runs:
+            checked = run_config.validated(table)
             if isinstance(checked, list):
                 problems = checked
             elif checked.name in OUTPUTS:
@@ -180,10 +172,10 @@ class _File:
             else:
                 problems, runs[checked.name] = [], checked
             for line in problems:
-                places[line].append(run.place)
+                places[line].append(place)
         for line, where in places.items():
             everywhere = len(where) == len(self.runs)  # then it is a problem of the file, listed once
-            self.problems += [("", line)] if everywhere else [(place, line) for place in where]
+            self.problems += [("", line)] if everywhere else [(at, line) for at in where]
 
     def check_claims(self, names: Sequence[str]) -> None:
         """Refuses claims about runs that are in no file."""
