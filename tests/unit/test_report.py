@@ -304,13 +304,13 @@ def test_numbers_by_hand(records: list[report.RunRecord]) -> None:
     assert parallel.sent_bytes == 40 * 4000
     assert diloco.sent_bytes == 4 * 2400 + 3 * 1600  # fragment 1 trails by half a period
     assert diloco.fewer == pytest.approx(160_000 / 14_400)
-    assert diloco.tokens_per_s == 5120 / 4
-    assert (diloco.rounds, diloco.missed, diloco.faults) == (7, 3, 1)
+    assert diloco.record.tokens_per_s == 5120 / 4
+    assert (len(diloco.record.rounds), diloco.record.missed, len(diloco.record.faults)) == (7, 3, 1)
     # A round is two-shot among four: 1.5 payloads. Data-parallel waits for 6000 bytes on each of 40 steps.
     assert parallel.link_time.total_s == pytest.approx(40 * (0.02 + 8 * 6000 / 1e6))
     # DiLoCo waits for the 7 rounds and, at the end, for what fragment 1 has not sent.
     assert diloco.link_time.total_s == pytest.approx(40 * 0.02 + 8 * 1.5 * (4 * 2400 + 4 * 1600) / 1e6)
-    assert not unfinished.finished and (unfinished.step, unfinished.steps) == (25, 40)
+    assert not unfinished.record.finished and unfinished.record.step == 25
     assert unfinished.link_time.compute_s == pytest.approx(25 * 0.02)
     assert unfinished.link_time.bytes_per_worker == 1.5 * (2 * 2400 + 2 * 1600), "no last exchange yet"
 

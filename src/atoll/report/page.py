@@ -98,7 +98,7 @@ def _words(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> Mar
     if len(others) <= _MOST_SENTENCES:
         sentences += [_compared(row) for row in others]
     else:
-        sentences += _outstanding([row for row in others if row.finished])
+        sentences += _outstanding([row for row in others if row.record.finished])
     return Markup(_GAP.sub("&nbsp;", Markup(" ").join(sentences)))
 
 
@@ -119,7 +119,7 @@ def _outstanding(rows: Sequence[Row]) -> list[Markup]:
 
 def _ending(row: Row, link: Link, *, alone: bool) -> Markup:
     subject = _name(row) if alone else "The reference, " + _name(row) + ","
-    ends = "ends at" if row.finished else f"has come to step {row.step} of {row.steps} and"
+    ends = "ends at" if row.record.finished else f"has come to step {row.record.step} of {row.record.start.steps} and"
     loss = "no held-out loss" if row.loss is None else f"a held-out loss of {loss_text(row.loss)}"
     perplexity = "" if row.perplexity is None else f" (perplexity {row.perplexity:,.2f})"
     sent = f"sends {bytes_text(row.sent_bytes)} per worker" if row.sent_bytes else "sends nothing"
@@ -133,7 +133,7 @@ def _compared(row: Row) -> Markup:
     loss = "has no held-out loss yet"
     if row.loss is not None:
         away = "" if row.against is None else f" ({percent_text(row.against)})"
-        loss = f"{'ends' if row.finished else 'is'} at {loss_text(row.loss)}{away}"
+        loss = f"{'ends' if row.record.finished else 'is'} at {loss_text(row.loss)}{away}"
     fewer = f", {ratio_text(row.fewer)}" if row.fewer is not None and ratio_text(row.fewer) != "the same" else ""
     sent = f"with {bytes_text(row.sent_bytes)}{fewer}" if row.sent_bytes else "sends nothing"
     return _name(row) + f" {loss} {sent}, and would take {seconds_text(row.link_time.total_s)}."
@@ -152,11 +152,11 @@ def _notes(records: Sequence[RunRecord], rows: Sequence[Row]) -> list[str]:
     """Returns what a reader must know before comparing."""
     notes = [
         f"{shorten(row.name, _LONGEST_NAME)} is not finished: "
-        f"it is at step {row.step} of {row.steps}, and its numbers are those so far."
+        f"it is at step {row.record.step} of {row.record.start.steps}, and its numbers are those so far."
         for row in rows
-        if not row.finished
+        if not row.record.finished
     ]
-    finished = [row.tokens for row in rows if row.finished]
+    finished = [row.record.tokens for row in rows if row.record.finished]
     if finished and max(finished) > 1.01 * min(finished):
         notes.append("The runs have not trained on the same number of tokens: compare losses with care.")
     if len({r.start.vocabulary for r in records}) > 1:

@@ -17,14 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Holds one run in numbers; None where there is no number."""
+    """Compares one run with the reference; None where there is no number."""
 
-    name: str
-    method: str
+    record: RunRecord
     is_reference: bool
     """The run that the others are compared with: the first data-parallel one, else the first."""
-    loss: float | None
-    """Last held-out loss, nats per token."""
     against: float | None
     """Loss, relative to the reference: 0.05 is 5 % above."""
     perplexity: float | None
@@ -32,22 +29,22 @@ class Row:
     """Payload bytes that one worker handed to its link, mean over the workers; each payload counts once."""
     fewer: float | None
     """The reference's bytes over this run's: 80 is 80 times fewer."""
-    tokens_per_s: float | None
-    """Measured where it ran, all workers together."""
     link_time: RunTime
     """Modelled: the same run with one machine per worker on the given link, and the compute time of `jobs`."""
     wait_s: float | None
     """Measured: seconds that a worker only waited for rounds, mean; None where no payload left its process."""
     utilisation: float | None
     """Measured: the share of its time that a worker did not wait, mean."""
-    rounds: int
-    missed: int
-    """Payloads that were due and did not arrive."""
-    faults: int
-    finished: bool
-    step: int
-    steps: int
-    tokens: int
+
+    @property
+    def name(self) -> str:
+        """The name of the run."""
+        return self.record.name
+
+    @property
+    def loss(self) -> float | None:
+        """The last held-out loss, nats per token."""
+        return self.record.loss
 
 
 def summary(records: Sequence[RunRecord], link: Link) -> list[Row]:
@@ -62,25 +59,15 @@ def _row(record: RunRecord, reference: RunRecord, job: Job, link: Link) -> Row:
     loss, base = record.loss, reference.loss
     sent, compared = record.per_worker("bytes_sent"), reference.per_worker("bytes_sent")
     return Row(
-        name=record.name,
-        method=record.start.method,
+        record=record,
         is_reference=record is reference,
-        loss=loss,
         against=loss / base - 1 if loss is not None and base else None,
         perplexity=math.exp(loss) if loss is not None and loss < 700 else None,
         sent_bytes=sent,
         fewer=compared / sent if sent and compared else None,
-        tokens_per_s=record.tokens_per_s,
         link_time=time_of(job, link),
         wait_s=record.per_worker("wait_s") if record.on_wire else None,
         utilisation=record.utilisation if record.on_wire else None,
-        rounds=len(record.rounds),
-        missed=record.missed,
-        faults=len(record.faults),
-        finished=record.finished,
-        step=record.step,
-        steps=record.start.steps,
-        tokens=record.tokens,
     )
 
 
@@ -107,7 +94,7 @@ def columns(rows: Sequence[Row], link: Link) -> list[Column]:
         Column("perplexity", None if measured else "ppl", lambda row: number_text(row.perplexity, 2)),
         Column("sent per worker", "sent", lambda row: bytes_text(row.sent_bytes)),
         Column("bytes against reference", "bytes", _fewer) if several else None,
-        Column("tokens/s here", "tok/s", lambda row: number_text(row.tokens_per_s, 0)),
+        Column("tokens/s here", "tok/s", lambda row: number_text(row.record.tokens_per_s, 0)),
         Column("waited here", None, _waited) if measured else None,
         Column("computing here", "busy", _computing) if measured else None,
         Column(f"time at {link}", f"time at\n{link}", lambda row: seconds_text(row.link_time.total_s)),
@@ -118,10 +105,11 @@ def columns(rows: Sequence[Row], link: Link) -> list[Column]:
 
 def notes(row: Row) -> str:
     """Returns how many payloads and workers failed, and how far an unfinished run got."""
+    run, faults = row.record, len(row.record.faults)
     found = [
-        f"{row.missed:,} missed" if row.missed else "",
-        f"{row.faults:,} {'fault' if row.faults == 1 else 'faults'}" if row.faults else "",
-        "" if row.finished else f"{100 * row.step / max(row.steps, 1):.0f} % done",
+        f"{run.missed:,} missed" if run.missed else "",
+        f"{faults:,} {'fault' if faults == 1 else 'faults'}" if faults else "",
+        "" if run.finished else f"{100 * run.step / max(run.start.steps, 1):.0f} % done",
     ]
     return ", ".join(note for note in found if note)
 

@@ -293,19 +293,11 @@ class SyncSection(Section):
         """Returns the library's preset of the method: its values are the defaults of this section."""
         from atoll.outer import presets  # imports torch
 
-        match self.method:
-            case "none":
-                return None
-            case "data-parallel":
-                return presets.DataParallel()
-            case "diloco":
-                return presets.DiLoCo()
-            case "streaming":
-                return presets.Streaming()
-            case "eager":
-                return presets.Eager()
-            case "delayed":
-                return presets.Delayed()
+        if self.method == "data-parallel":
+            return presets.DataParallel()
+        methods = {"diloco": presets.DiLoCo, "streaming": presets.Streaming, "eager": presets.Eager}
+        methods["delayed"] = presets.Delayed
+        return methods[self.method]() if self.method in methods else None
 
     @property
     def used_period(self) -> int:
