@@ -45,7 +45,7 @@ def measure(name: str, batch: int, workers: int, seconds: float) -> dict[str, fl
     for kind, largest in (("launched", 0.0), ("recorded", float("inf"))):
         recorded.LARGEST_FLOPS = recorded.MOST_FLOPS = largest
         trainers[kind] = trainer_of(name, batch, workers)
-        for _ in range(2 * trainers[kind].config.sync.period + 5):  # compiles, also what rounds need
+        for _ in range(2 * trainers[kind].config.sync.used_period + 5):  # compiles, also what rounds need
             trainers[kind].step()
     order = list(trainers.items())
     taken = [{kind: step_s(trainer, seconds / TURNS) for kind, trainer in order[:: (-1) ** n]} for n in range(TURNS)]

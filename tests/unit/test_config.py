@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,7 +19,6 @@ from atoll.link.local import Absence, Faults
 from atoll.outer.presets import DataParallel, Delayed, DiLoCo, Eager, Streaming, Sync
 from atoll.settings import toml as runfile
 from atoll.settings.config import RunConfig, differences, load, parse, template
-from atoll.settings.conflicts import METHOD_CODECS
 from atoll.settings.model_presets import PRESETS
 from atoll.settings.sections import CodecName
 
@@ -224,7 +224,7 @@ def test_all_problems_come_at_once_and_follow_from_nothing_else() -> None:
         sed = 3
         [sync]
         perod = 50
-        delay = 31
+        delay = 101
         codec = "e9"
         stochastic = true
         [train]
@@ -255,8 +255,8 @@ def test_an_override_is_blamed_for_what_it_did() -> None:
     [
         ("sync.method=none", 'sync.method: "none" needs sync.workers = 1, got 2'),
         ("sync.method=none sync.workers=1 sync.codec=int8", 'sync.codec: cannot be set with sync.method = "none"'),
-        ("sync.delay=31", "sync.delay: must be from 0 to sync.period (30), got 31"),
-        ("sync.delay=[1,31]", "sync.delay: must be from 0 to sync.period (30), got 31"),
+        ("sync.delay=101", "sync.delay: must be from 0 to sync.period (100), got 101"),
+        ("sync.delay=[1,101]", "sync.delay: must be from 0 to sync.period (100), got 101"),
         ("sync.delay=[1,2,3]", "sync.delay: has 3 entries and sync.workers is 2"),
         ("sync.delay=[1]", "sync.delay: has 1 entries and sync.workers is 2"),
         ("sync.method=eager sync.delay=30", 'sync.delay: cannot be set with sync.method = "eager"'),
@@ -280,7 +280,10 @@ def test_an_override_is_blamed_for_what_it_did() -> None:
         ("faults.compute=halving sync.workers=1", 'faults.compute: "halving" needs sync.workers of at least 2'),
         ("faults.absences=[{worker=2}]", "faults.absences[0].worker: names worker 2; workers are 0 to 1"),
         ("faults.absences=[{worker=1,first=5,last=4}]", "faults.absences[0].last: must be at least first (5), got 4"),
-        ("faults.absences=[{worker=0,first=9},{worker=1,last=9}]", "faults.absences: at inner step 9 all are away"),
+        (
+            "faults.absences=[{worker=0,first=9},{worker=1,last=9}]",
+            "faults.absences: at inner step 9 all workers are away",
+        ),
         ("faults.speeds.2=0.5", "faults.speeds: names worker 2; workers are 0 to 1"),
         ("link.address=10.0.0.1:29500 faults.drop=0.1", "faults.drop: is for workers of one process"),
         ("link.address=10.0.0.1:29500 faults.speeds.1=0.5", "faults.speeds: is for workers of one process"),
@@ -293,7 +296,7 @@ def test_an_override_is_blamed_for_what_it_did() -> None:
         ("train.steps=10 train.warmup=10", "train.warmup: must be below train.steps (10), got 10"),
         ("train.sequence=129", "train.sequence: must be at most the model's context (128), got 129"),
         ("train.sequence=65 model.context=64", "train.sequence: must be at most the model's context (64)"),
-        ("model.hf=gpt2 model.preset=tiny", "model.hf: it brings a shape of its own, so leave out model.preset"),
+        ("model.hf=gpt2 model.preset=tiny", "model.hf: it brings its own shape, so leave out model.preset"),
         ("model.hf=gpt2 model.layers=3 model.vocabulary=999", "leave out model.layers, model.vocabulary"),
         ("model.hf_weights=false", "model.hf_weights: false only means something with model.hf"),
         ("model.vocabulary=255", "model.vocabulary: must be at least the tokenizer's (256), got 255"),
@@ -354,28 +357,24 @@ def test_what_looks_odd_and_works(overrides: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "sync"),
     [
-        ("sync.period=7", Streaming(period=7, outer=Nesterov(0.6))),
-        ("sync.workers=8", Streaming(period=30, outer=Nesterov(0.8))),
-        ("sync.workers=1", Streaming(period=30, outer=Nesterov(0.4))),
-        ("sync.method=diloco", DiLoCo(period=30, outer=Nesterov(0.6))),
-        ("sync.method=eager", Eager(period=30, outer=Nesterov(0.6))),
-        ("sync.method=delayed", Delayed(period=30, outer=Nesterov(0.6))),
+        ("sync.period=7", Streaming(period=7)),
+        ("sync.workers=8", Streaming()),
+        ("sync.method=diloco", DiLoCo()),
+        ("sync.method=streaming", Streaming()),
+        ("sync.method=eager", Eager()),
+        ("sync.method=eager sync.period=7", Eager(period=7)),
+        ("sync.method=delayed", Delayed()),
+        ("sync.method=delayed sync.period=7", Delayed(period=7)),
         ("sync.method=data-parallel", DataParallel()),
         ("sync.method=data-parallel sync.codec=bf16", DataParallel(codec="bf16")),
-        ("sync.outer_lr=0.5 sync.outer_momentum=0.8", Streaming(period=30, outer=Nesterov(0.5, 0.8))),
-        ("sync.outer=momentum", Streaming(period=30, outer=Momentum(0.7, 0.9))),
-        ("sync.outer=sgd", Streaming(period=30, outer=SGD(1.0))),
-        ("sync.outer=adam sync.outer_eps=1", Streaming(period=30, outer=Adam(0.3, 0.9, 0.95, 1.0))),
-        ("sync.outer=adam sync.outer_betas=[0.5,0.6]", Streaming(period=30, outer=Adam(0.3, 0.5, 0.6, 0.1))),
+        ("sync.outer_lr=0.5 sync.outer_momentum=0.8", Streaming(outer=Nesterov(0.5, 0.8))),
+        ("sync.outer=momentum", Streaming(outer=Momentum(0.7, 0.9))),
+        ("sync.outer=sgd", Streaming(outer=SGD(1.0))),
+        ("sync.outer=adam sync.outer_eps=1", Streaming(outer=Adam(0.3, 0.9, 0.95, 1.0))),
+        ("sync.outer=adam sync.outer_betas=[0.5,0.6]", Streaming(outer=Adam(0.3, 0.5, 0.6, 0.1))),
         (
             "sync.method=diloco sync.delay=[3,4] sync.alpha=0.25 sync.codec=int8 sync.stochastic=true",
-            DiLoCo(
-                period=30,
-                delay=(3, 4),
-                merge=Blend(0.25),
-                codec=Codec("int8", stochastic=True),
-                outer=Nesterov(0.6),
-            ),
+            DiLoCo(delay=(3, 4), merge=Blend(0.25), codec=Codec("int8", stochastic=True)),
         ),
     ],
 )
@@ -423,10 +422,30 @@ def test_the_codecs_are_those_that_exist() -> None:
         Codec("none of them")
 
 
-def test_the_codecs_of_the_methods_are_the_presets_own() -> None:
-    methods = {"diloco": DiLoCo(), "streaming": Streaming(), "eager": Eager(), "delayed": Delayed()}
-    formats = {method: sync.codec.format for method, sync in methods.items()}
-    assert formats | {"data-parallel": DataParallel().codec.format} == METHOD_CODECS
+METHODS: dict[str, Callable[[], object]] = {
+    "diloco": DiLoCo,
+    "streaming": Streaming,
+    "eager": Eager,
+    "delayed": Delayed,
+    "data-parallel": DataParallel,
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("workers", [1, 2, 8])
+def test_what_a_run_file_leaves_out_is_what_the_preset_has(method: str, workers: int) -> None:
+    made = parse({"sync": {"method": method, "workers": workers}}).synchronisation()
+    assert made == METHODS[method]() and type(made) is type(METHODS[method]())
+
+
+def test_the_template_shows_the_values_of_the_preset() -> None:
+    """Removing the "# " before every setting of the method's outer loop changes nothing."""
+    shown = re.sub(
+        r"^# (period|fragments|delay|codec|alpha|outer_lr|outer_momentum) =", r"\1 =", template(), flags=re.M
+    )
+    run = parse(shown)
+    assert run.sync.period == 100 and run.sync.outer_lr == 0.4
+    assert run.synchronisation() == Streaming() == RunConfig().synchronisation()
 
 
 def test_the_shape_is_the_preset_with_what_is_given() -> None:
@@ -471,7 +490,7 @@ def test_a_schedule_needs_to_know_the_steps() -> None:
     run = parse("", ["faults.compute=ramp-up"])
     with pytest.raises(ConfigError, match=r"train\.steps: must be known for faults\.compute"):
         run.faults_of_link()
-    assert run.changed(**{"train.steps": 60}).faults_of_link().absences == (Absence(worker=1, first=1, last=30),)
+    assert run.changed(**{"train.steps": 200}).faults_of_link().absences == (Absence(worker=1, first=1, last=100),)
 
 
 # ---------------------------------------------------------------------- changes, text, differences
@@ -506,6 +525,6 @@ def test_differences_are_rows_of_what_differs() -> None:
     assert differences({"a": first, "b": second, "c": second}) == [
         ("seed", [0, 3, 3]),
         ("train.lr", [None, 0.1, 0.1]),
-        ("sync.period", [5, 30, 30]),
+        ("sync.period", [5, None, None]),
     ]
     assert differences({"a": first}) == [] and differences({}) == []

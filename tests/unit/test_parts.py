@@ -23,9 +23,9 @@ from atoll.errors import DataError
 from atoll.plan.link import Link
 from atoll.report.canvas import DARK, LIGHT
 from atoll.report.figures import pictures
-from atoll.report.measured import Span, lanes, rows
+from atoll.report.lanes import Span, lanes, rows
 from atoll.report.page import page
-from atoll.report.parts import merge, part_of
+from atoll.report.record import log_of, merge
 from atoll.runs.events import End, Eval, Event, Fault, Round, Start, Step
 from voyage import BEGAN, Voyage, save, save_workers
 
@@ -48,42 +48,44 @@ def record(far: Path) -> report.RunRecord:
 
 def test_the_folders_of_workers_are_one_run(far: Path, record: report.RunRecord) -> None:
     assert (record.name, record.start.workers, record.start.worker, record.start.began) == ("far", 3, None, BEGAN)
-    assert record.here == (0, 1, 2)
+    assert record.workers == (0, 1, 2)
     assert record.finished and record.step == 80 and record.tokens == 80 * 3 * 512
     assert [len(step.loss) for step in record.steps] == [3] * 8
     assert all(None not in step.loss and step.participants == 3 for step in record.steps)
-    assert record.sent_bytes == 4 * 40_000 + 3 * 60_000
+    assert record.per_worker("bytes_sent") == 4 * 40_000 + 3 * 60_000
     assert {r.worker for r in record.rounds} == {0} and len(record.rounds) == 6
     assert len(record.evals) == 8 and record.loss == 2.1
     assert [found.folder for found in report.load_all([far.parent, far])] == [far]
 
 
 def test_seconds_and_utilisation_are_by_each_workers_own_clock(record: report.RunRecord) -> None:
-    own = [(part.end, part.start.worker) for part in record.parts]
+    own = [(part.end, part.start.worker) for part in record.processes]
     shares = [1 - end.wait_s[w] / end.seconds for end, w in own if end is not None and w is not None]
     assert len(shares) == 3 and record.utilisation == pytest.approx(sum(shares) / 3)
     assert record.end is not None and record.end.seconds == max(end.seconds for end, _ in own if end)
-    assert record.wait_s == pytest.approx(sum(record.end.wait_s) / 3) and record.wait_s > 0.5
-    assert record.hidden_s > record.wait_s
-    assert record.wire_sent == record.wire_received == 2 * (3 * 40_064 + 3 * 60_064)
+    waited_s = record.per_worker("wait_s")
+    assert waited_s == pytest.approx(sum(record.end.wait_s) / 3) and waited_s > 0.5
+    assert record.per_worker("hidden_s") > waited_s
+    sent, received = record.per_worker("wire_sent"), record.per_worker("wire_received")
+    assert sent == received == 2 * (3 * 40_064 + 3 * 60_064)
 
 
 def test_a_run_of_one_process_is_as_before(tmp_path: Path) -> None:
-    whole = merge([part for events in VOYAGE.events() if (part := part_of(events))])
+    whole = merge([part for events in VOYAGE.events() if (part := log_of(events))])
     found = report.load(save(tmp_path / "run", [whole.start, *whole.steps, *whole.rounds, *whole.evals]))
     assert (found.steps, found.rounds, found.evals) == (whole.steps, whole.rounds, whole.evals)
-    assert found.here == (0, 1, 2) and len(found.parts) == 1
+    assert found.workers == (0, 1, 2) and len(found.processes) == 1
 
 
 def test_workers_whose_folders_are_elsewhere_are_left_out_of_means(tmp_path: Path) -> None:
     _, one, two = VOYAGE.events()
     some = report.load(save_workers(tmp_path / "gone", [[], one, two]))  # nothing has happened in worker 0's yet
-    assert some.here == (1, 2) and some.sent_bytes == 340_000 and some.evals == ()
+    assert some.workers == (1, 2) and some.per_worker("bytes_sent") == 340_000 and some.evals == ()
     assert [r.worker for r in some.rounds] == [1] * 6
     words = page([some], report.summary([some], LINK), [], LINK)
     assert "Worker 0 of far left no numbers here" in words and "Workers were away" not in words
     alone = report.load(tmp_path / "gone" / "worker-2")
-    assert alone.here == (2,) and alone.sent_bytes == 340_000
+    assert alone.workers == (2,) and alone.per_worker("bytes_sent") == 340_000
     assert "Workers 0, 1 of far left no numbers here" in page([alone], report.summary([alone], LINK), [], LINK)
 
 
@@ -142,7 +144,7 @@ def test_runs_that_are_only_named_like_workers_stay_apart(tmp_path: Path) -> Non
     assert [found.name for found in report.load_all([tmp_path / "study"])] == ["with 1", "with 2"]
     single = Voyage(workers=1, step_s=(0.1,), late_s=(0.0,))
     save(tmp_path / "single" / "worker-0", [replace(single.start(0), worker=None)])  # the only one is all of them
-    assert report.load(tmp_path / "single").here == (0,)
+    assert report.load(tmp_path / "single").workers == (0,)
 
 
 # ---------------------------------------------------------------------- any run, split in any way
@@ -215,6 +217,10 @@ def runs(draw: st.DrawFn) -> list[Event]:
     return events
 
 
+def means(record: report.RunRecord) -> tuple[float, float]:
+    return record.per_worker("bytes_sent"), record.per_worker("wait_s")
+
+
 @examples(60)
 @given(runs())
 def test_the_parts_of_a_run_merge_to_the_whole(events: list[Event]) -> None:
@@ -227,7 +233,7 @@ def test_the_parts_of_a_run_merge_to_the_whole(events: list[Event]) -> None:
     assert merged.start == whole.start
     assert (merged.steps, merged.rounds, merged.evals) == (whole.steps, whole.rounds, whole.evals)
     assert (merged.faults, merged.end) == (whole.faults, whole.end)
-    assert (merged.here, merged.sent_bytes, merged.wait_s) == (whole.here, whole.sent_bytes, whole.wait_s)
+    assert (merged.workers, means(merged)) == (whole.workers, means(whole))
 
 
 @examples(60)
@@ -236,7 +242,7 @@ def test_some_of_the_parts_say_the_same_of_their_workers(events: list[Event], da
     start = events[0]
     assert isinstance(start, Start)
     here = sorted(data.draw(st.sets(st.integers(0, start.workers - 1), min_size=1)))
-    parts = [part_of([piece for e in events if (piece := split(e, worker))]) for worker in here]
+    parts = [log_of([piece for e in events if (piece := split(e, worker))]) for worker in here]
     merged = merge([part for part in parts if part])
     for mine, whole in zip(merged.steps, (e for e in events if isinstance(e, Step)), strict=True):
         for worker in range(start.workers):
@@ -250,7 +256,7 @@ def test_files_of_before_these_numbers_merge_too() -> None:
         [replace(e, hidden_s=[], wire_sent=[], wire_received=[]) if isinstance(e, Step | End) else e for e in events]
         for events in VOYAGE.events()
     ]
-    merged = merge([part for events in old if (part := part_of(events))])
+    merged = merge([part for events in old if (part := log_of(events))])
     assert merged.end is not None and merged.end.wire_sent == [] and merged.end.bytes_sent == [340_000] * 3
 
 
@@ -259,7 +265,7 @@ def test_files_of_before_these_numbers_merge_too() -> None:
 
 def test_waits_are_columns_where_there_is_a_wire(record: report.RunRecord) -> None:
     (row,) = report.summary([record], LINK)
-    assert row.wait_s == record.wait_s and row.utilisation == record.utilisation
+    assert row.wait_s == record.per_worker("wait_s") and row.utilisation == record.utilisation
     assert record.end is not None
     silent = replace(record, name="near", end=replace(record.end, wire_sent=[0] * 3, wire_received=[0] * 3))
     (quiet,) = report.summary([silent], LINK)
@@ -288,7 +294,7 @@ def test_the_table_with_waits_fits_a_terminal(record: report.RunRecord) -> None:
 def test_lanes_are_what_was_measured(record: report.RunRecord) -> None:
     found = lanes(record)
     assert [(lane.worker, lane.begin_s) for lane in found] == [(0, 0.0), (1, 0.25), (2, 0.5)]
-    for lane, part in zip(found, record.parts, strict=True):
+    for lane, part in zip(found, record.processes, strict=True):
         assert part.end is not None
         waited_s = sum(wait.end_s - wait.begin_s for wait in lane.waits)
         assert waited_s == pytest.approx(part.end.wait_s[lane.worker])
@@ -345,20 +351,20 @@ def test_the_report_says_what_is_measured_and_what_is_modelled(far: Path, tmp_pa
 def test_without_times_or_without_a_wire_the_timeline_is_modelled(record: report.RunRecord) -> None:
     untimed = [
         replace(part, rounds=tuple(replace(r, opened_s=math.nan, done_s=math.nan) for r in part.rounds))
-        for part in record.parts
+        for part in record.processes
     ]
     assert record.end is not None
     silent = replace(record.end, wire_sent=[0] * 3, wire_received=[0] * 3)
-    for changed in (replace(record, parts=tuple(untimed)), replace(record, end=silent)):
+    for changed in (replace(record, processes=tuple(untimed)), replace(record, end=silent)):
         keys = [picture.key for picture in pictures([changed], report.summary([changed], LINK), LINK)]
         assert "timeline" in keys and "measured" not in keys
 
 
 @pytest.mark.parametrize("broken", [{"began": 0.0}, {"began": math.nan}, {"began": BEGAN + 3600}])
 def test_clocks_that_are_wrong_do_not_hide_a_worker(record: report.RunRecord, broken: dict[str, Any]) -> None:
-    first = record.parts[0]
-    parts = (replace(first, start=replace(first.start, **broken)), *record.parts[1:])
-    begins = [waited[0][0] for waited in bars(replace(record, parts=parts), LIGHT.idle)]
+    first = record.processes[0]
+    parts = (replace(first, start=replace(first.start, **broken)), *record.processes[1:])
+    begins = [waited[0][0] for waited in bars(replace(record, processes=parts), LIGHT.idle)]
     assert len(begins) == 3 and max(begins) < 10
 
 

@@ -6,11 +6,13 @@ import math
 import re
 import subprocess
 import sys
+from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -23,9 +25,9 @@ from atoll.errors import AtollError, ConfigError, DataError
 from atoll.plan.job import time_of
 from atoll.plan.link import Link
 from atoll.report.canvas import DARK, LIGHT
-from atoll.report.clock import clock
 from atoll.report.figures import Picture, pictures
 from atoll.report.page import page
+from atoll.report.timeline import clock
 from atoll.runs.events import End, Eval, Event, Fault, Jsonl, Resumed, Round, Start, Step
 
 LINK = Link(1e6)
@@ -149,6 +151,16 @@ class Page(HTMLParser):
         return [value for key, value in self.attributes if key == name]
 
 
+def images(text: str) -> list[str]:
+    """The addresses of all pictures, in the order of the page."""
+    page = Page(text)
+    return [value for name, value in page.attributes if name in ("src", "srcset")]
+
+
+def batched(values: list[set[str]], size: int) -> list[list[set[str]]]:
+    return [values[at : at + size] for at in range(0, len(values), size)]
+
+
 @pytest.fixture(scope="module")
 def written(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("out")
@@ -169,11 +181,12 @@ def test_all_files_are_written_and_nothing_else(written: list[Path]) -> None:
 
 def test_a_page_runs_nothing_and_loads_nothing(text: str) -> None:
     page = Page(text)
-    assert not {"script", "img", "iframe", "object", "embed", "b"} & set(page.tags)
+    assert not {"script", "svg", "iframe", "object", "embed", "b"} & set(page.tags)
     assert page.tags.count("style") == 1
-    assert not [name for name, _ in page.attributes if name.startswith("on") or name in ("src", "action", "srcset")]
+    assert not [name for name, _ in page.attributes if name.startswith("on") or name == "action"]
     assert all(url.startswith(("#", "data:")) for url in page.values("href"))
-    assert "@import" not in text and not re.findall(r"url\((?!#)", text)
+    assert all(re.fullmatch("data:image/svg.xml;base64,[\\w+/=]+", url) for url in images(text))
+    assert not re.findall(r"@import|url\(", text)
     assert "default-src 'none'" in " ".join(page.values("content"))
     assert "<script>alert('x')</script>" in "".join(page.words), "the name is shown, as text"
     assert not re.search("[\x00-\x08\x1b\u202e]", text)
@@ -183,20 +196,26 @@ def test_links_inside_a_page_lead_somewhere(text: str) -> None:
     page = Page(text)
     ids = page.values("id")
     assert len(ids) == len(set(ids))
-    used = [url[1:] for url in page.values("href") if url.startswith("#")] + re.findall(r"url\(#([^)]+)\)", text)
+    used = [url[1:] for url in page.values("href") if url.startswith("#")]
     assert used and set(used) <= set(ids)
 
 
-def test_every_colour_of_a_picture_is_defined_in_light_and_dark(text: str) -> None:
+def test_every_picture_is_there_in_light_and_dark_wide_and_narrow(text: str) -> None:
     light, dark = re.findall(r":root \{([^}]*)\}", text)
     used = set(re.findall(r"var\((--[\w-]+)\)", text))
     for block, palette in ((light, LIGHT), (dark, DARK)):
         assert used <= set(re.findall(r"(--[\w-]+):", block))
         assert f"--ink: {palette.ink};" in block
-    svgs = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
-    assert len(svgs) == 10
-    assert not [colour for svg in svgs for colour in re.findall(r"#[0-9a-f]{6}\b", svg)]
-    assert all('role="img" aria-label="' in svg for svg in svgs)
+    page = Page(text)
+    assert page.tags.count("picture") == page.tags.count("img") == 5 and all(page.values("alt"))
+    found = [ElementTree.fromstring(b64decode(url.partition(",")[2])) for url in images(text)]
+    assert len(found) == 20 and all(image.tag.endswith("svg") for image in found)
+    colours = [set(re.findall("#[0-9a-f]{6}", ElementTree.tostring(image, "unicode"))) for image in found]
+    for narrow_dark, narrow, wide_dark, wide in batched(colours, 4):
+        assert narrow == wide and narrow_dark == wide_dark
+        assert LIGHT.ink in wide and DARK.ink in wide_dark and not {DARK.ink, DARK.of(0)} & wide
+    widths = [float(image.attrib["viewBox"].split()[2]) for image in found]
+    assert [width < 300 for width in widths] == [True, True, False, False] * 5
 
 
 def test_a_page_says_what_matters(text: str) -> None:
@@ -285,13 +304,13 @@ def test_numbers_by_hand(records: list[report.RunRecord]) -> None:
     assert parallel.sent_bytes == 40 * 4000
     assert diloco.sent_bytes == 4 * 2400 + 3 * 1600  # fragment 1 trails by half a period
     assert diloco.fewer == pytest.approx(160_000 / 14_400)
-    assert diloco.tokens_per_s == 5120 / 4
-    assert (diloco.rounds, diloco.missed, diloco.faults) == (7, 3, 1)
+    assert diloco.record.tokens_per_s == 5120 / 4
+    assert (len(diloco.record.rounds), diloco.record.missed, len(diloco.record.faults)) == (7, 3, 1)
     # A round is two-shot among four: 1.5 payloads. Data-parallel waits for 6000 bytes on each of 40 steps.
     assert parallel.link_time.total_s == pytest.approx(40 * (0.02 + 8 * 6000 / 1e6))
     # DiLoCo waits for the 7 rounds and, at the end, for what fragment 1 has not sent.
     assert diloco.link_time.total_s == pytest.approx(40 * 0.02 + 8 * 1.5 * (4 * 2400 + 4 * 1600) / 1e6)
-    assert not unfinished.finished and (unfinished.step, unfinished.steps) == (25, 40)
+    assert not unfinished.record.finished and unfinished.record.step == 25
     assert unfinished.link_time.compute_s == pytest.approx(25 * 0.02)
     assert unfinished.link_time.bytes_per_worker == 1.5 * (2 * 2400 + 2 * 1600), "no last exchange yet"
 

@@ -1,4 +1,4 @@
-"""Runs -> tables, pictures, one self-contained HTML page."""
+"""Reports on finished and running runs: tables, pictures, one self-contained HTML page, traces."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 from atoll._util.disk import write_atomically
 from atoll.errors import ConfigError
 from atoll.plan.link import Link
-from atoll.report.load import RunRecord, load, load_all
+from atoll.report.load import load, load_all
+from atoll.report.record import RunRecord
 from atoll.report.table import Row, rich_table, summary
 from atoll.report.trace import write_trace
 
@@ -22,14 +23,20 @@ def write(
     title: str = "",
     claims: Sequence[str] = (),
 ) -> list[Path]:
-    """Write the page about these runs' folders to `out`, and the pictures alone into the folder `png` if given.
+    """Writes the page about runs, each file whole or not at all.
 
-    A folder that is no run but holds runs stands for those. The page has `title` for its heading (empty: one that says
-    how many runs) and lists the sentences of `claims` after its summary; both are plain text. Times are those with such
-    a link for each worker. Returns all paths written. Every file appears whole or not at all. An `out` that is a folder
-    gets a report.html.
+    Args:
+        runs: folders of runs; a folder that is no run but holds runs stands for those.
+        out: the page, or a folder that gets a report.html.
+        link: the line of each worker in modelled times.
+        png: a folder for the pictures as PNG; None for none.
+        title: heading of the page as plain text; empty: one that says how many runs.
+        claims: sentences to list after the summary, as plain text.
+
+    Returns:
+        The paths of all files written.
     """
-    # Matplotlib and Jinja take a second to import: only who wants a page pays.
+    # Matplotlib and Jinja take a second to import: only pages need them.
     from atoll.report.canvas import to_png
     from atoll.report.figures import pictures
     from atoll.report.page import page

@@ -1,50 +1,42 @@
-"""Matplotlib figures as SVG for a page (colours are CSS variables) and as PNG (colours are colours).
-
-Figures are drawn with a palette. For SVG it holds marker colours that nothing else uses; they are replaced by
-`var(--ink)` and the like, so that one picture serves light and dark. The same figure gives the same bytes.
-"""
+"""Draws figures with Matplotlib in the colours of a palette, as SVG for a page and as PNG for a file."""
 
 import io
-import re
 import warnings
-import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-_SVG = "http://www.w3.org/2000/svg"
 _MARKERS = "os^Dv<>p"
 _LINES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
-_HREF = "{http://www.w3.org/1999/xlink}href"
 
 
 @dataclass(frozen=True, slots=True)
 class Palette:
-    """Colours by role, and whether there is little room."""
+    """Holds the colours by role, and the width to draw for."""
 
     paper: str
-    """What everything is drawn on."""
+    """Background."""
     ink: str
     """Text."""
     muted: str
-    """Text of less weight."""
+    """Secondary text."""
     grid: str
     idle: str
-    """Waiting: a pale surface."""
+    """A worker that waits."""
     series: tuple[str, ...]
-    """One per run, distinguishable without red-green vision (after Okabe and Ito)."""
+    """One colour per run, distinguishable without red-green vision (after Okabe and Ito)."""
     narrow: bool = False
-    """For a phone: about 360 px wide."""
+    """Draw for a phone, about 360 px wide."""
 
     def of(self, run: int) -> str:
-        """The colour of a run, by its place."""
+        """Returns the colour of a run by its place."""
         return self.series[run % len(self.series)]
 
 
@@ -64,15 +56,11 @@ DARK = Palette(
     idle="#2b3036",
     series=("#4aa8e0", "#f0803c", "#2cc295", "#e090c4", "#e8b13a", "#9ad4f5", "#a9adb3", "#c99a8c"),
 )
-_ROLES = ("paper", "ink", "muted", "grid", "idle")
-_MARKS = Palette("#010101", "#010102", "#010103", "#010104", "#010105", tuple(f"#0101{16 + n:02x}" for n in range(8)))
-_VARIABLES = {getattr(_MARKS, role): f"var(--{role})" for role in _ROLES}
-_VARIABLES |= {mark: f"var(--run-{n})" for n, mark in enumerate(_MARKS.series)}
 
 
 def css_variables(palette: Palette) -> str:
-    """The declarations that give `to_svg`'s pictures their colours."""
-    roles = [f"--{role}: {getattr(palette, role)};" for role in _ROLES]
+    """Returns the palette as CSS declarations for a page."""
+    roles = [f"--{role}: {getattr(palette, role)};" for role in ("paper", "ink", "muted")]
     return " ".join(roles + [f"--run-{n}: {colour};" for n, colour in enumerate(palette.series)])
 
 
@@ -80,118 +68,56 @@ Draw = Callable[[Palette], Figure]
 """Makes a figure in the colours and the width of a palette."""
 
 
-def to_svg(draw: Draw, name: str, label: str, *, narrow: bool) -> str:
-    """One `<svg>` element for an HTML page; `name` makes its ids unique, `label` is read to who cannot see it."""
-    buffer = io.BytesIO()
-    with _settings(name):
-        figure = draw(replace(_MARKS, narrow=narrow))
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    root = ET.fromstring(buffer.getvalue())
-    _tidy(root, name)
-    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": label}
-    root.set("class", "narrow" if narrow else "wide")
-    ET.register_namespace("", _SVG)
-    return ET.tostring(root, encoding="unicode")
+def to_svg(draw: Draw, palette: Palette) -> bytes:
+    """Returns the picture as an SVG document; the same figure gives the same bytes."""
+    return _rendered(draw, palette, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
 
 
 def to_png(draw: Draw) -> bytes:
-    """The wide picture on white, 200 pixels an inch."""
-    buffer = io.BytesIO()
-    with _settings("png"):
-        draw(LIGHT).savefig(
-            buffer,
-            format="png",
-            dpi=200,
-            facecolor=LIGHT.paper,
-            bbox_inches="tight",
-            pad_inches=0.15,
-            metadata={"Software": None},
-        )
-    return buffer.getvalue()
+    """Returns the wide picture on white as a PNG of 200 pixels an inch."""
+    margin = {"bbox_inches": "tight", "pad_inches": 0.15}
+    return _rendered(draw, LIGHT, format="png", dpi=200, facecolor=LIGHT.paper, metadata={"Software": None}, **margin)
 
 
-@contextmanager
-def _settings(salt: str) -> Iterator[None]:
+def _rendered(draw: Draw, palette: Palette, **options: Any) -> bytes:
     settings: dict[Any, Any] = {
         "svg.fonttype": "none",
-        "svg.hashsalt": salt,
+        "svg.hashsalt": "atoll",
         "text.parse_math": False,  # a run may be called $x
         "axes.unicode_minus": False,
-        "font.family": "DejaVu Sans",
+        "font.family": "sans-serif",
+        "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],
         "font.size": 9,
-        "path.simplify": False,
     }
-    # Fonts that lack a glyph of a run's name matter for its width only: the browser has others.
+    buffer = io.BytesIO()
     with warnings.catch_warnings(), matplotlib.rc_context(settings):
+        # A glyph that Matplotlib's font lacks matters for the width only: the browser has other fonts.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font", category=UserWarning)
-        yield
-
-
-# ---------------------------------------------------------------------- SVG
-
-
-def _tidy(root: ET.Element, name: str) -> None:
-    """Keep what is drawn: no metadata or style sheet, colours and fonts from the page, short numbers, own ids."""
-    used = {m for e in root.iter() for v in e.attrib.values() for m in re.findall(r"#([\w.-]+)", v)}
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
-                parent.remove(child)
-    for element in root.iter():
-        element.tail = None
-        if element.tag != f"{{{_SVG}}}text":
-            element.text = None
-        attributes = element.attrib
-        if "id" in attributes:
-            identity = attributes.pop("id")
-            if identity in used:
-                attributes["id"] = f"{name}-{identity}"
-        if _HREF in attributes:
-            attributes["href"] = f"#{name}-{attributes.pop(_HREF).removeprefix('#')}"
-        if attributes.get("transform", "").startswith("rotate(-0 "):
-            del attributes["transform"]
-        if "d" in attributes:
-            attributes["d"] = " ".join(re.sub(r"-?\d+\.\d+", _short, attributes["d"]).split())
-        if "clip-path" in attributes:
-            attributes["clip-path"] = attributes["clip-path"].replace("url(#", f"url(#{name}-")
-        if "style" in attributes:
-            attributes["style"] = _style(attributes["style"])
-
-
-def _short(match: re.Match[str]) -> str:
-    return f"{float(match[0]):.2f}".rstrip("0").rstrip(".")
-
-
-def _style(style: str) -> str:
-    """Declarations without the font's name, colours as variables."""
-    kept = [d.strip() for d in style.split(";") if not d.strip().startswith("font-family")]
-    return re.sub(r"#[0-9a-f]{6}\b", lambda m: _VARIABLES.get(m[0], m[0]), "; ".join(kept))
+        draw(palette).savefig(buffer, **options)
+    return buffer.getvalue()
 
 
 # ---------------------------------------------------------------------- what all figures share
 
 
 def new_figure(palette: Palette, height: float, *, narrow_height: float) -> Figure:
-    """A figure of the width that the palette asks for; heights in inches."""
+    """Returns an empty figure of the palette's width; heights in inches."""
     size = (3.7, narrow_height) if palette.narrow else (8.4, height)
     return Figure(figsize=size, layout="constrained")
 
 
-def dress(axes: Axes, palette: Palette, *, x: str, y: str, grid: str = "both") -> None:
-    """Labels, a quiet grid, and no box."""
+def dress(axes: Axes, palette: Palette, *, x: str, y: str, grid: Literal["both", "x", "y"] = "both") -> None:
+    """Gives axes their labels and a quiet grid, and takes away the box."""
     axes.set_xlabel(x, color=palette.muted)
     axes.set_ylabel(y, color=palette.muted)
     axes.tick_params(which="both", colors=palette.muted, length=0, labelsize=8.5)
     axes.spines[:].set_visible(False)
     axes.set_axisbelow(True)
-    if grid in ("both", "x"):
-        axes.xaxis.grid(True, color=palette.grid, linewidth=0.8)
-    if grid in ("both", "y"):
-        axes.yaxis.grid(True, color=palette.grid, linewidth=0.8)
+    axes.grid(True, axis=grid, color=palette.grid, linewidth=0.8)
 
 
 def heading(axes: Axes, palette: Palette, y: float, left: str, right: str) -> None:
-    """Words above a bar: its name, and at the far end its number."""
+    """Writes a name above the left end of a bar and a number above the right end."""
     where = axes.get_yaxis_transform()
     behind = {"facecolor": palette.paper, "edgecolor": "none", "pad": 1.5}  # the grid must not cross the words
     axes.text(0, y, left, transform=where, color=palette.ink, va="bottom", ha="left", bbox=behind)
@@ -199,59 +125,93 @@ def heading(axes: Axes, palette: Palette, y: float, left: str, right: str) -> No
 
 
 def shorten(name: str, most: int) -> str:
-    """A name that fits."""
+    """Returns a name of at most this many characters."""
     return name if len(name) <= most else f"{name[: most - 3].rstrip()}..."
 
 
 def marker(run: int) -> str:
-    """A shape for a run, beside its colour."""
+    """Returns the marker of a run by its place."""
     return _MARKERS[run % len(_MARKERS)]
 
 
-def _legend_columns(names: Sequence[str], palette: Palette) -> int:
-    """As many columns as fit beside each other."""
-    room, key = (46, 8) if palette.narrow else (108, 8)  # in letters
-
-    def width(columns: int) -> int:
-        least, more = divmod(len(names), columns)  # the first columns are one longer, as Matplotlib has it
-        ends = list(accumulate(least + (column < more) for column in range(columns)))
-        return sum(key + max(map(len, names[a:b])) for a, b in pairwise([0, *ends]))
-
-    return next((columns for columns in range(len(names), 1, -1) if width(columns) <= room), 1)
+def line_style(palette: Palette, run: int) -> Literal["-", "--", ":", "-."]:
+    """Returns the line style of a run: another one each time that the colours repeat."""
+    return _LINES[run // len(palette.series) % len(_LINES)]
 
 
 def legend(figure: Figure, palette: Palette, names: Sequence[str], places: Sequence[int] | None = None) -> None:
-    """Above the axes, where it covers nothing; the figure grows by its height."""
-    places = list(range(len(names))) if places is None else places
+    """Names the runs above the axes, and makes the figure higher by the lines that this takes."""
     handles = [
         Line2D(
             [], [], color=palette.of(n), linestyle=line_style(palette, n), linewidth=1.8,
             marker=marker(n), markersize=5, markeredgewidth=0,
         )
-        for n in places
+        for n in places or range(len(names))
     ]  # fmt: skip
     short = [shorten(name, 38 if palette.narrow else 34) for name in names]
-    columns = _legend_columns(short, palette)
-    made = figure.legend(handles, [" "] * len(short), **legend_place(palette, columns))
+    letters, key = 46 if palette.narrow else 108, 8  # that fit beside each other, and those of a marker
+    columns = max(1, min(len(short), letters // (key + max(map(len, short), default=0))))
+    made = _legend_above(figure, palette, columns, handles, [" "] * len(short))
     for text, name in zip(made.get_texts(), short, strict=True):  # set later: a label that begins with _ is dropped
         text.set_text(name)
     width, height = figure.get_size_inches()
     figure.set_size_inches(width, height + 0.19 * (-(-len(short) // columns) - 1))
 
 
-def line_style(palette: Palette, n: int) -> Literal["-", "--", ":", "-."]:
-    """Another kind of line each time that the colours begin anew."""
-    return _LINES[n // len(palette.series) % len(_LINES)]
+def legend_of_lanes(figure: Figure, palette: Palette, thin: str) -> None:
+    """Explains the bars of a timeline; `thin` says what a thin one is."""
+    handles = [
+        Patch(facecolor=palette.muted, label="computing (in the run's colour)"),
+        Patch(facecolor=palette.idle, edgecolor=palette.grid, label="waiting"),
+        Line2D([], [], color=palette.muted, alpha=0.6, linewidth=3, label=thin),
+    ]
+    _legend_above(figure, palette, 1 if palette.narrow else 3, handles, [str(handle.get_label()) for handle in handles])
 
 
-def legend_place(palette: Palette, columns: int) -> dict[str, Any]:
-    """What `Figure.legend` must be told."""
-    return {
-        "loc": "outside upper left",
-        "ncols": columns,
-        "frameon": False,
-        "labelcolor": palette.ink,
-        "handlelength": 2.2,
-        "columnspacing": 1.4,
-        "borderpad": 0.1,
-    }
+def _legend_above(figure: Figure, palette: Palette, columns: int, handles: Sequence[Any], labels: list[str]) -> Any:
+    return figure.legend(
+        handles, labels, loc="outside upper left", ncols=columns, frameon=False, labelcolor=palette.ink,
+        handlelength=2.2, columnspacing=1.4, borderpad=0.1,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- axes of time
+
+_DAY = 86400.0
+_UNITS = [(365 * _DAY, "years", "y"), (_DAY, "days", "d"), (3600.0, "hours", "h"), (60.0, "minutes", "min")]
+_UNITS += [(1.0, "seconds", "s"), (1e-3, "milliseconds", "ms")]
+_TICKS = [n * s for s in (1e-3, 1e-2, 0.1, 1.0) for n in (1, 2, 5)] + [10.0, 20.0, 30.0]
+_TICKS += [n * 60.0 for n in (1, 2, 5, 10, 20, 30)] + [n * 3600.0 for n in (1, 2, 5, 12)]
+_TICKS += [n * _DAY for n in (1, 2, 5, 10, 20, 50, 100)] + [n * 365 * _DAY for n in (1, 2, 5, 10, 100, 1000)]
+_COARSE = [1e-3, 1e-2, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0, 36000.0, 4 * _DAY, 40 * _DAY, 365 * _DAY, 3650 * _DAY]
+
+
+def time_axis(axes: Axes, palette: Palette, label: str, begins: Sequence[float], ends: Sequence[float]) -> None:
+    """Makes x an axis of seconds, logarithmic where a linear one would hide the shortest run."""
+    if not ends or max(ends) < 6 * min(ends):
+        linear_time_axis(axes, palette, label, 1.05 * max(ends, default=1.0))
+        return
+    low, high = min(begins) / 1.3, max(ends) * 1.3
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    choices = [[tick for tick in ticks if low <= tick <= high] for ticks in (_TICKS, _COARSE, _COARSE[::2])]
+    ticks = next((ticks for ticks in choices if len(ticks) <= (4 if palette.narrow else 9)), choices[-1])
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_major_formatter(FixedFormatter([_tick(tick) for tick in ticks]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(f"{label}, logarithmic", color=palette.muted)
+
+
+def linear_time_axis(axes: Axes, palette: Palette, label: str, longest_s: float) -> None:
+    """Makes x an axis of seconds from 0, with round numbers of a unit that fits."""
+    unit_s, unit = next(((s, unit) for s, unit, _ in _UNITS if longest_s >= 2 * s), _UNITS[-1][:2])
+    ticks = MaxNLocator(5 if palette.narrow else 9, steps=[1, 2, 5, 10]).tick_values(0, longest_s / unit_s)
+    axes.set_xlim(0, longest_s)
+    axes.xaxis.set_major_locator(FixedLocator([tick * unit_s for tick in ticks if tick * unit_s <= longest_s]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / unit_s:g}"))
+    axes.set_xlabel(f"{label}, {unit}", color=palette.muted)
+
+
+def _tick(seconds: float) -> str:
+    unit_s, unit = next(((s, short) for s, _, short in _UNITS if seconds >= s), (1e-3, "ms"))
+    return f"{seconds / unit_s:g} {unit}"

@@ -1,4 +1,4 @@
-"""The pictures of a report, each drawn from records alone."""
+"""Draws the pictures of a report from the records of runs."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +14,21 @@ from atoll._util.units import bytes_text, count_text, loss_text, ratio_text, sec
 from atoll.core.schedule import Schedule
 from atoll.plan.job import Job
 from atoll.plan.link import Link
-from atoll.report.canvas import Draw, Palette, dress, heading, legend, line_style, marker, new_figure, shorten
-from atoll.report.clock import clock, time_axis
-from atoll.report.load import RunRecord, jobs
+from atoll.report.canvas import (
+    Draw,
+    Palette,
+    dress,
+    heading,
+    legend,
+    line_style,
+    marker,
+    new_figure,
+    shorten,
+    time_axis,
+)
+from atoll.report.record import RunRecord, jobs
 from atoll.report.table import Row
-from atoll.report.timeline import MOST_WORKERS, draw_measured, draw_modelled, is_measured
+from atoll.report.timeline import MOST_WORKERS, clock, draw_measured, draw_modelled, is_measured
 
 _POINTS = 300  # more than a screen shows; keeps the page small however long the run
 _DOTS = 60  # more of them would hide their line
@@ -28,7 +38,7 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A figure with its words."""
+    """Holds a figure with its title, caption and description."""
 
     key: str
     """File name without ending, and the id on the page."""
@@ -37,12 +47,12 @@ class Picture:
     title: str
     caption: str
     alt: str
-    """What it shows, in numbers, for who cannot see it."""
+    """Describes it in numbers, for screen readers."""
     draw: Draw
 
 
 def pictures(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> list[Picture]:
-    """All that the records have data for."""
+    """Returns every picture that the records have data for."""
     return [*_of_losses(records, rows, link), *_of_bytes_and_time(records, rows, link), *_of_rounds(records)]
 
 
@@ -58,13 +68,14 @@ def _of_losses(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) ->
         f"Held-out loss against tokens. At the end, in nats per token: {_each(rows, lambda r: loss_text(r.loss))}.",
         partial(_loss_against_tokens, records),
     )
+    quickest = " (the quickest of the runs' own)" if len(records) > 1 else ""
     to_the_end = _each(rows, lambda r: seconds_text(r.link_time.total_s))
     yield Picture(
         "loss-time",
         "Time",
         f"Loss against time at {link}",
         f"The same losses over the time that each run would take with one machine per worker and a link of "
-        f"{link} for each. Modelled from the measured compute time of a step{_quickest(records)} and the bytes of "
+        f"{link} for each. Modelled from the measured compute time of a step{quickest} and the bytes of "
         f"each round.",
         f"Held-out loss against modelled time. To the end: {to_the_end}.",
         partial(_loss_against_time, records, link),
@@ -124,34 +135,29 @@ def _measured_share(row: Row) -> str:
     return "not measured" if row.utilisation is None else share_text(row.utilisation)
 
 
-def _quickest(records: Sequence[RunRecord]) -> str:
-    return " (the quickest of the runs' own)" if len(records) > 1 else ""
-
-
 # ---------------------------------------------------------------------- loss
 
 
 def _held_out(record: RunRecord, x: Callable[[int, int], float]) -> Points:
+    """Returns some of the held-out losses, the last among them."""
     points = [(x(e.step, e.tokens), e.loss) for e in record.evals if math.isfinite(e.loss)]
-    return _thin(points)
+    return points[:: -_stride(points)][::-1]
 
 
 def _training(record: RunRecord, x: Callable[[int, int], float]) -> Points:
-    """Mean over the workers that trained, averaged over neighbouring events."""
+    """Returns training losses, mean over the workers that trained and over neighbouring events."""
     points = []
     for event in record.steps:
         losses = [loss for loss in event.loss if loss is not None and math.isfinite(loss)]
         if losses:
             points.append((x(event.step, event.tokens), sum(losses) / len(losses)))
-    size = -(-len(points) // _POINTS) or 1
+    size = _stride(points)
     groups = [points[at : at + size] for at in range(0, len(points), size)]
     return [(group[-1][0], sum(y for _, y in group) / len(group)) for group in groups]
 
 
-def _thin(points: Points) -> Points:
-    """Some of many points, the last among them."""
-    stride = -(-len(points) // _POINTS) or 1
-    return points[::-1][::stride][::-1]
+def _stride(points: Sequence[object]) -> int:
+    return -(-len(points) // _POINTS) or 1
 
 
 def _loss_against_tokens(records: Sequence[RunRecord], palette: Palette) -> Figure:
@@ -201,24 +207,17 @@ def _loss_lines(axes: Axes, palette: Palette, n: int, record: RunRecord, x: Call
 
 
 def _loss_range(records: Sequence[RunRecord]) -> tuple[float, float]:
-    """From the lowest loss to where the steep beginning is over.
-
-    In sight are every end and the training loss of the last half, unless they diverged.
-    """
+    """Returns the losses to show: every end and the last half of training, without the steep beginning."""
     curves = [points for r in records if (points := _held_out(r, lambda step, tokens: tokens))]
     lowest = min(y for points in curves for _, y in points)
     early = [next((y for x, y in points if x >= 0.12 * points[-1][0]), points[-1][1]) for points in curves]
-    late = [y for r in records for y in _late(_training(r, lambda step, tokens: tokens))]
+    trained = [points for r in records if (points := _training(r, lambda step, tokens: tokens))]
+    late = [y for points in trained for x, y in points if x >= 0.5 * points[-1][0]]
     tops = [*early, *(points[-1][1] for points in curves), *late, lowest]
     highest = max(top for top in tops if top <= 4 * abs(lowest) + 4)  # what no training has is far below
     lowest = min(lowest, *late, highest)
     room = max(highest - lowest, 0.02 * abs(highest), 1e-6)
     return lowest - 0.06 * room, highest + 0.06 * room
-
-
-def _late(points: Points) -> list[float]:
-    """The values of the last half."""
-    return [y for x, y in points if x >= 0.5 * points[-1][0]]
 
 
 # ---------------------------------------------------------------------- bytes
@@ -253,7 +252,7 @@ def _bytes_sent(rows: Sequence[Row], palette: Palette) -> Figure:
 
 
 def _outer_steps(record: RunRecord) -> list[tuple[int, float, float | None]]:
-    """(step, norm over all fragments, mean cosine) once a period, where every fragment had its round."""
+    """Returns (step, norm over all fragments, mean cosine) of each period in which every fragment had its round."""
     count = len(record.start.payload_bytes)
     if record.gradients or not record.rounds or not count:
         return []
@@ -280,10 +279,8 @@ def _outer_gradients(records: Sequence[RunRecord], palette: Palette) -> Figure:
     for n, record in enumerate(records):
         if points := _outer_steps(record):
             shown.append(n)
-            stride = -(-len(points) // _POINTS)
-            style = line_style(palette, n)
-            looks: dict[str, Any] = {"color": palette.of(n), "linestyle": style, "linewidth": 1.5}
-            kept = points[::stride]
+            looks: dict[str, Any] = {"color": palette.of(n), "linestyle": line_style(palette, n), "linewidth": 1.5}
+            kept = points[:: _stride(points)]
             norm.plot([s for s, _, _ in kept], [v for _, v, _ in kept], **looks)
             pairs = [(s, c) for s, _, c in kept if c is not None]
             cosine.plot([s for s, _ in pairs], [c for _, c in pairs], **looks)

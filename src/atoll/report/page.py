@@ -1,9 +1,10 @@
-"""One self-contained HTML page: words, table, pictures, settings. No script, no network, light and dark."""
+"""Writes runs as one HTML page of words, table, pictures and settings, without scripts or network."""
 
 import math
 import re
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
 
@@ -14,11 +15,12 @@ from atoll._util.units import bytes_text, count_words, loss_text, percent_text, 
 from atoll.plan.link import Link
 from atoll.report.canvas import DARK, LIGHT, css_variables, shorten, to_svg
 from atoll.report.figures import Picture
-from atoll.report.load import RunRecord, printable
+from atoll.report.load import plain_text
+from atoll.report.record import RunRecord
 from atoll.report.table import Row, columns, notes
 
 _MOST_FAULTS = 40  # listed one by one; the rest is counted
-_MOST_TOLD = 4  # runs with a sentence of their own
+_MOST_SENTENCES = 4  # runs with a sentence each
 _LONGEST_NAME = 48  # in a sentence
 _LONGEST_HEADING = 36  # in a table
 _GAP = re.compile(r"(?<=\d) (?=(?:[kMGTP]?B|[kMGT]?bit/s|m?s|min|h|days|years|%)\b|%)")  # between a number and its unit
@@ -26,7 +28,7 @@ _GAP = re.compile(r"(?<=\d) (?=(?:[kMGTP]?B|[kMGT]?bit/s|m?s|min|h|days|years|%)
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One line of a table with a column per run."""
+    """Holds one line of a table with a column per run."""
 
     label: str
     values: list[str]
@@ -45,12 +47,12 @@ def page(
     title: str = "",
     claims: Sequence[str] = (),
 ) -> str:
-    """The whole page as text; an empty title becomes one that says how many runs."""
+    """Returns the page as text; an empty title becomes one that says how many runs."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(files("atoll.report").joinpath("page.html.j2").read_text("utf-8"))
     return template.render(
-        title=printable(title) or (f"Run {rows[0].name}" if len(rows) == 1 else f"{len(rows)} runs compared"),
-        claims=[printable(claim) for claim in claims],
+        title=plain_text(title) or (f"Run {rows[0].name}" if len(rows) == 1 else f"{len(rows)} runs compared"),
+        claims=[plain_text(claim) for claim in claims],
         words=_words(records, rows, link),
         notes=_notes(records, rows),
         light=Markup(css_variables(LIGHT)),
@@ -62,7 +64,8 @@ def page(
         longest_heading=_LONGEST_HEADING,
         columns=columns(rows, link),
         measured=any(row.utilisation is not None for row in rows),
-        figures=[_figure(picture) for picture in pictures],
+        figures=pictures,
+        image=_image,
         differences=_differences(records),
         facts=_facts(records),
         faults=[_faults(record) for record in records if record.missed or record.faults],
@@ -70,26 +73,17 @@ def page(
     )
 
 
-def _figure(picture: Picture) -> dict[str, Any]:
-    # Markup: the pictures are our own, and names in them were escaped when the SVG was written.
-    variants = [
-        Markup(to_svg(picture.draw, f"{picture.key}-{'narrow' if narrow else 'wide'}", picture.alt, narrow=narrow))
-        for narrow in (False, True)
-    ]
-    return {
-        "key": picture.key,
-        "topic": picture.topic,
-        "title": picture.title,
-        "caption": picture.caption,
-        "variants": variants,
-    }
+def _image(picture: Picture, *, narrow: bool = False, dark: bool = False) -> str:
+    """Returns a picture as a data URL."""
+    svg = to_svg(picture.draw, replace(DARK if dark else LIGHT, narrow=narrow))
+    return f"data:image/svg+xml;base64,{b64encode(svg).decode()}"
 
 
 # ---------------------------------------------------------------------- words
 
 
 def _words(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> Markup:
-    """The comparison as a paragraph: of few runs each, of many the outstanding."""
+    """Returns the comparison as a paragraph: a sentence for each of few runs, else for the best."""
     reference = next(row for row in rows if row.is_reference)
     others = [row for row in rows if row is not reference]
     what = "One run" if len(rows) == 1 else f"{len(rows)} runs"
@@ -97,16 +91,19 @@ def _words(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> Mar
     one = all(r.start.workers == 1 for r in records)
     workers = _span([r.start.workers for r in records], str, "worker" if one else "workers")
     tokens = _span([r.tokens for r in records], count_words, "tokens")
-    told = [escape(f"{what} of a model with {sizes}: {workers}, {tokens}."), _ending(reference, link, alone=not others)]
-    if len(others) <= _MOST_TOLD:
-        told += [_compared(row) for row in others]
+    sentences = [
+        escape(f"{what} of a model with {sizes}: {workers}, {tokens}."),
+        _ending(reference, link, alone=not others),
+    ]
+    if len(others) <= _MOST_SENTENCES:
+        sentences += [_compared(row) for row in others]
     else:
-        told += _outstanding([row for row in others if row.finished])
-    return Markup(_GAP.sub("&nbsp;", Markup(" ").join(told)))
+        sentences += _outstanding([row for row in others if row.record.finished])
+    return Markup(_GAP.sub("&nbsp;", Markup(" ").join(sentences)))
 
 
 def _outstanding(rows: Sequence[Row]) -> list[Markup]:
-    """Who is best at what, a sentence for each."""
+    """Returns a sentence for each run that is best at something."""
     best: dict[str, list[str]] = {}
     for what, key in (
         ("the lowest loss", lambda row: math.inf if row.loss is None else row.loss),
@@ -116,27 +113,27 @@ def _outstanding(rows: Sequence[Row]) -> list[Markup]:
         if rows:
             best.setdefault(min(rows, key=key).name, []).append(what)
     by_name = {row.name: row for row in rows}
-    told = [f"{' and '.join(what)}: " + _compared(by_name[name]) for name, what in best.items()]
-    return ["Among the others " + told[0], *("T" + words[1:] for words in told[1:])] if told else []
+    sentences = [f"{' and '.join(what)}: " + _compared(by_name[name]) for name, what in best.items()]
+    return ["Among the others " + sentences[0], *("T" + words[1:] for words in sentences[1:])] if sentences else []
 
 
 def _ending(row: Row, link: Link, *, alone: bool) -> Markup:
-    who = _name(row) if alone else "The reference, " + _name(row) + ","
-    ends = "ends at" if row.finished else f"has come to step {row.step} of {row.steps} and"
+    subject = _name(row) if alone else "The reference, " + _name(row) + ","
+    ends = "ends at" if row.record.finished else f"has come to step {row.record.step} of {row.record.start.steps} and"
     loss = "no held-out loss" if row.loss is None else f"a held-out loss of {loss_text(row.loss)}"
     perplexity = "" if row.perplexity is None else f" (perplexity {row.perplexity:,.2f})"
     sent = f"sends {bytes_text(row.sent_bytes)} per worker" if row.sent_bytes else "sends nothing"
     busy = "" if row.link_time.utilisation == 1 else f", computing for {share_text(row.link_time.utilisation)} of it"
     time = f"With one machine per worker and {link} for each it would take {seconds_text(row.link_time.total_s)}{busy}."
-    return who + f" {ends} {loss}{perplexity} and {sent}. {time}"
+    return subject + f" {ends} {loss}{perplexity} and {sent}. {time}"
 
 
 def _compared(row: Row) -> Markup:
-    """One run against the reference, in a sentence."""
+    """Returns a sentence that compares a run with the reference."""
     loss = "has no held-out loss yet"
     if row.loss is not None:
         away = "" if row.against is None else f" ({percent_text(row.against)})"
-        loss = f"{'ends' if row.finished else 'is'} at {loss_text(row.loss)}{away}"
+        loss = f"{'ends' if row.record.finished else 'is'} at {loss_text(row.loss)}{away}"
     fewer = f", {ratio_text(row.fewer)}" if row.fewer is not None and ratio_text(row.fewer) != "the same" else ""
     sent = f"with {bytes_text(row.sent_bytes)}{fewer}" if row.sent_bytes else "sends nothing"
     return _name(row) + f" {loss} {sent}, and would take {seconds_text(row.link_time.total_s)}."
@@ -152,14 +149,14 @@ def _span(values: Sequence[int], text: Callable[[int], str], unit: str) -> str:
 
 
 def _notes(records: Sequence[RunRecord], rows: Sequence[Row]) -> list[str]:
-    """What a reader must know before comparing."""
+    """Returns what a reader must know before comparing."""
     notes = [
         f"{shorten(row.name, _LONGEST_NAME)} is not finished: "
-        f"it is at step {row.step} of {row.steps}, and its numbers are those so far."
+        f"it is at step {row.record.step} of {row.record.start.steps}, and its numbers are those so far."
         for row in rows
-        if not row.finished
+        if not row.record.finished
     ]
-    finished = [row.tokens for row in rows if row.finished]
+    finished = [row.record.tokens for row in rows if row.record.finished]
     if finished and max(finished) > 1.01 * min(finished):
         notes.append("The runs have not trained on the same number of tokens: compare losses with care.")
     if len({r.start.vocabulary for r in records}) > 1:
@@ -167,11 +164,11 @@ def _notes(records: Sequence[RunRecord], rows: Sequence[Row]) -> list[str]:
     if len({r.start.workers for r in records}) > 1:
         notes.append("The runs have different numbers of workers: bytes are per worker, tokens are of all together.")
     for r in records:
-        if missing := [w for w in range(r.start.workers) if w not in r.here]:
-            who = ("Worker " if len(missing) == 1 else "Workers ") + shorten(", ".join(map(str, missing)), 60)
-            lack = f"{who} of {shorten(r.name, _LONGEST_NAME)} left no numbers here (the folder is elsewhere)"
+        if missing := [w for w in range(r.start.workers) if w not in r.workers]:
+            which = ("Worker " if len(missing) == 1 else "Workers ") + shorten(", ".join(map(str, missing)), 60)
+            lack = f"{which} of {shorten(r.name, _LONGEST_NAME)} left no numbers here (the folder is elsewhere)"
             notes.append(f"{lack}: bytes, waits and training losses are those of the others.")
-    if any(r.last and r.start.workers > 1 and any(s.participants < len(r.here) for s in r.steps) for r in records):
+    if any(r.last and r.start.workers > 1 and any(s.participants < len(r.workers) for s in r.steps) for r in records):
         notes.append("Workers were away in some runs; modelled times assume that all are there all the time.")
     return notes
 
@@ -182,7 +179,7 @@ def _notes(records: Sequence[RunRecord], rows: Sequence[Row]) -> list[str]:
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     flat: dict[str, str] = {}
     for key, value in table.items():
-        name = printable(f"{prefix}{key}")
+        name = plain_text(f"{prefix}{key}")
         if isinstance(value, Mapping):
             flat |= _flat(value, f"{name}.")
         else:
@@ -195,11 +192,11 @@ def _value(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return "[" + ", ".join(_value(v) for v in value) + "]"
-    return printable(str(value))
+    return plain_text(str(value))
 
 
 def _differences(records: Sequence[RunRecord]) -> list[Fact]:
-    """Settings in which the runs differ; a setting that a file does not name is '-'."""
+    """Returns the settings in which the runs differ; '-' where a file leaves one out."""
     settings = [_flat(record.config) for record in records]
     keys = dict.fromkeys(key for setting in settings for key in setting if key != "name")
     facts = [Fact(key, [setting.get(key, "-") for setting in settings]) for key in keys]
@@ -210,8 +207,8 @@ def _facts(records: Sequence[RunRecord]) -> list[Fact]:
     def about(record: RunRecord, key: str) -> str:
         value = record.about.get(key, "-")
         if isinstance(value, Mapping):
-            return ", ".join(f"{printable(str(k))} {printable(str(v))}" for k, v in value.items())
-        return printable(str(value))
+            return ", ".join(f"{plain_text(str(k))} {plain_text(str(v))}" for k, v in value.items())
+        return plain_text(str(value))
 
     def delay(record: RunRecord) -> str:
         delays = set(record.start.delay)
@@ -223,7 +220,7 @@ def _facts(records: Sequence[RunRecord]) -> list[Fact]:
         return record.start.method not in ("none", "data-parallel")
 
     found = {
-        "method": [printable(r.start.method) for r in records],
+        "method": [plain_text(r.start.method) for r in records],
         "workers": [str(r.start.workers) for r in records],
         "parameters": [f"{r.start.parameters:,}" for r in records],
         "vocabulary": [f"{r.start.vocabulary:,}" for r in records],
@@ -231,7 +228,7 @@ def _facts(records: Sequence[RunRecord]) -> list[Fact]:
         "tokens, all workers": [f"{r.tokens:,}" for r in records],
         "period": [_counted(r.start.period, "step") if rounds(r) else "-" for r in records],
         "delay": [delay(r) if rounds(r) else "-" for r in records],
-        "codec": [printable(r.start.codec) or "-" for r in records],
+        "codec": [plain_text(r.start.codec) or "-" for r in records],
         "fragments": [str(len(r.start.payload_bytes)) if rounds(r) else "-" for r in records],
         "payload of a round": [
             "-" if not r.start.payload_bytes else _span(r.start.payload_bytes, bytes_text, "") for r in records
@@ -241,23 +238,23 @@ def _facts(records: Sequence[RunRecord]) -> list[Fact]:
         "compute of an inner step, measured": [seconds_text(r.step_s) for r in records],
         "time it took here": [seconds_text(r.last.seconds) if r.last else "-" for r in records],
         **{label: [text(r) if r.on_wire else "-" for r in records] for label, text in _ON_WIRE.items()},
-        "device": [printable(r.start.device) for r in records],
+        "device": [plain_text(r.start.device) for r in records],
         "threads": [str(r.start.threads) for r in records],
         "resumed": [_counted(len(r.resumes), "time") if r.resumes else "never" for r in records],
         "seed": [about(r, "seed") for r in records],
         "started": [about(r, "started") for r in records],
         "command": [about(r, "command") for r in records],
         "versions": [about(r, "versions") for r in records],
-        "folder": [printable("/".join(r.folder.resolve().parts[-2:])) for r in records],
+        "folder": [plain_text("/".join(r.folder.resolve().parts[-2:])) for r in records],
     }
     return [Fact(label, [value.strip() for value in values]) for label, values in found.items() if {*values} != {"-"}]
 
 
 _ON_WIRE: dict[str, Callable[[RunRecord], str]] = {
-    "put on the wire, per worker": lambda r: bytes_text(r.wire_sent),
-    "taken from the wire, per worker": lambda r: bytes_text(r.wire_received),
-    "exposed wait, per worker": lambda r: seconds_text(r.wait_s),
-    "hidden by training, per worker": lambda r: seconds_text(r.hidden_s),
+    "put on the wire, per worker": lambda r: bytes_text(r.per_worker("wire_sent")),
+    "taken from the wire, per worker": lambda r: bytes_text(r.per_worker("wire_received")),
+    "exposed wait, per worker": lambda r: seconds_text(r.per_worker("wait_s")),
+    "hidden by training, per worker": lambda r: seconds_text(r.per_worker("hidden_s")),
 }
 _SETTINGS = {
     "inner optimizer": "train.optimizer",
@@ -270,7 +267,7 @@ _SETTINGS = {
 
 
 def _setting(record: RunRecord, key: str) -> str:
-    """A setting of run.toml as text; '-' where the file does not name it."""
+    """Returns a setting of run.toml as text; '-' where the file leaves it out."""
     value: Any = record.config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -278,7 +275,7 @@ def _setting(record: RunRecord, key: str) -> str:
 
 
 def _outer(record: RunRecord) -> str:
-    """The outer optimizer with those of its numbers that run.toml names."""
+    """Returns the outer optimizer with those of its numbers that run.toml has."""
     numbers = {"lr": "outer_lr", "momentum": "outer_momentum", "betas": "outer_betas", "eps": "outer_eps"}
     values = {"": _setting(record, "sync.outer")}
     values |= {f"{word} ": _setting(record, f"sync.{key}") for word, key in numbers.items()}
@@ -306,6 +303,6 @@ def _faults(record: RunRecord) -> dict[str, Any]:
         if rounds
         else "",
         "shares": shares,
-        "events": [(f"{f.step:,}", str(f.worker), printable(f.what)) for f in record.faults[:_MOST_FAULTS]],
+        "events": [(f"{f.step:,}", str(f.worker), plain_text(f.what)) for f in record.faults[:_MOST_FAULTS]],
         "more": max(len(record.faults) - _MOST_FAULTS, 0),
     }

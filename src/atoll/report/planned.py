@@ -18,8 +18,7 @@ from atoll.plan.link import Link
 from atoll.plan.method import Method, Model
 from atoll.plan.outlook import bandwidth_needed, steady_utilisation
 from atoll.plan.simulate import Span, simulate
-from atoll.report.canvas import LIGHT, Palette, dress, heading, shorten, to_png
-from atoll.report.clock import linear_time_axis
+from atoll.report.canvas import LIGHT, Palette, dress, heading, linear_time_axis, shorten, to_png
 
 _POINTS = 640  # of a curve; with fewer, its kinks are cut off
 _LEAST_RATE = 1e3  # of the axis, bits per second

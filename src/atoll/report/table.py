@@ -1,4 +1,4 @@
-"""The closing table: every run's loss, bytes and time in one row, for the terminal and for the page."""
+"""Compares runs in a table: loss, bytes and time of each, for the terminal and for the page."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from atoll._util.units import bytes_text, loss_text, number_text, percent_text, 
 from atoll.errors import printable
 from atoll.plan.job import Job, RunTime, time_of
 from atoll.plan.link import Link
-from atoll.report.load import RunRecord, jobs
+from atoll.report.record import RunRecord, jobs
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,14 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One run in numbers; None where there is no number."""
+    """Compares one run with the reference; None where there is no number."""
 
-    name: str
-    method: str
+    record: RunRecord
     is_reference: bool
     """The run that the others are compared with: the first data-parallel one, else the first."""
-    loss: float | None
-    """Last held-out loss, nats per token."""
     against: float | None
     """Loss, relative to the reference: 0.05 is 5 % above."""
     perplexity: float | None
@@ -32,26 +29,26 @@ class Row:
     """Payload bytes that one worker handed to its link, mean over the workers; each payload counts once."""
     fewer: float | None
     """The reference's bytes over this run's: 80 is 80 times fewer."""
-    tokens_per_s: float | None
-    """Measured where it ran, all workers together."""
     link_time: RunTime
-    """Modelled: the same run with one machine per worker on the given link, and the compute time of `load.jobs`."""
+    """Modelled: the same run with one machine per worker on the given link, and the compute time of `jobs`."""
     wait_s: float | None
-    """Measured: for how long a worker did nothing but wait for rounds, mean; None where no round left its process."""
+    """Measured: seconds that a worker only waited for rounds, mean; None where no payload left its process."""
     utilisation: float | None
     """Measured: the share of its time that a worker did not wait, mean."""
-    rounds: int
-    missed: int
-    """Payloads that were due and did not arrive."""
-    faults: int
-    finished: bool
-    step: int
-    steps: int
-    tokens: int
+
+    @property
+    def name(self) -> str:
+        """The name of the run."""
+        return self.record.name
+
+    @property
+    def loss(self) -> float | None:
+        """The last held-out loss, nats per token."""
+        return self.record.loss
 
 
 def summary(records: Sequence[RunRecord], link: Link) -> list[Row]:
-    """One row per run, in the order given."""
+    """Returns one row per run, in the order given."""
     if not records:
         return []
     reference = next((r for r in records if r.gradients), records[0])
@@ -60,26 +57,17 @@ def summary(records: Sequence[RunRecord], link: Link) -> list[Row]:
 
 def _row(record: RunRecord, reference: RunRecord, job: Job, link: Link) -> Row:
     loss, base = record.loss, reference.loss
+    sent, compared = record.per_worker("bytes_sent"), reference.per_worker("bytes_sent")
     return Row(
-        name=record.name,
-        method=record.start.method,
+        record=record,
         is_reference=record is reference,
-        loss=loss,
         against=loss / base - 1 if loss is not None and base else None,
         perplexity=math.exp(loss) if loss is not None and loss < 700 else None,
-        sent_bytes=record.sent_bytes,
-        fewer=reference.sent_bytes / record.sent_bytes if record.sent_bytes and reference.sent_bytes else None,
-        tokens_per_s=record.tokens_per_s,
+        sent_bytes=sent,
+        fewer=compared / sent if sent and compared else None,
         link_time=time_of(job, link),
-        wait_s=record.wait_s if record.on_wire else None,
+        wait_s=record.per_worker("wait_s") if record.on_wire else None,
         utilisation=record.utilisation if record.on_wire else None,
-        rounds=len(record.rounds),
-        missed=record.missed,
-        faults=len(record.faults),
-        finished=record.finished,
-        step=record.step,
-        steps=record.start.steps,
-        tokens=record.tokens,
     )
 
 
@@ -88,16 +76,16 @@ def _row(record: RunRecord, reference: RunRecord, job: Job, link: Link) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of the table, as text."""
+    """Describes one column of the table, as text."""
 
     label: str
     short: str | None
-    """Where 80 characters must do; None: not shown there."""
+    """The label in a terminal of 80 characters; None: not shown there."""
     cell: Callable[[Row], str]
 
 
 def columns(rows: Sequence[Row], link: Link) -> list[Column]:
-    """The columns after the run's name; comparisons only where there is something to compare."""
+    """Returns the columns after the run's name; comparisons only if there are several runs."""
     several = len(rows) > 1
     measured = any(row.wait_s is not None for row in rows)
     found = [
@@ -106,7 +94,7 @@ def columns(rows: Sequence[Row], link: Link) -> list[Column]:
         Column("perplexity", None if measured else "ppl", lambda row: number_text(row.perplexity, 2)),
         Column("sent per worker", "sent", lambda row: bytes_text(row.sent_bytes)),
         Column("bytes against reference", "bytes", _fewer) if several else None,
-        Column("tokens/s here", "tok/s", lambda row: number_text(row.tokens_per_s, 0)),
+        Column("tokens/s here", "tok/s", lambda row: number_text(row.record.tokens_per_s, 0)),
         Column("waited here", None, _waited) if measured else None,
         Column("computing here", "busy", _computing) if measured else None,
         Column(f"time at {link}", f"time at\n{link}", lambda row: seconds_text(row.link_time.total_s)),
@@ -116,11 +104,12 @@ def columns(rows: Sequence[Row], link: Link) -> list[Column]:
 
 
 def notes(row: Row) -> str:
-    """What went wrong, and how far it got if it is not finished."""
+    """Returns how many payloads and workers failed, and how far an unfinished run got."""
+    run, faults = row.record, len(row.record.faults)
     found = [
-        f"{row.missed:,} missed" if row.missed else "",
-        f"{row.faults:,} {'fault' if row.faults == 1 else 'faults'}" if row.faults else "",
-        "" if row.finished else f"{100 * row.step / max(row.steps, 1):.0f} % done",
+        f"{run.missed:,} missed" if run.missed else "",
+        f"{faults:,} {'fault' if faults == 1 else 'faults'}" if faults else "",
+        "" if run.finished else f"{100 * run.step / max(run.start.steps, 1):.0f} % done",
     ]
     return ", ".join(note for note in found if note)
 
@@ -138,20 +127,24 @@ def _fewer(row: Row) -> str:
 
 
 def rich_table(rows: Sequence[Row], link: Link) -> "Table":
-    """The rows for a terminal; four runs fit into 80 characters."""
+    """Returns the rows as a table for a terminal of 80 characters or more."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     reference = next((row.name for row in rows if row.is_reference), "")
-    told = [f"against: {printable(reference)}"] if len(rows) > 1 else []
+    lines = [f"against: {printable(reference)}"] if len(rows) > 1 else []
     if any(row.utilisation is not None for row in rows):
-        told.append("busy: measured, the share of its time that a worker did not wait for rounds")
-    told.append(f"time: modelled, one machine per worker and {link} for each")
+        lines.append("busy: measured, the share of its time that a worker did not wait for rounds")
+    lines.append(f"time: modelled, one machine per worker and {link} for each")
     if len(rows) > 1:
-        told.append("compute of a step: the quickest of the runs' own (same size and machine)")
+        lines.append("compute of a step: the quickest of the runs' own (same size and machine)")
     table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=Text("\n".join(told)), caption_justify="left"
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        caption=Text("\n".join(lines)),
+        caption_justify="left",
     )
     table.add_column("run", overflow="fold")
     shown = [column for column in columns(rows, link) if column.short is not None]

@@ -1,6 +1,6 @@
-"""Runs as a trace file for ui.perfetto.dev and chrome://tracing: what each worker did when.
+"""Writes runs as a trace for ui.perfetto.dev and chrome://tracing: what each worker did when.
 
-It is the JSON of Chrome's trace event format. A worker is a process with tracks of spans (ph X), moments (i) and
+The file is JSON in Chrome's trace event format. A worker is a process with tracks of spans (ph X), moments (i) and
 counters (C). Times are whole microseconds since the first worker of the run began.
 """
 
@@ -13,9 +13,9 @@ from typing import Any
 
 from atoll._util.disk import write_atomically
 from atoll.errors import ConfigError
-from atoll.report.load import RunRecord, load_all
-from atoll.report.measured import Lane, Span, lanes
-from atoll.report.parts import Part
+from atoll.report.lanes import Lane, Span, lanes
+from atoll.report.load import load_all
+from atoll.report.record import EventLog, RunRecord
 from atoll.runs.events import Eval, Round, Step, utilisation
 
 _STEPS, _WAITING, _ROUNDS = 1, 2, 3  # tracks; rounds that overlap go on in the next ones
@@ -24,7 +24,7 @@ Entry = dict[str, Any]
 
 
 def write_trace(folders: Sequence[Path], out: Path) -> Path:
-    """Write one trace of these runs' folders to `out`, whole or not at all, and return its path.
+    """Writes one trace of these runs' folders to `out`, whole or not at all, and returns its path.
 
     A folder that is no run but holds runs stands for those.
     """
@@ -39,16 +39,16 @@ def write_trace(folders: Sequence[Path], out: Path) -> Path:
 
 
 def entries(records: Sequence[RunRecord]) -> Iterator[Entry]:
-    """The entries of a trace: what tracks are called, then all that happened in order of time."""
+    """Yields the entries of a trace: the names of its tracks, then what happened in order of time."""
     names: list[Entry] = []
     happened: list[Entry] = []
     process = 0
     for record in records:
-        parts = {worker: part for part in record.parts for worker in part.workers}
+        logs = {worker: log for log in record.processes for worker in log.workers}
         for lane in lanes(record):
             process += 1  # 0 is the system's own
             names += _names(process, f"{record.name}, worker {lane.worker}", lane)
-            happened += [{**entry, "pid": process} for entry in _of_a_worker(parts[lane.worker], lane)]
+            happened += [{**entry, "pid": process} for entry in _of_a_worker(logs[lane.worker], lane)]
     yield from names
     yield from sorted(happened, key=lambda entry: (entry["ts"], -entry.get("dur", 0)))
 
@@ -67,23 +67,23 @@ def _meta(process: int, track: int, name: str, args: Mapping[str, str | int]) ->
     return {"ph": "M", "pid": process, "tid": track, "ts": 0, "name": name, "args": args}
 
 
-def _of_a_worker(part: Part, lane: Lane) -> Iterator[Entry]:
-    yield from _steps(part, lane)
+def _of_a_worker(log: EventLog, lane: Lane) -> Iterator[Entry]:
+    yield from _steps(log, lane)
     for wait in lane.waits:
         yield _span("waiting", _WAITING, wait, {})
     for (r, span), row in zip(lane.flights, lane.rows, strict=True):
         yield _span(f"fragment {r.fragment}, step {r.step}", _ROUNDS + row, span, _round(r))
-    for step in part.steps:
+    for step in log.steps:
         yield from _counters(step, lane)
-    yield from _moments(part, lane)
+    yield from _moments(log, lane)
 
 
 # ---------------------------------------------------------------------- what happened
 
 
-def _steps(part: Part, lane: Lane) -> Iterator[Entry]:
-    """A span from one event to the next: all that was done between, evaluations and waiting included."""
-    known = [step for step in part.steps if math.isfinite(step.seconds)]
+def _steps(log: EventLog, lane: Lane) -> Iterator[Entry]:
+    """Yields a span from each step event to the next, evaluations and waiting included."""
+    known = [step for step in log.steps if math.isfinite(step.seconds)]
     before = [(0, 0.0, 0.0), *((step.step, step.seconds, _entry(step.wait_s, lane.worker) or 0.0) for step in known)]
     for step, (made, since_s, waited_s), (_, until_s, waits_s) in zip(known, before, before[1:], strict=False):
         span = Span(lane.begin_s + since_s, lane.begin_s + max(until_s, since_s))
@@ -139,15 +139,15 @@ def _evaluated(event: Eval) -> dict[str, Any]:
     return {"step": event.step, "held-out loss": event.loss, **of}
 
 
-def _moments(part: Part, lane: Lane) -> Iterator[Entry]:
-    """Evaluations, faults and checkpoints; a fault is told at the end of its step's report."""
-    reports = [(0, 0.0), *((step.step, step.seconds) for step in part.steps)]
+def _moments(log: EventLog, lane: Lane) -> Iterator[Entry]:
+    """Yields evaluations, checkpoints and faults; a fault is placed at the step event that follows it."""
+    reports = [(0, 0.0), *((step.step, step.seconds) for step in log.steps)]
     found: list[tuple[str, float, Mapping[str, Any]]] = []
-    if lane.worker == part.workers[0]:
-        found += [("evaluation", e.seconds, _evaluated(e)) for e in part.evals]
-        found += [("saved", e.seconds, {"step": e.step}) for e in part.saves]
-        found += [("resumed", e.seconds, {"step": e.step}) for e in part.resumes]
-    for fault in part.faults:
+    if lane.worker == log.workers[0]:
+        found += [("evaluation", e.seconds, _evaluated(e)) for e in log.evals]
+        found += [("saved", e.seconds, {"step": e.step}) for e in log.saves]
+        found += [("resumed", e.seconds, {"step": e.step}) for e in log.resumes]
+    for fault in log.faults:
         if fault.worker == lane.worker:
             at_s = next((after for (a, _), (b, after) in pairwise(reports) if a < fault.step <= b), reports[-1][1])
             found.append(("fault", at_s, {"step": fault.step, "what": fault.what}))
@@ -175,6 +175,6 @@ def _entry(values: Sequence[float | None], worker: int) -> float | None:
 
 
 def _finite(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what JSON has no number for."""
+    """Returns the arguments that JSON can hold: without None, NaN and infinity."""
     items: Iterable[tuple[str, Any]] = args.items()
     return {name: v for name, v in items if v is not None and not (isinstance(v, float) and not math.isfinite(v))}

@@ -1,8 +1,8 @@
-"""What happens in a run, as typed events, and the file that they are kept in.
+"""Defines the events of a run, and writes and reads metrics.jsonl.
 
-It holds one JSON object a line, {"event": "step", ...fields}. What a reader may rely on: a number that
-is not finite is null; a line counts once its newline is there; fields that it does not know were added by a newer
-atoll and are passed over; anything else that does not fit is damage, never guessed at.
+The file holds one JSON object a line, {"event": "step", ...fields}. A number that is not finite is null. A line counts
+once its newline is there. Fields that a reader does not know were added by a newer atoll and are ignored; anything else
+that does not fit is damage, and an error.
 """
 
 import json
@@ -28,7 +28,7 @@ Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is Non
 Outcome = Literal["finished", "interrupted"]
 
 MOST_LINE: Final = 2**24
-"""Bytes of a line, which is read whole: room for the numbers of thousands of workers."""
+"""Largest line in bytes: room for the numbers of thousands of workers."""
 
 
 # ---- the events; a list that is "per worker" is in worker order, and has None or 0 for workers of other processes
@@ -36,7 +36,7 @@ MOST_LINE: Final = 2**24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A run begins: what it is."""
+    """Opens a run and describes it."""
 
     tag: ClassVar[str] = "start"
 
@@ -47,55 +47,55 @@ class Start:
     """Inner steps of the whole run."""
     parameters: int
     tokens_per_step: int
-    """Of one worker."""
+    """Tokens of one worker in one inner step."""
     period: int
     delay: list[int]
-    """Inner steps, per worker."""
+    """Inner steps from send to apply, per worker."""
     codec: str
     fragments: list[int]
     """Values per fragment."""
     payload_bytes: list[int]
-    """Per fragment, of one worker and one round."""
+    """Bytes of one payload, per fragment."""
     vocabulary: int
     device: str
     threads: int
     weights: list[Number]
-    """Per worker, in every mean."""
+    """Weight in every mean, per worker."""
     worker: int | None = None
-    """The one that this process trains; None: all of them."""
+    """The worker that this process trains; None: all of them."""
     began: Number = 0.0
     """Unix time of the run's first start, seconds; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Some inner steps were made; bytes and waits are totals per worker since the run's start."""
+    """Reports some inner steps; bytes and waits are totals per worker since the run's start."""
 
     tag: ClassVar[str] = "step"
 
     step: int
     tokens: int
-    """Of all workers, since the run's start."""
+    """Trained on by all workers since the run's start."""
     seconds: Number
-    """Since the run's start, over resumes."""
+    """Seconds since the run's start, over resumes."""
     step_s: Number
     """Mean seconds of compute of one inner step of one worker since the last of these events."""
     loss: list[float | None]
     """Nats per token, per worker; None: did not train, or not finite."""
     lr: Number
     grad_norm: list[float | None]
-    """Per worker, before clipping."""
+    """Norm of the gradient before clipping, per worker."""
     tokens_per_s: Number
-    """Of all workers together."""
+    """Tokens a second of all workers together."""
     bytes_sent: list[int]
-    """Payloads, each counted once."""
+    """Bytes of payloads, each counted once."""
     bytes_received: list[int]
     wait_s: list[Number]
-    """Exposed: for how long a worker did nothing but wait for rounds; those of one process wait together."""
+    """Exposed wait: seconds in which a worker only waited for rounds; workers of one process wait together."""
     participants: int
     """Workers that trained."""
     hidden_s: list[Number] = field(default_factory=list)
-    """For how long rounds travelled while the worker trained, summed over rounds."""
+    """Seconds in which rounds travelled while the worker trained, summed over rounds."""
     wire_sent: list[int] = field(default_factory=list)
     """Bytes put on the wire, headers included; inside one process 0, or what an emulated line carries."""
     wire_received: list[int] = field(default_factory=list)
@@ -103,12 +103,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """A round reached the anchor."""
+    """Reports a round that was applied to the anchor."""
 
     tag: ClassVar[str] = "round"
 
     step: int
-    """After which it was sent."""
+    """The step after which it was sent."""
     fragment: int
     applied: int
     """The step after which it was applied."""
@@ -117,17 +117,17 @@ class Round:
     expected: int
     """Workers that were to send one."""
     norm: Number
-    """Euclidean, of the mean delta."""
+    """Euclidean norm of the mean delta."""
     cosine: float | None
     """Mean cosine similarity over pairs of the members' deltas; None where there is no pair."""
     bytes: int
-    """Payload of one worker."""
+    """Bytes of one worker's payload."""
     worker: int = 0
-    """Who saw it so, of all that follows."""
+    """The worker that measured the fields below."""
     opened_s: Number = math.nan
     """When it was sent, seconds since the run's start, by the clock of Step.seconds; NaN: not measured."""
     done_s: Number = math.nan
-    """When the last of it was there."""
+    """When its last payload had arrived."""
     waited_s: Number = 0.0
     hidden_s: Number = 0.0
     wire_sent: int = 0
@@ -136,7 +136,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eval:
-    """The outer parameters were evaluated on held-out text."""
+    """Reports the loss of the outer parameters on held-out text."""
 
     tag: ClassVar[str] = "eval"
 
@@ -148,17 +148,17 @@ class Eval:
     best: bool
     """Whether it is the lowest so far."""
     anchor_step: int | None = None
-    """The step that the outer parameters stood for: between two rounds, an earlier one. None: unknown (older files)."""
+    """The step of the outer parameters: between two rounds, an earlier one. None: unknown (older files)."""
 
     @property
     def is_behind(self) -> bool:
-        """Whether the outer parameters stood for an earlier step than that of the evaluation."""
+        """Whether the outer parameters are of an earlier step than that of the evaluation."""
         return self.anchor_step is not None and self.anchor_step < self.step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Something went wrong with one worker, and the run goes on."""
+    """Reports a failure of one worker that does not end the run."""
 
     tag: ClassVar[str] = "fault"
 
@@ -169,7 +169,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A checkpoint is on disk; seconds since the run's start."""
+    """Reports a checkpoint on disk; seconds since the run's start."""
 
     tag: ClassVar[str] = "saved"
 
@@ -179,7 +179,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """The run goes on from a checkpoint; seconds since the run's start, the time between the two not counted."""
+    """Reports that the run continues from a checkpoint; seconds trained since the run's start."""
 
     tag: ClassVar[str] = "resumed"
 
@@ -189,7 +189,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """The run is over, or was interrupted and can be resumed; totals since its start, as in Step."""
+    """Closes a run that has finished, or was interrupted and can be resumed; totals as in Step."""
 
     tag: ClassVar[str] = "end"
 
@@ -210,7 +210,7 @@ class End:
 
 
 def utilisation(waited_s: float, seconds: float) -> float | None:
-    """The share of a worker's time, 0 to 1, in which it did not wait for rounds; None before any time has passed."""
+    """Returns the share of a worker's time, 0 to 1, without waits; None before any time has passed."""
     return min(1.0, max(0.0, 1 - waited_s / seconds)) if seconds > 0 and math.isfinite(waited_s) else None
 
 
@@ -218,24 +218,25 @@ Event = Start | Step | Round | Eval | Fault | Saved | Resumed | End
 
 
 class Sink(Protocol):
-    """Whatever takes events."""
+    """Takes events."""
 
     def write(self, event: Event) -> None:
         """Take one event."""
 
     def close(self) -> None:
-        """Bring what was taken to its end; harmless when repeated."""
+        """Write or send what is left; harmless when repeated."""
 
 
 # ---- JSONL
 
 
 class Jsonl:
-    """Events as lines of a file, each visible to readers at once.
+    """Writes events as lines of a file, each visible to readers at once.
 
-    `at` None begins a new file in place of any that is there. A number continues one: what comes after that many
-    bytes is cut off. Where less than that is there, it goes on after the last whole line, and `missing` says how many
-    bytes are gone.
+    Args:
+        path: the file.
+        at: None begins a new file in place of an old one. A number of bytes continues the file there: the rest is cut
+            off. If the file is shorter, it continues after the last whole line, and `missing` holds the bytes lost.
     """
 
     def __init__(self, path: str | Path, at: int | None = None) -> None:
@@ -248,7 +249,7 @@ class Jsonl:
             self.missing = (at or 0) - whole
 
     def write(self, event: Event) -> None:
-        """Append an event; on failure, the file ends in a whole line as before."""
+        """Appends an event; after a failure the file ends in a whole line as before."""
         with writing(self.path):
             before = os.fstat(self._file.fileno()).st_size
             try:
@@ -261,19 +262,19 @@ class Jsonl:
                 raise
 
     def position(self) -> int:
-        """Wait until all is on disk, and return the length in bytes: what `at` wants after a crash."""
+        """Waits until all events are on disk, and returns the length in bytes, to be given as `at` after a crash."""
         with writing(self.path):
             os.fsync(self._file.fileno())
             return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         with writing(self.path):
             self._file.close()
 
 
 def read(path: str | Path) -> list[Event]:
-    """All events of a file; a torn last line is passed over, any other damage is a DataError with file and line."""
+    """Returns all events of a file without a torn last line; other damage is a DataError with file and line."""
     path = Path(path)
     try:
         with open_plain(path) as file:
@@ -288,10 +289,10 @@ class Tail:
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self._offset = self._lines = 0
-        self._last = b""  # what comes right before the offset: a file cut and grown past it would go unnoticed
+        self._last = b""  # the bytes before the offset, to notice a file that was cut and has grown past it
 
     def new(self) -> list[Event]:
-        """The events since the last call: none while there is no file, all again once it was cut and rewritten."""
+        """Returns the events since the last call: none without a file, all again after it was cut and rewritten."""
         try:
             with open_plain(self._path) as file:
                 file.seek(self._offset - len(self._last))
@@ -325,14 +326,14 @@ class Tail:
 
 
 def _line(event: Event) -> bytes:
-    """An event as one line of JSON."""
+    """Returns an event as one line of JSON."""
     fields = {"event": event.tag, **{name: _finite(value) for name, value in asdict(event).items()}}
     text = json.dumps(fields, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return text.encode(errors="replace") + b"\n"
 
 
 def _finite(value: Any) -> Any:
-    """`value`, with None for every float that JSON has no number for."""
+    """Returns the value with None for every float that is not finite."""
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -340,7 +341,7 @@ def _finite(value: Any) -> Any:
 
 @cache
 def _parser() -> TypeAdapter[Event]:
-    """Checks a line against the event that it says it is."""
+    """Returns the validator of a line, by its event."""
     kinds: Any = reduce(or_, (Annotated[kind, Tag(kind.tag)] for kind in get_args(Event)))
     says = Discriminator(lambda line: line.get("event") if isinstance(line, dict) else None)
     return TypeAdapter(Annotated[kinds, says])
@@ -350,7 +351,7 @@ _LONG_NUMBER = re.compile(rb"[:,\[]\s*-?[0-9]{30}")
 
 
 def _events(path: Path, lines: Iterator[bytes], after: int = 0) -> list[Event]:
-    """The events in the whole ones of these lines, which come after that many other lines of the file."""
+    """Returns the events of the whole lines among these, which follow `after` other lines of the file."""
     found: list[Event] = []
     for number, line in enumerate(lines, after + 1):
         if not line.endswith(b"\n"):
@@ -366,7 +367,7 @@ def _events(path: Path, lines: Iterator[bytes], after: int = 0) -> list[Event]:
 
 
 def _complaint(error: Mapping[str, Any]) -> str:
-    """What is wrong with a line, in words of the file."""
+    """Says what is wrong with a line, by the names of the file."""
     match error["type"]:
         case "json_invalid":
             return "it is not JSON"
@@ -379,7 +380,7 @@ def _complaint(error: Mapping[str, Any]) -> str:
 
 
 def _length_of_whole_lines(file: IO[bytes], limit: int) -> int:
-    """How many of the file's first `limit` bytes are whole lines."""
+    """Returns how many of the file's first `limit` bytes are whole lines."""
     end = min(limit, os.fstat(file.fileno()).st_size)
     while end > 0:
         begin = max(0, end - 65536)

@@ -1,4 +1,4 @@
-"""Where the events of a run go besides their file: TensorBoard, W&B and trackio, when asked."""
+"""Sends the events of a run to TensorBoard, W&B and trackio."""
 
 import importlib
 import math
@@ -16,27 +16,27 @@ from atoll.runs.events import Eval, Event, Round, Sink, Step, utilisation
 
 
 class Metrics:
-    """Several sinks as one."""
+    """Passes events to several sinks."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = tuple(sinks)
 
     def write(self, event: Event) -> None:
-        """Hand an event to every sink, in order."""
+        """Passes an event to every sink, in order."""
         for sink in self._sinks:
             sink.write(event)
 
     def close(self) -> None:
-        """Close every sink, also when one of them fails to."""
+        """Closes every sink, even if one of them fails."""
         with ExitStack() as stack:
             for sink in reversed(self._sinks):
                 stack.callback(sink.close)
 
 
 def scalars(event: Event) -> tuple[int, dict[str, float]]:
-    """An event as curves: where on the x axis, in inner steps, and name -> value; names as "group/curve".
+    """Returns the inner step of an event and its values by name, as "group/curve".
 
-    A round counts where it was applied: the order in which events are written, and what a checkpoint has seen.
+    A round counts at the step where it was applied: in that order events are written, and checkpoints include them.
     """
     match event:
         case Step():
@@ -66,7 +66,7 @@ def scalars(event: Event) -> tuple[int, dict[str, float]]:
 
 
 def _curves_of_workers(step: Step) -> dict[str, float | None]:
-    """One curve per worker and their mean; those of whom nothing is known train in other processes."""
+    """Returns one curve per worker and their mean, without the workers of other processes."""
     measured: dict[str, Sequence[float | None]] = {
         name: getattr(step, name) for name in ("loss", "grad_norm", "bytes_sent", "bytes_received", "wait_s")
     }
@@ -83,7 +83,7 @@ def _curves_of_workers(step: Step) -> dict[str, float | None]:
 
 
 class TensorBoard:
-    """Curves in `folder`, for `tensorboard --logdir`; on resume, those after `resume_step` are taken back."""
+    """Writes curves to a folder for `tensorboard --logdir`; a resume removes those after `resume_step`."""
 
     def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
         self._folder = Path(folder)
@@ -95,20 +95,20 @@ class TensorBoard:
             self._writer = SummaryWriter(str(folder), purge_step=purge, flush_secs=10)
 
     def write(self, event: Event) -> None:
-        """Draw an event."""
+        """Writes the curves of an event."""
         where, curves = scalars(event)
         with writing(self._folder):
             for name, value in curves.items():
                 self._writer.add_scalar(name, value, where)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Writes what is left."""
         with writing(self._folder):
             self._writer.close()
 
 
 class WandB:
-    """Curves and config in a W&B project. The run's id is kept under `folder`, so that a resume finds it again."""
+    """Sends curves and config to a W&B project; keeps the run's id under `folder`, so that a resume continues it."""
 
     def __init__(self, project: str, name: str, config: Mapping[str, Any], folder: str | Path) -> None:
         wandb = _package("wandb", f"log.wandb = {project!r}")
@@ -129,24 +129,24 @@ class WandB:
         self._first = self._at = self._run.starting_step or 0
 
     def write(self, event: Event) -> None:
-        """Draw an event; what a resumed run repeats is there already and is passed over."""
+        """Sends the curves of an event, except what a resumed run repeats."""
         where, curves = scalars(event)
         if curves and where >= self._first:
             self._at = max(self._at, where)  # W&B ignores steps that go back
-            with self._outliving():
+            with self._survived():
                 if self._run is not None:
                     self._run.log(curves, step=self._at)
 
     def close(self) -> None:
-        """Send what is left."""
-        with self._outliving():
+        """Sends what is left."""
+        with self._survived():
             if self._run is not None:
                 self._run.finish()
         self._run = None
 
     @contextmanager
-    def _outliving(self) -> Iterator[None]:
-        """Warn of a logger that has died, and go on without: it is no reason to stop a run."""
+    def _survived(self) -> Iterator[None]:
+        """Warns of a W&B that has failed and sends nothing more: training continues without it."""
         try:
             yield
         except Exception as fault:
@@ -155,7 +155,7 @@ class WandB:
 
 
 class Trackio:
-    """Curves and config in a trackio project; `resume` adds to the newest run of that name instead of a new one."""
+    """Writes curves and config to a trackio project; `resume` continues the newest run of that name."""
 
     def __init__(self, project: str, name: str, config: Mapping[str, Any], *, resume: bool = False) -> None:
         trackio = _package("trackio", f"log.trackio = {project!r}")
@@ -168,18 +168,18 @@ class Trackio:
             raise ConfigError(f"{problem} ({_first_line(fault)})") from fault
 
     def write(self, event: Event) -> None:
-        """Draw an event."""
+        """Writes the curves of an event."""
         where, curves = scalars(event)
         if curves:
             self._run.log(curves, step=where)
 
     def close(self) -> None:
-        """Store what is left."""
+        """Writes what is left."""
         self._run.finish()
 
 
 def _package(name: str, setting: str) -> ModuleType:
-    """An optional package, or how to get it."""
+    """Imports an optional package; ConfigError says how to install it."""
     try:
         return importlib.import_module(name)
     except ImportError as fault:
@@ -188,7 +188,7 @@ def _package(name: str, setting: str) -> ModuleType:
 
 
 def _kept_id(path: Path) -> str:
-    """The id in a file, made up the first time."""
+    """Returns the id in a file, which the first call writes."""
     with writing(path):
         if not path.exists():
             write_atomically(path, secrets.token_hex(8).encode())

@@ -1,7 +1,7 @@
-"""A run file as one frozen, checked value: what a run is, before anything of it exists.
+"""Makes a run file one frozen, checked value.
 
-`load` reads a file and `parse` a text or a table; both check everything and report all problems at once, each as one
-line that begins with its key. Torch is only imported to make a `Sync` or `Faults`, so that checking a file is quick.
+`load` reads a file and `parse` a text or a table; both check everything once, and report all problems together, each as
+one line that begins with its key. Torch is only imported where a preset is needed, so that checking a file is quick.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,23 +9,13 @@ from dataclasses import fields, replace
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from atoll.errors import ConfigError
 from atoll.settings import toml as runfile
-from atoll.settings.conflicts import (
-    METHOD_CODECS,
-    Conflict,
-    data_conflicts,
-    fault_conflicts,
-    given_faults,
-    link_conflicts,
-    model_conflicts,
-    sync_conflicts,
-    train_conflicts,
-)
+from atoll.settings.conflicts import Conflict, conflicts, given_faults
 from atoll.settings.model_presets import ModelConfig, preset
 from atoll.settings.sections import (
     DataSection,
@@ -65,7 +55,7 @@ class _ConflictError(ValueError):
 
 
 class RunConfig(Section):
-    """Everything that decides what a run does; made by `load`, `parse` or `changed`."""
+    """Holds everything that decides what a run does; made by `load`, `parse` or `changed`."""
 
     name: Name = Field(default="run", examples=["run"])
     """Folder of the run, under out; left out: the name of this file, without .toml."""
@@ -78,7 +68,7 @@ class RunConfig(Section):
     threads: Threads | None = Field(default=None, examples=[2])
     """CPU threads of torch; left out: torch's own choice."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of activations; auto: bf16 on a GPU, fp32 on a CPU."""
+    """Number format of activations; auto: bf16 on a GPU, fp32 on a CPU."""
     compile: Literal["auto"] | bool = "auto"
     """Use torch.compile; auto (on a GPU), true or false."""
     model: ModelSection = ModelSection()
@@ -91,38 +81,30 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
-        conflicts = chain(
-            model_conflicts(self.model, self.data, self.train),
-            data_conflicts(self.data, self.sync),
-            train_conflicts(self.train),
-            sync_conflicts(self.sync),
-            fault_conflicts(self.faults, self.sync),
-            link_conflicts(self.link, self.sync, self.faults),
-        )
-        if found := list(conflicts):
+        if found := list(conflicts(self)):
             raise _ConflictError(found)
         return self
 
     # ------------------------------------------------------------------ as text, and with changes
 
     def to_toml(self) -> str:
-        """A run file with every setting that is not left out; `parse` gives the same value back."""
+        """Returns a run file with every setting that is not left out; `parse` gives the same value back."""
         return runfile.dump(self._table())
 
     def changed(self, **changes: Any) -> "RunConfig":
-        """With other values by dotted key, checked again: `run.changed(**{"train.steps": 5})`; None leaves one out."""
+        """Returns a checked copy with other values, like `changed(**{"train.steps": 5})`; None leaves a setting out."""
         overrides = [runfile.Override(key, value) for key, value in changes.items()]
         return _checked(runfile.overridden(self._table(), overrides), "changed settings")
 
     def _table(self) -> runfile.Table:
         return self.model_dump(mode="json", exclude_none=True)
 
-    # ------------------------------------------------------------------ as the library's own values
+    # ------------------------------------------------------------------ as the library's values
 
     def shape(self, vocabulary: int) -> ModelConfig:
-        """The decoder's shape, for a tokenizer with this many tokens; not for a Hugging Face model."""
+        """Returns the shape of the decoder for a tokenizer of this size; ConfigError for a Hugging Face model."""
         if self.model.preset is None:
-            raise ConfigError(f'model.hf: "{self.model.hf}" has a shape of its own')
+            raise ConfigError(f'model.hf: "{self.model.hf}" has its own shape')
         if self.model.vocabulary is not None and self.model.vocabulary < vocabulary:
             raise ConfigError(
                 f"model.vocabulary: must be at least the tokenizer's ({vocabulary}), got {self.model.vocabulary}: "
@@ -133,35 +115,31 @@ class RunConfig(Section):
         return preset(self.model.preset, **{"vocabulary": vocabulary} | changes)
 
     def synchronisation(self) -> "Sync | Gradients | None":
-        """What the workers exchange; None if there is one, by itself."""
+        """Returns the preset of the method with what [sync] changes of it; None for one worker by itself."""
         from atoll.core.codec import Codec
         from atoll.core.outer import Blend
-        from atoll.outer import presets
+        from atoll.outer.presets import Gradients
 
-        settings = self.sync
-        if settings.method == "none":
+        given, preset = self.sync, self.sync.preset()
+        if preset is None:
             return None
-        codec = Codec(settings.codec or METHOD_CODECS[settings.method], settings.stochastic, settings.feedback)
-        if settings.method == "data-parallel":
-            return presets.DataParallel(codec=codec)
-        methods = {
-            "diloco": presets.DiLoCo,
-            "streaming": presets.Streaming,
-            "eager": presets.Eager,
-            "delayed": presets.Delayed,
-        }
-        sync = methods[settings.method](period=settings.period, codec=codec, outer=self.outer_optimizer())
-        changes: dict[str, Any] = {}
-        if settings.fragments is not None:
-            changes["fragments"] = _fragments_of(settings.fragments)
-        if settings.delay is not None:
-            changes["delay"] = settings.delay
-        if settings.alpha is not None:
-            changes["merge"] = Blend(settings.alpha)
-        return replace(sync, **changes)
+        codec = Codec(given.codec or preset.codec.format, given.stochastic, given.feedback)
+        if isinstance(preset, Gradients):
+            return replace(preset, codec=codec)
+        follows = preset.delay == preset.period  # Eager and Delayed: a round is applied one period late
+        delay = given.used_period if follows else preset.delay
+        return replace(
+            preset,
+            period=given.used_period,
+            fragments=preset.fragments if given.fragments is None else _fragments_of(given.fragments),
+            delay=delay if given.delay is None else given.delay,
+            codec=codec,
+            merge=preset.merge if given.alpha is None else Blend(given.alpha),
+            outer=self.outer_optimizer(),
+        )
 
     def outer_optimizer(self) -> "OuterOptimizer":
-        """What moves the anchors of a method that has some."""
+        """Returns the optimizer that moves the anchors: the preset's with what [sync] changes of it."""
         from atoll.core.outer import SGD, Adam, Momentum, Nesterov
 
         sync = self.sync
@@ -173,21 +151,17 @@ class RunConfig(Section):
             "eps": sync.outer_eps,
         }
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        defaults: dict[str, OuterOptimizer] = {
-            "nesterov": Nesterov.for_workers(sync.workers),
-            "momentum": Momentum(),
-            "sgd": SGD(),
-            "adam": Adam(),
-        }
-        return replace(defaults[sync.outer], **changes)
+        nesterov = getattr(sync.preset(), "outer", Nesterov())
+        defaults = {"nesterov": nesterov, "momentum": Momentum(), "sgd": SGD(), "adam": Adam()}
+        return cast("OuterOptimizer", replace(defaults[sync.outer], **changes))
 
     def unplanned(self) -> tuple[str, ...]:
-        """Settings, by dotted key, that make things go wrong on purpose: no forecast has them in its figures."""
+        """Returns the settings, by dotted key, that make things fail on purpose and that no plan counts."""
         lines = (f"link.{name}" for name in ("jitter_s", "loss", "outages") if getattr(self.link, name))
         return (*lines, *(f"faults.{name}" for name in given_faults(self.faults)))
 
     def faults_of_link(self) -> "Faults":
-        """What goes wrong on the link; a compute schedule becomes absences and needs train.steps."""
+        """Returns the faults of the link; a compute schedule becomes absences and needs train.steps."""
         from atoll.link.local import Absence, Faults
 
         explicit = [Absence(worker=a.worker, first=a.first, last=a.last) for a in self.faults.absences]
@@ -199,7 +173,7 @@ class RunConfig(Section):
         )
 
     def _scheduled_absences(self) -> Iterator["Absence"]:
-        """Worker w is there while w < the number that the schedule asks for.
+        """Yields the absences of a compute schedule: worker w trains while w < the scheduled number of workers.
 
         Every number has an equal stretch of the run, and stretches end on multiples of the period, so that a joiner
         starts with a whole one; a run of few periods follows its schedule only roughly.
@@ -216,15 +190,15 @@ class RunConfig(Section):
             stretches = sum((count > worker) == leaves for count in counts)  # until it leaves or joins
             if stretches == len(counts):
                 continue
-            periods = round(Fraction(stretches * self.train.steps, len(counts) * self.sync.period))
+            periods = round(Fraction(stretches * self.train.steps, len(counts) * self.sync.used_period))
             if leaves:
-                yield Absence(worker=worker, first=periods * self.sync.period + 1)
+                yield Absence(worker=worker, first=periods * self.sync.used_period + 1)
             elif periods:
-                yield Absence(worker=worker, last=periods * self.sync.period)
+                yield Absence(worker=worker, last=periods * self.sync.used_period)
 
 
 def _counts(compute: str, workers: int) -> Sequence[int]:
-    """Workers at a time, stretch by stretch, as in the DiLoCo paper."""
+    """Returns the number of workers in each stretch of a run, as in the DiLoCo paper."""
     half = max(1, workers // 2)
     return {
         "constant": [workers],
@@ -254,9 +228,14 @@ def _fragments_of(text: str) -> "FragmentPolicy":
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run that a file describes, with overrides like "sync.period=50"; ConfigError lists all that is wrong.
+    """Reads a run file; a run without a name gets that of the file.
 
-    A run that the file gives no name has that of the file.
+    Args:
+        path: the run file.
+        overrides: settings like "sync.period=50" that replace those of the file.
+
+    Raises:
+        ConfigError: lists everything that is wrong with the file.
     """
     path = Path(path)
     table = runfile.parse_toml(runfile.read(path), str(path))
@@ -266,7 +245,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def name_of(path: Path) -> str:
-    """What a run is called by its file: run.toml is "run", and so is what would not do for a name."""
+    """Returns the name of a run by its file: that of the file without .toml, or "run" if it is no name."""
     try:
         return TypeAdapter[str](Name).validate_python(path.stem)
     except ValidationError:
@@ -274,31 +253,31 @@ def name_of(path: Path) -> str:
 
 
 def parse(source: str | Mapping[str, Any], overrides: Sequence[str] = (), where: str = "run.toml") -> RunConfig:
-    """The run that a TOML text or a table describes; `where` is what errors call it."""
+    """Checks a TOML text or a table and returns its run; `where` is the name of the source in errors."""
     given = [runfile.Override.parse(text) for text in overrides]
     table = runfile.parse_toml(source, where) if isinstance(source, str) else source
     return _checked(runfile.overridden(table, given), where, overrides)
 
 
 def _checked(table: runfile.Table, where: str, overrides: Sequence[str] = ()) -> RunConfig:
-    if lines := problems(table):
-        raise runfile.refusal(blaming(where, lines, overrides), lines)
-    return RunConfig.model_validate(table)
+    run = validated(table)
+    if isinstance(run, RunConfig):
+        return run
+    raise runfile.refusal(blamed(where, run, overrides), run)
 
 
-def blaming(where: str, lines: Sequence[str], overrides: Sequence[str]) -> str:
-    """The name of a file, with the overrides that some of its problems are about."""
+def blamed(where: str, problems: Sequence[str], overrides: Sequence[str]) -> str:
+    """Returns the name of a file, followed by the overrides that some of its problems are about."""
     starts = {text: tuple(text.partition("=")[0].strip() + end for end in ":.[") for text in overrides}
-    if blamed := [text for text, start in starts.items() if any(line.startswith(start) for line in lines)]:
-        return f"{where} with {runfile.shortened(', '.join(blamed))}"
+    if found := [text for text, start in starts.items() if any(line.startswith(start) for line in problems)]:
+        return f"{where} with {runfile.shortened(', '.join(found))}"
     return where
 
 
-def problems(table: runfile.Table) -> list[str]:
-    """Every wrong setting, then what the right ones cannot be together, a line each; none if it is a run."""
+def validated(table: runfile.Table) -> RunConfig | list[str]:
+    """Returns the run of a table, or a line for every wrong setting and every conflict between right ones."""
     try:
-        RunConfig.model_validate(table)
-        return []
+        return RunConfig.model_validate(table)
     except ValidationError as error:
         errors = error.errors(include_url=False)
     wrong = runfile.problems((e for e in errors if e["loc"]), RunConfig, table)
@@ -317,19 +296,19 @@ def problems(table: runfile.Table) -> list[str]:
 
 
 def template() -> str:
-    """A run file with every setting, its default and what it is for."""
+    """Returns a run file with every setting, its default and what it is for."""
     return runfile.template(RunConfig, _TITLE)
 
 
 def differences(configs: Mapping[str, RunConfig]) -> list[tuple[str, list[Any]]]:
-    """Settings in which runs differ, with one value per run, in the order given; their names aside."""
+    """Returns the settings in which runs differ, name aside, with one value per run in the order given."""
     flat = [settings_of(config) for config in configs.values()]
     rows = [(key, [values[key] for values in flat]) for key in (flat[0] if flat else ())]
     return [(key, values) for key, values in rows if key != "name" and any(v != values[0] for v in values)]
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """Every setting by its dotted key."""
+    """Returns every setting by its dotted key."""
     flat: dict[str, Any] = {}
     for name, value in config.model_dump().items():
         if runfile.section(RunConfig, name):

@@ -1,24 +1,15 @@
-"""What settings must not be together, and why: checked before anything is read, built or written.
-
-Each function looks at values that are right on their own and yields what cannot work between them.
-"""
+"""Finds settings that are right on their own and cannot be together, before anything is read, built or written."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from atoll.settings.model_presets import PRESETS
-from atoll.settings.sections import (
-    LEAST_BPE_VOCABULARY,
-    DataSection,
-    FaultSection,
-    LinkSection,
-    ModelSection,
-    SyncSection,
-    TrainSection,
-)
+from atoll.settings.sections import LEAST_BPE_VOCABULARY, FaultSection, ModelSection, SyncSection
 
-METHOD_CODECS = {"data-parallel": "fp32", "diloco": "fp32", "streaming": "e3m0", "eager": "e3m0", "delayed": "e3m0"}
-"""How each method sends unless told otherwise."""
+if TYPE_CHECKING:
+    from atoll.outer.presets import Sync
+    from atoll.settings.config import RunConfig
+
 _ALONE, _AT_ONCE = "nothing is exchanged", "gradients are exchanged whole, on every step, and used at once"
 _LATE = "a round is applied one period after it was sent, by definition"
 _USELESS = {
@@ -27,23 +18,33 @@ _USELESS = {
     "eager": {"delay": _LATE, "alpha": "its merge adds a worker's own delta, and blends nothing"},
     "delayed": {"delay": _LATE},
 }
-"""Method -> settings it has no use for, and why."""
+"""Settings that a method has no use for, and why."""
 
 
 class Conflict(NamedTuple):
-    """Settings that cannot be together."""
+    """Names settings that cannot be together."""
 
     keys: tuple[str, ...]
-    """All it depends on, the one to name first: if one of them is wrong by itself, there is nothing to say."""
+    """All settings that it depends on, the one to name first; if one is wrong by itself, there is no conflict."""
     why: str
 
 
-def model_conflicts(model: ModelSection, data: DataSection, train: TrainSection) -> Iterator[Conflict]:
-    """Two models at once, a vocabulary too small for its tokens, sequences too long for the model."""
-    shape = [name for name in ModelSection.model_fields if name not in ("hf", "hf_weights", "vocabulary")]
+def conflicts(run: "RunConfig") -> Iterator[Conflict]:
+    """Yields every conflict between the settings of a run."""
+    yield from _model_conflicts(run)
+    yield from _data_conflicts(run)
+    yield from _train_conflicts(run)
+    yield from _sync_conflicts(run.sync)
+    yield from _fault_conflicts(run)
+    yield from _link_conflicts(run)
+
+
+def _model_conflicts(run: "RunConfig") -> Iterator[Conflict]:
+    model, data, train = run.model, run.data, run.train
     if model.hf is not None:
-        if given := [f"model.{name}" for name in (*shape, "vocabulary") if getattr(model, name) is not None]:
-            why = f"it brings a shape of its own, so leave out {', '.join(given)}; or leave out model.hf"
+        shape = [name for name in ModelSection.model_fields if name not in ("hf", "hf_weights")]
+        if given := [f"model.{name}" for name in shape if getattr(model, name) is not None]:
+            why = f"it brings its own shape, so leave out {', '.join(given)}; or leave out model.hf"
             yield Conflict(("model.hf", *given), why)
         return
     if not model.hf_weights:
@@ -60,18 +61,18 @@ def model_conflicts(model: ModelSection, data: DataSection, train: TrainSection)
         yield Conflict(("model.vocabulary", "data.tokenizer", "data.vocabulary", "model.hf"), why)
 
 
-def data_conflicts(data: DataSection, sync: SyncSection) -> Iterator[Conflict]:
-    """A vocabulary that nobody trains, groups for one worker."""
+def _data_conflicts(run: "RunConfig") -> Iterator[Conflict]:
+    data = run.data
     if data.vocabulary is not None and data.tokenizer != "bpe":
-        why = f'is for data.tokenizer = "bpe", got "{data.tokenizer}", which has a vocabulary of its own; leave it out'
+        why = f'is for data.tokenizer = "bpe", got "{data.tokenizer}", which brings its own vocabulary; leave it out'
         yield Conflict(("data.vocabulary", "data.tokenizer"), why)
-    if data.split == "clusters" and sync.workers == 1:
-        why = '"clusters" needs sync.workers of at least 2, got 1: each worker gets a group of its own'
+    if data.split == "clusters" and run.sync.workers == 1:
+        why = '"clusters" needs sync.workers of at least 2, got 1: each worker gets one group of documents'
         yield Conflict(("data.split", "sync.workers"), why)
 
 
-def train_conflicts(train: TrainSection) -> Iterator[Conflict]:
-    """Batches that do not come apart evenly, a warm-up that never ends."""
+def _train_conflicts(run: "RunConfig") -> Iterator[Conflict]:
+    train = run.train
     if train.batch % train.accumulate:
         why = f"must divide train.batch ({train.batch}), got {train.accumulate}: the parts of a batch are equally large"
         yield Conflict(("train.accumulate", "train.batch"), why)
@@ -80,8 +81,7 @@ def train_conflicts(train: TrainSection) -> Iterator[Conflict]:
         yield Conflict(("train.warmup", "train.steps"), why)
 
 
-def sync_conflicts(sync: SyncSection) -> Iterator[Conflict]:
-    """Settings of one method given to another."""
+def _sync_conflicts(sync: SyncSection) -> Iterator[Conflict]:
     method = sync.method
     if method == "none" and sync.workers != 1:
         why = f'"none" needs sync.workers = 1, got {sync.workers}: without exchange they would be {sync.workers} models'
@@ -100,9 +100,9 @@ def _delay_conflicts(sync: SyncSection) -> Iterator[Conflict]:
     if sync.method not in ("diloco", "streaming") or sync.delay is None:
         return
     delays = sync.delay if isinstance(sync.delay, tuple) else (sync.delay,)
-    if max(delays) > sync.period:
+    if max(delays) > sync.used_period:
         why = (
-            f"must be from 0 to sync.period ({sync.period}), got {max(delays)}: "
+            f"must be from 0 to sync.period ({sync.used_period}), got {max(delays)}: "
             "a round must be applied no later than the next one of its fragment is sent"
         )
         yield Conflict(("sync.delay", "sync.period", "sync.method"), why)
@@ -112,7 +112,9 @@ def _delay_conflicts(sync: SyncSection) -> Iterator[Conflict]:
 
 
 def _codec_conflicts(sync: SyncSection) -> Iterator[Conflict]:
-    codec, keys = sync.codec or METHOD_CODECS.get(sync.method), ("sync.codec", "sync.method")
+    if sync.method == "none" or not (sync.stochastic or sync.feedback):
+        return
+    codec, keys = sync.codec or cast("Sync", sync.preset()).codec.format, ("sync.codec", "sync.method")
     if sync.stochastic and codec in ("fp64", "fp32", "bf16", "fp16"):
         why = f"rounding is for 4 and 8 bits, and the codec is {codec}: turn it off or change sync.codec"
         yield Conflict(("sync.stochastic", *keys), why)
@@ -135,61 +137,54 @@ def _outer_conflicts(sync: SyncSection) -> Iterator[Conflict]:
             yield Conflict((f"sync.{name}", "sync.outer"), why)
 
 
-def fault_conflicts(faults: FaultSection, sync: SyncSection) -> Iterator[Conflict]:
-    """Faults of workers that are not there, or of a method that has no place for them."""
-    yield from _misplaced_faults(faults, sync)
-    highest, keys = sync.workers - 1, ("sync.workers",)
-    for number, absence in enumerate(faults.absences):
-        key = f"faults.absences[{number}]"
-        if absence.worker > highest:
-            why = f"names worker {absence.worker}; workers are 0 to {highest} (sync.workers = {sync.workers})"
-            yield Conflict((f"{key}.worker", "faults.absences", *keys), why)
-        if absence.last is not None and absence.last < absence.first:
-            why = f"must be at least first ({absence.first}), got {absence.last}: both belong to the absence"
-            yield Conflict((f"{key}.last", "faults.absences"), why)
-    if unknown := [worker for worker in faults.speeds if worker > highest]:
-        why = f"names worker {unknown[0]}; workers are 0 to {highest} (sync.workers = {sync.workers})"
-        yield Conflict(("faults.speeds", *keys), why)
-    for step in {absence.first for absence in faults.absences}:
-        away = {a.worker for a in faults.absences if a.first <= step and (a.last is None or step <= a.last)}
-        if len(away) >= sync.workers:
-            yield Conflict(("faults.absences", *keys), f"at inner step {step} all are away, and nobody would train")
-            break
-
-
 def given_faults(faults: FaultSection) -> list[str]:
-    """The faults that a run file asks for."""
-    asked = {"drop": faults.drop > 0, "compute": faults.compute != "constant", "absences": faults.absences}
-    return [name for name, given in (asked | {"speeds": faults.speeds}).items() if given]
+    """Returns the names of the faults that a run file asks for."""
+    asked = {"drop": faults.drop > 0, "compute": faults.compute != "constant"}
+    return [name for name, given in (asked | {"absences": faults.absences, "speeds": faults.speeds}).items() if given]
 
 
-def _misplaced_faults(faults: FaultSection, sync: SyncSection) -> Iterator[Conflict]:
-    away = {"compute": faults.compute != "constant", "absences": bool(faults.absences), "speeds": bool(faults.speeds)}
+def _fault_conflicts(run: "RunConfig") -> Iterator[Conflict]:
+    faults, sync = run.faults, run.sync
+    away = [name for name in given_faults(faults) if name != "drop"]
     refused = {
-        "none": ({"drop": faults.drop > 0} | away, "without exchange there is nobody to miss a fault"),
+        "none": (given_faults(faults), "without exchange no other worker could notice a fault"),
         "data-parallel": (away, "DataParallel has no anchor to come back to, and every step needs every worker"),
     }
-    for name, given in refused.get(sync.method, ({}, ""))[0].items():
-        if given:
-            why = f'cannot be set with sync.method = "{sync.method}": {refused[sync.method][1]}'
-            yield Conflict((f"faults.{name}", "sync.method"), why)
+    names, reason = refused.get(sync.method, ([], ""))
+    for name in names:
+        yield Conflict((f"faults.{name}", "sync.method"), f'cannot be set with sync.method = "{sync.method}": {reason}')
     if faults.compute != "constant" and sync.workers == 1:
         why = f'"{faults.compute}" needs sync.workers of at least 2, got 1: it changes how many take part'
         yield Conflict(("faults.compute", "sync.workers"), why)
+    highest, unknown = sync.workers - 1, f"workers are 0 to {sync.workers - 1} (sync.workers = {sync.workers})"
+    for number, absence in enumerate(faults.absences):
+        key = f"faults.absences[{number}]"
+        if absence.worker > highest:
+            keys = (f"{key}.worker", "faults.absences", "sync.workers")
+            yield Conflict(keys, f"names worker {absence.worker}; {unknown}")
+        if absence.last is not None and absence.last < absence.first:
+            why = f"must be at least first ({absence.first}), got {absence.last}: both belong to the absence"
+            yield Conflict((f"{key}.last", "faults.absences"), why)
+    if beyond := [worker for worker in faults.speeds if worker > highest]:
+        yield Conflict(("faults.speeds", "sync.workers"), f"names worker {beyond[0]}; {unknown}")
+    for step in {absence.first for absence in faults.absences}:
+        gone = {a.worker for a in faults.absences if a.first <= step and (a.last is None or step <= a.last)}
+        if len(gone) >= sync.workers:
+            why = f"at inner step {step} all workers are away, and none would train"
+            yield Conflict(("faults.absences", "sync.workers"), why)
+            break
 
 
-def link_conflicts(link: LinkSection, sync: SyncSection, faults: FaultSection) -> Iterator[Conflict]:
-    """A link for nobody, faults that only workers of one process can have, details of an emulation without its rate."""
+def _link_conflicts(run: "RunConfig") -> Iterator[Conflict]:
+    link = run.link
+    for name in ("address", "emulate"):
+        if getattr(link, name) is not None and run.sync.method == "none":
+            why = 'cannot be set with sync.method = "none": nothing is exchanged'
+            yield Conflict((f"link.{name}", "sync.method"), why)
     if link.address is not None:
-        if sync.method == "none":
-            why = 'cannot be set with sync.method = "none": a worker by itself meets nobody'
-            yield Conflict(("link.address", "sync.method"), why)
-        for name in given_faults(faults):
+        for name in given_faults(run.faults):
             why = "is for workers of one process: between machines, members are fixed; leave out link.address"
             yield Conflict((f"faults.{name}", "link.address"), why)
-    if link.emulate is not None and sync.method == "none":
-        why = 'cannot be set with sync.method = "none": nothing is exchanged'
-        yield Conflict(("link.emulate", "sync.method"), why)
     if link.emulate is None:
         for name in ("jitter_s", "loss", "outages"):
             if getattr(link, name):

@@ -1,6 +1,6 @@
-"""Shapes of decoders as numbers: presets by name, and how many parameters they have.
+"""Describes shapes of decoders: presets by name, and how many parameters they have.
 
-No tensors here, so that a run file can be checked and a run planned without making a model.
+There are no tensors here, so that a run file can be checked and a run planned without making a model.
 """
 
 from dataclasses import dataclass, replace
@@ -11,9 +11,9 @@ from atoll._util.checks import check_number, check_whole
 from atoll.errors import ConfigError
 
 LARGEST = 10**7
-"""Each size of a decoder, at most."""
+"""Largest size of a decoder: layers, width, vocabulary ..."""
 LARGEST_TABLE = 2 * 10**9
-"""Values of a table of RoPE, at most."""
+"""Largest table of RoPE, in values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def preset(name: str, **changes: Any) -> ModelConfig:
-    """The preset of this name with some settings changed: `preset("tiny", context=64)`."""
+    """Returns the preset of this name with some settings changed: `preset("tiny", context=64)`."""
     if name not in PRESETS:
         close = get_close_matches(name, PRESETS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]!r}?" if close else "for another shape, make a ModelConfig"

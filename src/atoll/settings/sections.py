@@ -1,25 +1,28 @@
-"""The sections of a run file: every setting with its type, its range, its default and what it is for.
+"""Defines the sections of a run file: every setting with its type, its range, its default and what it is for.
 
 The line under a setting is its only documentation: `atoll init` writes it beside the default, and an error about the
-setting ends with it. What two settings must not be together is in `settings/conflicts.py`.
+setting ends with it. `settings/conflicts.py` checks what depends on several settings.
 """
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from atoll.settings.model_presets import LARGEST, PRESETS
 
+if TYPE_CHECKING:
+    from atoll.outer.presets import Gradients, Sync
+
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What a setting may be, to follow "must be" in an error."""
+    """Says what a setting may be, to follow "must be" in an error."""
 
     text: str
     options: tuple[str, ...] = ()
-    """Words among which the one that was meant is looked for."""
+    """Words to suggest for a misspelled one."""
 
 
 # ---------------------------------------------------------------------- kinds of values
@@ -57,16 +60,16 @@ def _address(value: str) -> str:
 
 
 def _worker_numbers(table: Any) -> Any:
-    """TOML's keys are text: "3" -> 3 where that is a worker's number; anything else is left to be refused."""
+    """Converts keys that are worker numbers, since those of TOML are text: "3" -> 3."""
     if not isinstance(table, dict):
         return table
     return {int(k) if isinstance(k, str) and re.fullmatch(r"0|[1-9][0-9]{0,8}", k) else k: v for k, v in table.items()}
 
 
 BPE_VOCABULARY = 8192
-"""Tokens of a BPE tokenizer unless told otherwise."""
+"""Default size of a BPE tokenizer in tokens."""
 LEAST_BPE_VOCABULARY = 257
-"""Every byte, so that any text can be written, and what separates documents."""
+"""Smallest size of a BPE tokenizer: every byte, and a separator of documents."""
 _MANY = 10**12
 Count = Annotated[int, Field(ge=1, le=_MANY), Allowed("a whole number from 1 to 10^12")]
 Steps = Annotated[int, Field(ge=0, le=_MANY), Allowed("a whole number from 0 to 10^12")]
@@ -124,7 +127,7 @@ View = Literal["auto", "live", "lines", "none"]
 
 
 class Section(BaseModel):
-    """A frozen part of a run file; a key it does not have is an error, and "3" is no number."""
+    """Validates a part of a run file strictly: unknown keys are errors, and "3" is no number."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -170,7 +173,7 @@ class ModelSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _no_preset_beside_hf(cls, values: Any) -> Any:
-        """The default is for runs that name no model at all."""
+        """Drops the default preset where model.hf is given."""
         if not isinstance(values, dict):
             return values
         given = {key: value for key, value in values.items() if key != "preset" or value is not None}
@@ -178,12 +181,12 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """The text to train on, its tokens, and who gets which part."""
+    """The text to train on, its tokens, and the part of each worker."""
 
     source: Source | Sources = "stdlib"
     """Text, JSONL or Parquet files, folders (of tokens too), globs, hf:NAME[:CONFIG], stdlib (Python's); or a list."""
     field: Text = "text"
-    """Where the text is in rows of JSONL, Parquet or datasets."""
+    """The column of the text in JSONL, Parquet or datasets."""
     tokenizer: Tokenizer = "bytes"
     """bytes (no setup), bpe (trained on the source), or the path of a tokenizer.json."""
     vocabulary: (
@@ -249,15 +252,17 @@ class TrainSection(Section):
 
 
 class SyncSection(Section):
-    """Who trains, and when, what and how they exchange."""
+    """The workers, and when, what and how they exchange."""
 
     workers: Workers = 2
     """Copies of the model that train apart, each on its own part of the data."""
     method: Method = "streaming"
     """How they stay together; none: one worker by itself, data-parallel: a round of gradients on every step."""
-    period: Annotated[int, Field(ge=1, le=10**9), Allowed("a whole number from 1 to 10^9")] = 30
-    """Inner steps between two sends of the same parameters (H in the papers)."""
-    fragments: Fragments | None = Field(default=None, examples=["blocks:3"])
+    period: Annotated[int, Field(ge=1, le=10**9), Allowed("a whole number from 1 to 10^9")] | None = Field(
+        default=None, examples=[100]
+    )
+    """Inner steps between two sends of the same parameters (H); left out: 100 streaming, 500 diloco, else 30."""
+    fragments: Fragments | None = Field(default=None, examples=["blocks"])
     """Sent together: whole, blocks[:3[:sequential]], balanced:4; left out: up to 3 blocks for streaming, else whole."""
     delay: Steps | Delays | None = Field(default=None, examples=[1])
     """Inner steps between a send and its apply, or a list, one per worker; left out: 1 for streaming, 0 for diloco."""
@@ -275,21 +280,38 @@ class SyncSection(Section):
     """Keep anchors and outer momentum in the host's memory until they are due; on a GPU."""
     outer: Outer = "nesterov"
     """Outer optimizer: turns the mean delta into a step."""
-    outer_lr: Positive | None = Field(default=None, examples=[0.6])
-    """Outer learning rate; left out: 0.4 to 0.8 by workers for nesterov, 0.7 momentum, 1 sgd, 0.3 adam."""
+    outer_lr: Positive | None = Field(default=None, examples=[0.4])
+    """Outer learning rate; left out: 0.4 for nesterov (0.7 under diloco), 0.7 momentum, 1 sgd, 0.3 adam."""
     outer_momentum: Decay | None = Field(default=None, examples=[0.9])
-    """Of nesterov and momentum; left out: 0.9."""
+    """Momentum of nesterov and momentum; left out: 0.9."""
     outer_betas: Betas | None = Field(default=None, examples=[(0.9, 0.95)])
-    """Of adam; left out: 0.9 and 0.95."""
+    """Betas of adam; left out: 0.9 and 0.95."""
     outer_eps: Positive | None = Field(default=None, examples=[0.1])
-    """Of adam, which is unstable on deltas when it is small; left out: 0.1."""
+    """Epsilon of adam, which is unstable on deltas when it is small; left out: 0.1."""
+
+    def preset(self) -> "Sync | Gradients | None":
+        """Returns the library's preset of the method: its values are the defaults of this section."""
+        from atoll.outer import presets  # imports torch
+
+        if self.method == "data-parallel":
+            return presets.DataParallel()
+        methods = {"diloco": presets.DiLoCo, "streaming": presets.Streaming, "eager": presets.Eager}
+        methods["delayed"] = presets.Delayed
+        return methods[self.method]() if self.method in methods else None
+
+    @property
+    def used_period(self) -> int:
+        """The period in inner steps: the given one, else the preset's; 1 for a method without rounds."""
+        if self.method in ("none", "data-parallel"):
+            return 1
+        return self.period or cast("Sync", self.preset()).period
 
 
 class AbsenceEntry(Section):
-    """A worker that is away from inner step `first` to `last`, both included."""
+    """Takes a worker away from inner step `first` to `last`, both included."""
 
     worker: Worker
-    """Who is away; workers are counted from 0."""
+    """The worker that is away, from 0."""
     first: Count = 1
     """First inner step it misses."""
     last: Count | None = None
@@ -297,7 +319,7 @@ class AbsenceEntry(Section):
 
 
 class FaultSection(Section):
-    """What goes wrong on purpose: the same faults on every run, to study what they cost."""
+    """Faults on purpose, the same in every run, to study what they cost."""
 
     drop: Chance = 0.0
     """Chance that a worker's payload of a round is lost; it trains on from its own parameters."""
@@ -310,7 +332,7 @@ class FaultSection(Section):
         Field(strict=False),
         Allowed("a list like [{worker = 1, first = 101, last = 200}]"),
     ] = Field(default=(), examples=[[{"worker": 1, "first": 101, "last": 200}]])
-    """Who is away from which inner step to which; without last, for good."""
+    """Workers that are away, from which inner step to which; without last, for good."""
     speeds: Annotated[
         dict[Worker, Share],
         BeforeValidator(_worker_numbers),
@@ -320,7 +342,7 @@ class FaultSection(Section):
 
 
 class OutageEntry(Section):
-    """A time in which nothing passes."""
+    """Cuts the emulated link for a time."""
 
     start_s: Amount
     """Seconds since the workers met."""
@@ -329,10 +351,10 @@ class OutageEntry(Section):
 
 
 class LinkSection(Section):
-    """What carries rounds between workers on machines of their own, and how slow to pretend that it is."""
+    """The link between workers on several machines, and how slow to make it."""
 
     address: Address | None = Field(default=None, examples=["10.0.0.1:29500"])
-    """Where worker 0 listens (--address); left out: all workers are in one process."""
+    """Address that worker 0 listens on (--address); left out: all workers are in one process."""
     deadline_s: Seconds = 180.0
     """Seconds after which a round that is not complete ends the run; slower workers and the transfer must fit in."""
     join_s: Seconds = 600.0
@@ -361,4 +383,4 @@ class LogSection(Section):
     trackio: Text | None = Field(default=None, examples=["atoll"])
     """Also write to this project of trackio."""
     view: View = "auto"
-    """What is shown; auto: live in a terminal, else lines."""
+    """How a run shows its progress; auto: live in a terminal, else lines."""

@@ -1,4 +1,4 @@
-"""Several runs side by side: a study file is a run file with a [study] section that says what varies.
+"""Reads studies: a study file is a run file with a [study] section that says what varies.
 
 [study]
 title = "How much do dropped messages cost?"
@@ -31,13 +31,13 @@ from atoll.settings.config import RunConfig
 from atoll.settings.sections import Allowed, Section, Text
 
 OUTPUTS = ("pictures", "report.html")
-"""What is written beside the folders of the runs."""
+"""Names of files and folders that `atoll compare` writes beside the folders of the runs."""
 Number = Annotated[float, Allowed("a number")]
 Tables = Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
 
 
 class Claim(Section):
-    """A statement about two runs: by what share the held-out loss of one is above that of the other."""
+    """States by what share the held-out loss of one run is above that of another."""
 
     say: Text
     """The statement, in words."""
@@ -59,20 +59,20 @@ class Claim(Section):
         return self
 
     def holds(self, difference: float) -> bool:
-        """Whether a difference is within the bounds; one that is no number is not."""
+        """Returns whether a difference is within the bounds; NaN is not."""
         above = self.at_least is None or difference >= self.at_least
         return above and (self.at_most is None or difference <= self.at_most)
 
 
 class StudySection(Section):
-    """What varies, and what is expected of it."""
+    """Lists the runs of a study, and what is expected of them."""
 
     title: Annotated[str, Allowed("text in quotes")] = ""
     """Headline of the table."""
     runs: Annotated[Tables, Field(min_length=1), Allowed("one table or more, each under [[study.runs]]")]
     """A name for each run, and the settings in which it differs, as in a run file."""
     claims: Annotated[Tables, Allowed("tables, each under [[study.claims]]")] = ()
-    """What is expected of the runs."""
+    """Statements about the runs, to be checked."""
 
 
 class _StudyFile(Section):
@@ -81,7 +81,7 @@ class _StudyFile(Section):
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """Runs by name, each with its folder in its settings."""
+    """Holds the runs of a study by name, each with its folder in its settings."""
 
     title: str
     runs: dict[str, RunConfig]
@@ -89,10 +89,15 @@ class Study:
 
 
 def read(files: Sequence[Path], overrides: Sequence[str] = (), out: Path | None = None) -> Study:
-    """The runs that study files and run files describe, all in one folder; ConfigError lists all that is wrong.
+    """Reads study files and run files as one study.
 
-    That folder is `out`, or by default runs/<file>, where "runs" is what the (first) file says and several files'
-    names are joined by "-".
+    Args:
+        files: study files and run files; the names of all their runs must differ.
+        overrides: settings like "sync.period=50" for all runs.
+        out: folder of the study; None: runs/NAME, where "runs" is what the first file says and NAME is the files'.
+
+    Raises:
+        ConfigError: lists everything that is wrong with the files.
     """
     given = [runfile.Override.parse(text) for text in overrides]
     parts = [_File.read(file, given) for file in files]
@@ -113,31 +118,23 @@ def read(files: Sequence[Path], overrides: Sequence[str] = (), out: Path | None 
 # ---------------------------------------------------------------------- one file
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """A run as it is written, not checked yet."""
-
-    place: str
-    """Where in its file; empty for a file that is one run."""
-    table: runfile.Table
-
-
 @dataclass(slots=True)
 class _File:
-    """What one file says, and what is wrong with it."""
+    """Holds the runs and claims of one file, and what is wrong with them."""
 
     path: Path
     title: str = ""
-    runs: list[_Run] = field(default_factory=list)
+    runs: list[tuple[str, runfile.Table]] = field(default_factory=list)
+    """Runs as written, each with its place in the file; the place is empty for a file that is one run."""
     claims: dict[str, Claim] = field(default_factory=dict)
-    """By where they are in the file."""
+    """Claims by their place in the file."""
     problems: list[tuple[str, str]] = field(default_factory=list)
-    """Where (empty: the file as a whole), and a line that begins with its key."""
+    """Place in the file (empty: the file as a whole), and a line that begins with its key."""
 
     @property
     def names(self) -> list[str]:
-        """Of all its runs, also of those with problems."""
-        return [name for run in self.runs if isinstance(name := run.table.get("name"), str)]
+        """Names of all runs, also of those with problems."""
+        return [name for _, table in self.runs if isinstance(name := table.get("name"), str)]
 
     @staticmethod
     def read(path: Path, overrides: Sequence[runfile.Override]) -> "_File":
@@ -145,14 +142,14 @@ class _File:
         file = _File(path)
         if "study" not in table:
             named = {"name": run_config.name_of(path)} | table
-            file.runs = [_Run("", runfile.overridden(named, overrides))]
+            file.runs = [("", runfile.overridden(named, overrides))]
             return file
         section, file.problems = _checked_section(table.pop("study"))
         file.title = section.title
         for number, entry in enumerate(section.runs, start=1):
             place = f"study.runs {number}"
             file.problems += [(place, line) for line in _misplaced(entry)]
-            file.runs.append(_Run(place, runfile.overridden(_merged(table, entry), overrides)))
+            file.runs.append((place, runfile.overridden(_merged(table, entry), overrides)))
         for number, entry in enumerate(section.claims, start=1):
             place = f"study.claims {number}"
             try:
@@ -162,27 +159,26 @@ class _File:
         return file
 
     def add_to(self, runs: dict[str, RunConfig]) -> None:
-        """Check the runs and put the good ones among the others, by name."""
+        """Checks the runs and adds the good ones to `runs`, by name."""
         places: dict[str, list[str]] = defaultdict(list)
-        for run in self.runs:
-            lines = run_config.problems(run.table)
-            for line in lines:
-                places[line].append(run.place)
-            if lines:
-                continue
-            checked = run_config.parse(run.table)
-            if checked.name in OUTPUTS:
-                places[f'name: "{checked.name}" is taken, what is written beside the runs has it'].append(run.place)
+        for place, table in self.runs:
+            checked = run_config.validated(table)
+            if isinstance(checked, list):
+                problems = checked
+            elif checked.name in OUTPUTS:
+                problems = [f'name: "{checked.name}" is the name of a file beside the runs: choose another']
             elif checked.name in runs:
-                places[f'name: two runs have the name "{checked.name}": give each its own'].append(run.place)
+                problems = [f'name: two runs have the name "{checked.name}": give each its own']
             else:
-                runs[checked.name] = checked
+                problems, runs[checked.name] = [], checked
+            for line in problems:
+                places[line].append(place)
         for line, where in places.items():
-            everywhere = len(where) == len(self.runs)  # then it is the file's own, told once
-            self.problems += [("", line)] if everywhere else [(place, line) for place in where]
+            everywhere = len(where) == len(self.runs)  # then it is a problem of the file, listed once
+            self.problems += [("", line)] if everywhere else [(at, line) for at in where]
 
     def check_claims(self, names: Sequence[str]) -> None:
-        """Claims must be about runs that there are, in this file or in another one."""
+        """Refuses claims about runs that are in no file."""
         for place, claim in self.claims.items():
             for key, name in (("run", claim.run), ("against", claim.against)):
                 if names and name not in names:
@@ -191,12 +187,12 @@ class _File:
                     self.problems.append((place, f"{key}: no run has the name {runfile.shown(name)}; {hint}"))
 
     def refusal(self, overrides: Sequence[str]) -> ConfigError:
-        where = run_config.blaming(str(self.path), [line for _, line in self.problems], overrides)
+        where = run_config.blamed(str(self.path), [line for _, line in self.problems], overrides)
         return runfile.refusal(where, [f"{place}: {line}" if place else line for place, line in self.problems])
 
 
 def _checked_section(given: Any) -> tuple[StudySection, list[tuple[str, str]]]:
-    """The section without what is wrong in it, and what that is."""
+    """Returns the section without its wrong settings, and the problems."""
     table = {"study": given}
     try:
         return _StudyFile.model_validate(table).study, []
@@ -210,9 +206,9 @@ def _checked_section(given: Any) -> tuple[StudySection, list[tuple[str, str]]]:
 
 
 def _misplaced(entry: Mapping[str, Any]) -> Iterator[str]:
-    """What one run of a study must say, and what only the file can."""
+    """Yields what is wrong with the place of a setting: in a run of a study, or at the top of the file."""
     if "name" not in entry:
-        yield "name: is missing: each run of a study has one of its own"
+        yield "name: is missing: give each run of a study a name"
     if "out" in entry:
         yield "out: is the same for all runs of a study: set it at the top of the file"
 
@@ -224,7 +220,7 @@ def _claim_problems(error: ValidationError, entry: Mapping[str, Any]) -> list[st
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A table with the values of another put into it, section by section."""
+    """Returns a copy of a table with the values of another put into it, section by section."""
     merged = copy.deepcopy(dict(base))
     for key, value in changes.items():
         inner = merged.get(key)

@@ -1,6 +1,6 @@
-"""Run files as text: TOML in and out, overrides, and errors that name the key, what is allowed and what was meant.
+"""Reads and writes run files as TOML, with overrides and with errors that name the key and what is allowed.
 
-Nothing here knows a setting by name: it works on tables and on the models that describe them.
+Nothing here knows a setting by name: it works on tables and on the pydantic models that describe them.
 """
 
 import copy
@@ -23,18 +23,18 @@ from atoll.errors import ConfigError
 from atoll.settings.sections import Allowed
 
 MOST_BYTES = 2**20
-"""Of a run file, which is read whole."""
+"""Largest run file in bytes, which is read whole."""
 _COMMENT, _WIDTH = 30, 118  # columns of a template
 Table = dict[str, Any]
 Keys = tuple[int | str, ...]
-"""Where a setting is: its section and its name, or one of them."""
+"""Place of a setting: its section and its name, or one of them."""
 
 
 # ---------------------------------------------------------------------- in
 
 
 def read(path: Path, missing: str | None = None) -> str:
-    """The text of a run file; ConfigError says why there is none. `missing` is what to say of a path without a file."""
+    """Returns the text of a run file; ConfigError says why it cannot be read (`missing`: for a path without a file)."""
     try:
         # Some editors begin a file with a byte order mark.
         return read_limited(path, MOST_BYTES, pipe=True).decode("utf-8-sig")
@@ -51,7 +51,7 @@ def read(path: Path, missing: str | None = None) -> str:
 
 
 def parse_toml(text: str, where: str) -> Table:
-    """The table behind a TOML text; an error shows the line."""
+    """Returns the table of a TOML text; ConfigError shows the line that is wrong."""
     try:
         table = tomllib.loads(text)
         if is_deeper(table, DEEPEST):  # by dots in a key, which nest as brackets do
@@ -70,7 +70,7 @@ def parse_toml(text: str, where: str) -> Table:
 
 
 class Override(NamedTuple):
-    """A setting given beside the file."""
+    """Holds a setting given beside the file."""
 
     key: str
     value: Any
@@ -78,7 +78,7 @@ class Override(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> "Override":
-        """From "sync.period=50": the value is TOML, and a bare word is text."""
+        """Parses "sync.period=50": the value is TOML, and a bare word is text."""
         key, _, raw = (part.strip() for part in text.partition("="))
         if not raw or not all(key.split(".")) or key.count(".") > DEEPEST:
             raise ConfigError(f"{shown(text)}: must be KEY=VALUE, such as sync.period=50")
@@ -94,7 +94,7 @@ class Override(NamedTuple):
 
 
 def overridden(table: Mapping[str, Any], overrides: Iterable[Override]) -> Table:
-    """A copy of a table with some values set."""
+    """Returns a copy of a table with some values set."""
     result: Table = copy.deepcopy(dict(table))
     for key, value in overrides:
         *parents, last = key.split(".")
@@ -112,7 +112,7 @@ def overridden(table: Mapping[str, Any], overrides: Iterable[Override]) -> Table
 
 
 def without(table: Mapping[str, Any], places: Iterable[Keys]) -> Table:
-    """A copy of a table that lacks the settings at these places."""
+    """Returns a copy of a table without the settings at these places."""
     result: dict[Any, Any] = {key: dict(value) if isinstance(value, dict) else value for key, value in table.items()}
     for place in places:
         inner = result if len(place) == 1 else result[place[0]]
@@ -126,10 +126,7 @@ def without(table: Mapping[str, Any], places: Iterable[Keys]) -> Table:
 def problems(
     errors: Iterable[ErrorDetails], model: type[BaseModel], table: Mapping[str, Any], what: str = "a run file"
 ) -> dict[Keys, str]:
-    """Place of each wrong setting -> one line that begins with its key, however many ways it is wrong in.
-
-    `what` is what errors call the table.
-    """
+    """Returns one line for each wrong setting, by its place; `what` is the name of the table in errors."""
     lines: dict[Keys, str] = {}
     for error in errors:
         place: Keys = error["loc"][: 2 if section(model, error["loc"][0]) else 1]  # what follows is inside the value
@@ -150,14 +147,14 @@ def problems(
 
 
 def refusal(where: str, lines: Sequence[str]) -> ConfigError:
-    """The error that tells all problems of a file, each on a line."""
+    """Returns the error that lists all problems of a file, each on a line."""
     if len(lines) == 1:
         return ConfigError(f"{where}: {lines[0]}")
     return ConfigError("\n  ".join([f"{where}: {len(lines)} problems", *lines]))
 
 
 def section(model: type[BaseModel], name: object) -> type[BaseModel] | None:
-    """The model of a section; None if the name is that of a plain setting, or unknown."""
+    """Returns the model of a section; None if the name is that of a plain setting, or unknown."""
     field = model.model_fields.get(str(name))
     kind = field.annotation if field else None
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
@@ -170,7 +167,7 @@ def _at(table: Any, place: Keys) -> Any:
 
 
 def _meant(place: Keys, model: type[BaseModel], what: str) -> str:
-    """The key that was meant, in this section before others; else all that this section has."""
+    """Suggests the key that was meant, in this section before others; else lists those of this section."""
     home, name = str(place[0]) if len(place) > 1 else "", str(place[-1])
     sections = {"": model} | {name: inner for name in model.model_fields if (inner := section(model, name))}
     full: dict[str, str] = {}
@@ -183,7 +180,7 @@ def _meant(place: Keys, model: type[BaseModel], what: str) -> str:
 
 
 def _misfit(owner: type[BaseModel], name: str, value: Any) -> str:
-    """What the setting must be, what it is, and the word that was meant or what the setting is for."""
+    """Says what the setting must be, what it is, and the word that was meant or what the setting is for."""
     kinds = _kinds(owner, name)
     line = f"must be {' or '.join(kind.text for kind in kinds)}, got {shown(value)}"
     options = [option for kind in kinds for option in kind.options]
@@ -200,7 +197,7 @@ def _kinds(owner: type[BaseModel], name: str) -> list[Allowed]:
 
 
 def _allowed(annotation: Any) -> Iterator[Allowed]:
-    """What an annotation accepts, part by part."""
+    """Yields what an annotation accepts, part by part."""
     arguments = get_args(annotation)
     if get_origin(annotation) is Annotated:
         yield from (extra for extra in arguments if isinstance(extra, Allowed))
@@ -214,7 +211,7 @@ def _allowed(annotation: Any) -> Iterator[Allowed]:
 
 
 def purpose(owner: type[BaseModel], name: str) -> str:
-    """What a setting is for, to follow a colon."""
+    """Returns what a setting is for, to follow a colon."""
     sentence = (owner.model_fields[name].description or "").rstrip(".")
     return sentence if sentence[1:2].isupper() else sentence[:1].lower() + sentence[1:]
 
@@ -224,7 +221,7 @@ def _key(part: object) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value on one line, as TOML has it; long ones are cut short."""
+    """Returns a value on one line, as TOML has it; long ones are cut short."""
     match value:
         case None:
             return "nothing"
@@ -244,7 +241,7 @@ def shown(value: Any) -> str:
 
 
 def shortened(text: str, most: int = 80) -> str:
-    """The text, or its beginning and three dots."""
+    """Returns the text, or its beginning and three dots."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
@@ -252,12 +249,12 @@ def shortened(text: str, most: int = 80) -> str:
 
 
 def dump(table: Mapping[str, Any]) -> str:
-    """The table as TOML."""
+    """Returns the table as TOML."""
     return tomlkit.dumps(table)
 
 
 def template(model: type[BaseModel], title: str) -> str:
-    """A run file with every setting, its default and what it is for; those that are left out are comments."""
+    """Returns a run file with every setting, its default and what it is for; those left out are comments."""
     lines = [*title.splitlines(), "", *_template_lines(model)]
     for name in model.model_fields:
         if inner := section(model, name):

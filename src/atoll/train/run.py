@@ -294,7 +294,7 @@ def _print_notes(config: RunConfig, data: TokenData, trainer: Trainer) -> None:
     size = count_text(sum(len(file) for file in data.train))
     epochs = f"this run reads them {trainer.epochs:.2g} times"
     _print(config, f"{size} training tokens in {data.documents} documents; {epochs}")
-    steps, period = config.train.steps or 0, config.sync.period
+    steps, period = config.train.steps or 0, config.sync.used_period
     if config.sync.method not in ("none", "data-parallel") and period > steps:
         why = f"sync.period ({period}) is longer than the run ({steps} steps)"
         _print(config, f"note: {why}: workers synchronise only at its end")

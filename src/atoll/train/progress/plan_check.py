@@ -19,7 +19,7 @@ def foretold(config: RunConfig, reporter: Reporter) -> str:
     job = Job(
         steps=config.train.steps or 0,
         step_s=reporter.totals.step_s * here,  # those in one process take turns
-        period=config.sync.period,
+        period=config.sync.used_period,
         payload_bytes=tuple(sync.codec.payload_bytes(f.numel) for f in reporter.loops[0].fragments),
         delay=tuple(sync.delay_of(w, workers) for w in range(workers)) if isinstance(sync, Sync) else 0,
         workers=workers,

@@ -46,7 +46,7 @@ def resolve(config: RunConfig, *, parameters: int, context: int | None) -> RunCo
         "train.lr": train.lr or learning_rate(parameters, workers),
         "train.warmup": min(1000, steps // 10) if train.warmup is None else train.warmup,
         "train.weight_decay": 1 / steps if train.weight_decay is None else train.weight_decay,
-        "train.eval_every": train.eval_every or max(1, steps // 20, min(steps, _first_sync(config))),
+        "train.eval_every": train.eval_every or max(1, steps // 20, min(steps, config.sync.used_period)),
         "train.save_every": train.save_every or min(1000, max(1, steps // 10)),
     }
     return config.changed(**filled, **_method_defaults(config))
@@ -70,11 +70,6 @@ def check_room(config: RunConfig, shape: ModelConfig) -> None:
         )
 
 
-def _first_sync(config: RunConfig) -> int:
-    """Return the inner steps before the outer parameters first change."""
-    return 1 if config.sync.method in ("none", "data-parallel") else config.sync.period
-
-
 def _method_defaults(config: RunConfig) -> dict[str, Any]:
     """Return the values that the method and the device give to settings left out."""
     on_gpu, sync = device_of(config) != "cpu", config.synchronisation()
@@ -85,6 +80,7 @@ def _method_defaults(config: RunConfig) -> dict[str, Any]:
     if sync is not None:
         used["sync.codec"] = sync.codec.format
     if isinstance(sync, Sync):
+        used["sync.period"] = sync.period
         used["sync.fragments"] = config.sync.fragments or ("blocks" if config.sync.method == "streaming" else "whole")
         used["sync.outer_lr"] = sync.outer.lr
         if isinstance(sync.outer, Nesterov | Momentum):

@@ -1,17 +1,16 @@
-"""When each worker of a run waited and had rounds under way, as it was measured."""
+"""Computes when each worker of a run waited and had rounds under way, as measured."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from atoll.report.load import RunRecord
-from atoll.report.parts import Part
+from atoll.report.record import EventLog, RunRecord
 from atoll.runs.events import Round, utilisation
 
 
 class Span(NamedTuple):
-    """From when to when, seconds."""
+    """Holds the two ends of a time in seconds."""
 
     begin_s: float
     end_s: float
@@ -19,15 +18,15 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One worker; times are seconds since the first of its run's workers began."""
+    """Holds the times of one worker, in seconds since the first worker of its run began."""
 
     worker: int
     begin_s: float
     end_s: float
     waits: tuple[Span, ...]
-    """Exposed, in order, none over another."""
+    """Exposed waits in order, none over another."""
     flights: tuple[tuple[Round, Span], ...]
-    """Rounds under way, in order of their beginning."""
+    """Rounds from send to arrival, in order of their sends."""
     rows: tuple[int, ...]
     """For each of them a row in which none is over another."""
     utilisation: float | None
@@ -35,21 +34,21 @@ class Lane:
 
 
 def lanes(record: RunRecord, *, aligned: bool = True) -> list[Lane]:
-    """The workers in worker order, aligned by their machines' clocks or else as if all had begun together."""
-    began = [part.start.began for part in record.parts]
+    """Returns a lane per worker, aligned by their machines' clocks or else as if all had begun together."""
+    began = [process.start.began for process in record.processes]
     aligned = aligned and all(time > 0 for time in began)  # NaN and 0: unknown
     found = []
-    for part in record.parts:
-        offset_s = part.start.began - min(began) if aligned else 0.0
-        found += [_lane(part, worker, offset_s) for worker in part.workers]
+    for process in record.processes:
+        offset_s = process.start.began - min(began) if aligned else 0.0
+        found += [_lane(process, worker, offset_s) for worker in process.workers]
     return sorted(found, key=lambda lane: lane.worker)
 
 
-def _lane(part: Part, worker: int, offset_s: float) -> Lane:
-    timed = [r for r in part.rounds if r.worker == worker and math.isfinite(r.opened_s) and math.isfinite(r.done_s)]
+def _lane(log: EventLog, worker: int, offset_s: float) -> Lane:
+    timed = [r for r in log.rounds if r.worker == worker and math.isfinite(r.opened_s) and math.isfinite(r.done_s)]
     flights = [(r, Span(offset_s + r.opened_s, offset_s + max(r.done_s, r.opened_s))) for r in timed]
     flights.sort(key=lambda flight: flight[1])
-    last = part.last
+    last = log.last
     waited_s = last.wait_s[worker] if last and worker < len(last.wait_s) else 0.0
     seconds = last.seconds if last and math.isfinite(last.seconds) else 0.0
     return Lane(
@@ -64,7 +63,7 @@ def _lane(part: Part, worker: int, offset_s: float) -> Lane:
 
 
 def _waits(flights: Iterable[tuple[Round, Span]], begin_s: float) -> Iterable[Span]:
-    """A worker that waits for a round waits until it is done, and for one round after the other."""
+    """Yields the waits: a worker waits until a round is done, and for one round after the other."""
     free_s = begin_s
     for r, span in sorted(flights, key=lambda flight: flight[1].end_s):
         wait = Span(max(span.end_s - r.waited_s, free_s), span.end_s)
@@ -74,7 +73,7 @@ def _waits(flights: Iterable[tuple[Round, Span]], begin_s: float) -> Iterable[Sp
 
 
 def rows(spans: Sequence[Span]) -> list[int]:
-    """For each span, in order of their beginnings, the lowest row in which the one before is over."""
+    """Returns for each span, in order of their beginnings, the lowest row in which the one before is over."""
     ends: list[float] = []
     found = []
     for span in spans:
