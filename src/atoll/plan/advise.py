@@ -18,7 +18,7 @@ from atoll._util.units import bytes_text, seconds_text, share_text
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError
 from atoll.plan import cost
-from atoll.plan.lines import Array
+from atoll.plan.cost import Array
 from atoll.plan.link import Link
 from atoll.plan.measured import penalty
 from atoll.plan.method import Method, Model

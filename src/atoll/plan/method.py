@@ -9,7 +9,9 @@ from atoll._util.checks import check_whole
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError
 from atoll.plan.job import Job
-from atoll.plan.simulate import Layers, strided
+
+Layers = tuple[tuple[int, ...], ...]
+"""The layers of every fragment, counted from 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +113,20 @@ class Method:
             "sync.codec": self.codec.format,
             **resets,
         }
+
+
+def strided(layers: int, each: int) -> Layers:
+    """Deal layers to fragments of `each`, as far apart as possible: of P fragments the p-th has p, p + P, p + 2P ..."""
+    check_whole("layers", layers)
+    check_whole("layers per fragment", each)
+    if each > layers:
+        raise ConfigError(f"a fragment of {each} layers is more than the model has ({layers})")
+    return dealt(layers, -(-layers // each))
+
+
+def dealt(layers: int, count: int) -> Layers:
+    """Deal layers to `count` fragments in turn."""
+    return tuple(tuple(range(first, layers + 1, count)) for first in range(1, count + 1))
 
 
 def with_rest(dealt: Layers, model: Model) -> Layers:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from atoll._util.checks import check_whole
-from atoll.plan import cost, steady
-from atoll.plan.lines import Array
+from atoll.plan import cost, simulate
+from atoll.plan.cost import Array
 from atoll.plan.link import GOODPUT, LEAST_BITS_PER_S, MOST_BITS_PER_S, Link
 from atoll.plan.method import Method, Model
 
@@ -78,7 +78,9 @@ def busy(model: Model, method: Method, workers: int, rates: Array, link: Link, s
     latency_s, goodput = link.latency_s, link.goodput
     if not steps:
         return steady_utilisation(model, method, workers, rates, latency_s=latency_s, layered=False, goodput=goodput)
-    return steps * model.step_s / steady.run_s(model, method, workers, goodput * rates, steps, latency_s=latency_s)
+    return (
+        steps * model.step_s / simulate.run_s(method.job(model, workers, steps), goodput * rates, latency_s=latency_s)
+    )
 
 
 def steady_utilisation(
@@ -94,11 +96,12 @@ def steady_utilisation(
     """[rates]: the part of its time in which a worker computes once a run is under way, all workers being alike.
 
     Layer by layer on a line that carries nothing else, or after the step as atoll does it, with `goodput` of the rate;
-    see `plan.steady`.
+    see `plan.simulate`.
     """
     period_s = method.period * model.step_s
     carried = rates if layered else goodput * rates
-    waited_s = steady.waited_s(model, method, workers, carried, latency_s=latency_s, layered=layered)
+    job, layers = method.job(model, workers, 0), method.layers(model) if layered else None
+    waited_s = simulate.steady_wait_s(job, carried, latency_s=latency_s, layers=layers, layer_count=model.layers)
     return period_s / (period_s + waited_s)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from atoll.plan.lines import Array
+from atoll.plan.cost import Array
 from atoll.plan.method import METHODS, Method, Model
 from atoll.plan.outlook import steady_utilisation
 

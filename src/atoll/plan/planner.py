@@ -16,9 +16,8 @@ from atoll.plan.advise import Advice, Recommendation, advise
 from atoll.plan.laws import Defaults, defaults
 from atoll.plan.link import Link
 from atoll.plan.measured import Penalty, penalty
-from atoll.plan.method import FRAGMENT_LAYERS, LABELS, Method, Model, methods, shares, with_rest
+from atoll.plan.method import FRAGMENT_LAYERS, LABELS, Layers, Method, Model, dealt, methods, shares, with_rest
 from atoll.plan.outlook import Outlook, bandwidth_needed, outlook
-from atoll.plan.simulate import Layers, dealt
 
 LONGEST_PERIOD = 10_000
 """Inner steps; the simulator looks at every step of several periods."""

@@ -7,8 +7,9 @@ from functools import lru_cache
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from atoll.plan.job import Job, stops
+from atoll.plan.job import Job
 from atoll.plan.link import Link
+from atoll.plan.simulate import stops
 from atoll.report.canvas import Palette
 
 

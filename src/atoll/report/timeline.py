@@ -9,8 +9,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
 from atoll._util.units import share_text
-from atoll.plan.job import Job, stops
+from atoll.plan.job import Job
 from atoll.plan.link import Link
+from atoll.plan.simulate import stops
 from atoll.report.canvas import Palette, dress, heading, legend_place, new_figure, shorten
 from atoll.report.clock import clock, linear_time_axis, window
 from atoll.report.load import RunRecord, jobs
@@ -85,9 +86,9 @@ def _draw_job(axes: Axes, palette: Palette, n: int, job: Job, link: Link, lane: 
         reached, left = stop.reached_s[lane], stop.left_s[lane]
         if since >= window_s:
             break
-        carrying += [
-            (c.begin_s, min(c.end_s, window_s) - c.begin_s) for c in stop.carried[lane] if c.begin_s < window_s
-        ]
+        if stop.sent:
+            begin_s, end_s = stop.carried_s[lane]
+            carrying.append((begin_s, min(end_s, window_s) - begin_s))
         if left > reached:
             computing.append(Span(since, min(reached, window_s)))
             waiting.append(Span(reached, min(left, window_s)))

@@ -3,8 +3,9 @@
 from atoll._util.units import bytes_text, share_text
 from atoll.link.local import Faults
 from atoll.outer.presets import Sync
-from atoll.plan.job import Job, time_of
+from atoll.plan.job import Job
 from atoll.plan.link import Link, parse_link
+from atoll.plan.simulate import time_of
 from atoll.settings.config import RunConfig
 from atoll.train.progress.reporter import Account
 
