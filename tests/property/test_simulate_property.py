@@ -14,10 +14,10 @@ from amount import examples
 from atoll.core.allreduce import sent_bytes, shots
 from atoll.core.codec import Codec
 from atoll.plan import cost
+from atoll.plan.forecast import steady_utilisation
 from atoll.plan.job import Job
 from atoll.plan.link import GOODPUT, Link
 from atoll.plan.method import Layers, Method, Model
-from atoll.plan.outlook import steady_utilisation
 from atoll.plan.simulate import run_s, steady_wait_s, stops, time_of
 from oracle import layers as oracle
 

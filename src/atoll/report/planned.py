@@ -1,4 +1,4 @@
-"""A plan as a picture: utilisation against bandwidth, and how each method spends its time on the given link."""
+"""Draws a plan: utilisation against bandwidth, and how each method spends its time on the given link."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,9 +15,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from atoll._util.units import count_words, seconds_text, share_text
 from atoll.plan.cost import Array
+from atoll.plan.forecast import bandwidth_needed, steady_utilisation
 from atoll.plan.link import LEAST_BITS_PER_S, Link
 from atoll.plan.method import Method, Model
-from atoll.plan.outlook import bandwidth_needed, steady_utilisation
 from atoll.plan.simulate import stops
 from atoll.report.canvas import LIGHT, Palette, dress, heading, shorten, to_png
 from atoll.report.clock import linear_time_axis
@@ -33,7 +33,7 @@ _OTHER = 7  # the colour of a run's own method
 
 
 def write(model: Model, methods: Mapping[str, Method], workers: int, link: Link, target: float, path: Path) -> None:
-    """Draw methods, by what they are called, into a PNG."""
+    """Draw methods, by label, into a PNG file."""
     path.write_bytes(to_png(partial(draw, model, methods, workers, link, target)))
 
 
@@ -45,7 +45,7 @@ def draw(
     target: float = 0.95,
     palette: Palette = LIGHT,
 ) -> Figure:
-    """Curves above, with a line at the utilisation to be reached; timelines below; each method has its colour."""
+    """Draw curves above, with a line at the target utilisation, and timelines below; each method has its colour."""
     lanes = 0.62 * len(methods)
     figure = Figure(figsize=(8.4, 4.6 + lanes), layout="constrained")
     upper, lower = figure.subplots(2, 1, height_ratios=[3.4, 0.7 + lanes])
@@ -64,7 +64,7 @@ def draw(
 
 
 def _colour(palette: Palette, method: Method) -> str:
-    """The same in every plan, whichever methods are in it."""
+    """Return a method's colour, the same in every plan."""
     return palette.of(_COLOURS.get(method.name, _OTHER))
 
 
@@ -106,7 +106,7 @@ def _draw_curves(
 
 
 def _rates(model: Model, methods: Mapping[str, Method], workers: int, link: Link) -> Array:
-    """From where hardly any method computes to where they hardly wait; the link is always among them."""
+    """Return rates from where methods hardly compute to where they hardly wait; the link's rate is among them."""
     low, high = 1e15, 1e3
     for method in methods.values():
         first, last = (
@@ -130,7 +130,7 @@ def _rates(model: Model, methods: Mapping[str, Method], workers: int, link: Link
 def _draw_timelines(
     axes: Axes, palette: Palette, model: Model, methods: Mapping[str, Method], workers: int, link: Link
 ) -> None:
-    """A few periods of each under way, as atoll sends: the first ones, in which nothing has come back, are left out."""
+    """Draw a few periods of each run under way, without the first ones, in which no round has come back."""
     dress(axes, palette, x="", y="", grid="x")
     longest = max(method.period for method in methods.values())
     timelines = [_timeline(model, method, workers, link, longest) for method in methods.values()]

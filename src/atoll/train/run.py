@@ -24,7 +24,7 @@ from atoll.train.data.tokens import TokenData
 from atoll.train.folder import RunFolder
 from atoll.train.model import hub
 from atoll.train.model.decoder import Decoder
-from atoll.train.progress.plan_check import foretold
+from atoll.train.progress.plan_check import plan_check
 from atoll.train.progress.view import preparing, view
 from atoll.train.ranks.cpu_threads import share_cores
 from atoll.train.ranks.site import (
@@ -112,7 +112,7 @@ def _train(config: RunConfig, seat: Seat | None, team: Team, resume: bool) -> Pa
             _run(trainer, data, folder, log, stop)
             _meet_all("finished", mate, team, interrupted)  # who has would not come back for one that has not
         trainer.end("finished")
-    if team.leads and (said := foretold(config, trainer.account)):
+    if team.leads and (said := plan_check(config, trainer.account)):
         _tell(config, said)
     return folder.path
 

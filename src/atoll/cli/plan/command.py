@@ -1,15 +1,16 @@
-"""`atoll plan`: what a run costs before it is paid for."""
+"""Defines `atoll plan`, which says what a run costs before it is paid for."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from atoll.errors import ConfigError
 
 if TYPE_CHECKING:
-    from atoll.cli.plan.options import Options
+    from atoll.cli.plan.options import PlanOptions
 
 _TRAINED, _TIME, _LINK, _SHOWN = "What is trained", "The time of a step", "The link", "What is shown"
 
@@ -117,15 +118,12 @@ def plan(
         bool, typer.Option("--json", rich_help_panel=_SHOWN, help="Print plain JSON and nothing else.")
     ] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", rich_help_panel=_SHOWN, help="Also draw it.")] = None,
-    paper: Annotated[
-        bool, typer.Option("--paper", rich_help_panel=_SHOWN, help="Show the Streaming paper's table 4 beside ours.")
-    ] = False,
 ) -> None:
     """Say what a run costs before it is paid for.
 
     For every method: how busy workers are on this link, what they send, which
-    bandwidth they need, memory, time and cost; then what to choose, and the
-    settings to begin with. docs/planning.md explains the model.
+    bandwidth they need, memory, time and cost; then what to choose, and
+    settings to start with. docs/planning.md explains the model.
 
     [bold]Examples:[/]
       atoll plan --params 10e9 --layers 48 --step-time 0.8 --link 1Gbit/s,40ms
@@ -133,105 +131,55 @@ def plan(
       atoll plan run.toml --probe --link 100Mbit/s,50ms --plot plan.png
       atoll plan --probe-link :29600 --serve            (at one end; at the other:)
       atoll plan run.toml --probe --probe-link 10.0.0.1:29600
-      atoll plan --paper
     """
-    from atoll.cli.plan.options import Options
+    arguments: dict[str, Any] = locals() | {"changes": changes or (), "methods": methods or ()}
+    from atoll.cli.plan.options import PlanOptions
 
-    options = Options(
-        run=run,
-        changes=changes or (),
-        params=params,
-        layers=layers,
-        preset=preset,
-        workers=workers,
-        link=link,
-        probe_link=probe_link,
-        methods=methods or (),
-        period=period,
-        fragments=fragments,
-        step_time=step_time,
-        tokens=tokens,
-        chip=chip,
-        flops=flops,
-        chips=chips,
-        mfu=mfu,
-        memory=memory,
-        probe=probe,
-        steps=steps,
-        tokens_total=tokens_total,
-        price=price,
-        target=target,
-    )
-    if serve:
-        if options != Options(probe_link=probe_link) or as_json or paper or plot is not None:
-            raise ConfigError("--serve only waits for who measures: it takes --probe-link :29600 and nothing else")
-        _serve(probe_link)
-    elif paper:
-        if options != Options() or plot is not None:
-            raise ConfigError("--paper shows the paper's own models: it takes --json and nothing else")
-        _paper(as_json)
-    else:
+    options = PlanOptions(**{field.name: arguments[field.name] for field in fields(PlanOptions)})
+    if not serve:
         _show(options, as_json, plot)
+        return
+    if options != PlanOptions(probe_link=probe_link) or as_json or plot is not None:
+        raise ConfigError("--serve only answers measurements: it takes --probe-link :29600 and nothing else")
+    _serve(probe_link)
 
 
-def _show(options: "Options", as_json: bool, plot: Path | None) -> None:
-    from atoll.cli.plan.request import asked_for
+def _show(options: "PlanOptions", as_json: bool, plot: Path | None) -> None:
+    from atoll.cli.plan.request import plan_request
     from atoll.cli.plan.text import show
-    from atoll.plan import planner
+    from atoll.plan.method import label
+    from atoll.plan.planner import as_json as plan_json
+    from atoll.plan.planner import make_plan
 
     if plot is not None:
         _check_plot(plot)
-    made = planner.make(asked_for(options))
+    made = make_plan(plan_request(options))
     if as_json:
-        typer.echo(json.dumps(planner.as_json(made), indent=2, allow_nan=False))
+        typer.echo(json.dumps(plan_json(made), indent=2, allow_nan=False))
     else:
         show(made)
     if plot is not None:
         from atoll.report.planned import write
 
-        asked = made.asked
-        named = {planner.label(m): m for m in asked.methods}
-        write(asked.model, named, asked.workers, asked.link, asked.target, plot)
+        request = made.request
+        named = {label(method): method for method in request.methods}
+        write(request.model, named, request.workers, request.link, request.target, plot)
         typer.echo(f"wrote {plot}", err=as_json)
 
 
 def _check_plot(file: Path) -> None:
-    """Before all the work, whether it can be written."""
+    """Raise ConfigError, before all the work, if the picture cannot be written."""
     if file.suffix.lower() != ".png":
         raise ConfigError(f"--plot {file}: it is drawn as PNG, name it like plan.png")
     if not file.parent.is_dir():
         raise ConfigError(f"--plot {file}: there is no folder {file.parent}")
     new = not file.exists()
     try:
-        file.open("ab").close()  # the only way to know, on every system
+        file.open("ab").close()  # the only test that works on every system
     except OSError:
         raise ConfigError(f"--plot {file}: it cannot be written") from None
     if new:
         file.unlink()
-
-
-def _paper(as_json: bool) -> None:
-    from atoll.cli.plan.text import show_paper
-    from atoll.plan.paper import compare
-
-    cells = list(compare())
-    if not as_json:
-        show_paper(cells)
-        return
-    rows = [
-        {
-            "model": cell.model,
-            "method": cell.method,
-            "row": cell.row,
-            "level": cell.level,
-            "paper": cell.paper_bits_per_s,
-            "ours": cell.bits_per_s,
-            "printed_gbit_per_s": cell.printed_gbit_per_s,
-            "steps_apart": cell.steps_apart,
-        }
-        for cell in cells
-    ]
-    typer.echo(json.dumps(rows, indent=2, allow_nan=False))
 
 
 def _serve(where: str | None) -> None:

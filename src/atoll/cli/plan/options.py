@@ -1,4 +1,4 @@
-"""What was typed after `atoll plan`, and what of it cannot be together."""
+"""Holds the options of `atoll plan`, and refuses those that contradict each other."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from atoll.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The command line, as it was typed; `commands.plan` says what each is."""
+class PlanOptions:
+    """Holds the command line as it was typed; `cli.plan.command` explains each option."""
 
     run: Path | None = None
     changes: Sequence[str] = ()
@@ -36,8 +36,8 @@ class Options:
     target: str = "0.95"
 
 
-def refuse_contradictions(options: Options) -> None:
-    """What would be ignored, or said twice."""
+def check_conflicts(options: PlanOptions) -> None:
+    """Raise ConfigError for options that would be ignored or say the same twice."""
     given = {
         "--step-time": options.step_time is not None,
         "--probe": options.probe,

@@ -1,4 +1,4 @@
-"""What the planner would have said of a run that has ended, beside what was measured."""
+"""Compares what the planner says of a run with what the run has measured."""
 
 from atoll._util.units import bytes_text, share_text
 from atoll.link.local import Faults
@@ -10,8 +10,8 @@ from atoll.settings.config import RunConfig
 from atoll.train.progress.reporter import Account
 
 
-def foretold(config: RunConfig, account: Account) -> str:
-    """A line for people; empty where nothing travelled, or faults that nobody plans took part."""
+def plan_check(config: RunConfig, account: Account) -> str:
+    """Return a line with planned and measured figures; empty if nothing was sent or faults were injected."""
     counters, sync = account.counted(), config.synchronisation()
     wire_sent = sum(c.wire_sent for c in counters) / max(len(counters), 1)
     if sync is None or not wire_sent or config.faults_of_link() != Faults():
@@ -19,7 +19,7 @@ def foretold(config: RunConfig, account: Account) -> str:
     workers, here = config.sync.workers, len(counters)
     job = Job(
         steps=config.train.steps or 0,
-        step_s=account.tally.step_s * here,  # those in one process take turns
+        step_s=account.tally.step_s * here,  # workers of one process take turns
         period=config.sync.period,
         payload_bytes=tuple(sync.codec.payload_bytes(f.numel) for f in account.loops[0].fragments),
         delay=tuple(sync.delay_of(w, workers) for w in range(workers)) if isinstance(sync, Sync) else 0,
@@ -29,7 +29,7 @@ def foretold(config: RunConfig, account: Account) -> str:
     emulated = config.link.emulate
     expected = time_of(job, parse_link(emulated) if emulated else Link(float("inf")))
     told = f"{bytes_text(expected.bytes_per_worker)} on the wire per worker (measured {bytes_text(wire_sent)})"
-    if not emulated:  # how fast the line is, nobody has said
+    if not emulated:  # the rate of a real line is not known
         return f"planned: {told}"
     busy_s = account.tally.seconds - account.waited_s
     planned, measured = (busy_s / max(busy_s + wait_s, 1e-9) for wait_s in (expected.exposed_s, account.waited_s))
