@@ -13,111 +13,58 @@ if TYPE_CHECKING:
     from atoll.cli.plan.options import PlanOptions
 
 _TRAINED, _TIME, _LINK, _SHOWN = "What is trained", "The time of a step", "The link", "What is shown"
+_RUN_FILE = typer.Argument(metavar="RUN.toml", show_default=False, help="A run file; or give numbers.")
+_SET = typer.Option("--set", metavar="KEY=VALUE", help="Another value for a setting of the run file.")
+_METHODS = (
+    "Only this one; may be given many times: data-parallel, diloco, streaming-blocking (waits), streaming-bf16, "
+    "streaming (4 bits), eager."
+)
+_STEPS = "Inner steps of the run; left out: for 20 tokens a parameter."
+_MEMORY = "Memory of one chip, to be warned: 80GB; left out: the --chip's."
+_SPEED = (
+    "What every worker has, latency one way (half of ping): 1Gbit/s,40ms; left out: the run file's link.emulate, or "
+    "1Gbit/s."
+)
+
+
+def _option(panel: str, metavar: str | None, text: str, *names: str) -> Any:
+    """Return an option shown in a panel of the help."""
+    return typer.Option(*names, metavar=metavar, rich_help_panel=panel, help=text)
 
 
 def plan(
-    run: Annotated[
-        Path | None, typer.Argument(metavar="RUN.toml", show_default=False, help="A run file; or give numbers.")
-    ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Another value for a setting of the run file."),
-    ] = None,
-    params: Annotated[
-        str | None, typer.Option(metavar="N", rich_help_panel=_TRAINED, help="Parameters: 10e9, 10B or 350M.")
-    ] = None,
-    layers: Annotated[
-        str | None, typer.Option(metavar="N", rich_help_panel=_TRAINED, help="Blocks of the model.")
-    ] = None,
-    preset: Annotated[
-        str | None, typer.Option(metavar="NAME", rich_help_panel=_TRAINED, help="Both by the name of a preset: 1B.")
-    ] = None,
-    workers: Annotated[
-        str | None, typer.Option(metavar="N", rich_help_panel=_TRAINED, help="Left out: the run file's, or 2.")
-    ] = None,
-    methods: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--method",
-            metavar="NAME",
-            rich_help_panel=_TRAINED,
-            help="Only this one; may be given many times: data-parallel, diloco, streaming-blocking (waits), "
-            "streaming-bf16, streaming (4 bits), eager.",
-        ),
-    ] = None,
-    period: Annotated[
-        str | None,
-        typer.Option(metavar="H", rich_help_panel=_TRAINED, help="Inner steps between exchanges; left out: 100."),
-    ] = None,
+    run: Annotated[Path | None, _RUN_FILE] = None,
+    changes: Annotated[list[str] | None, _SET] = None,
+    params: Annotated[str | None, _option(_TRAINED, "N", "Parameters: 10e9, 10B or 350M.")] = None,
+    layers: Annotated[str | None, _option(_TRAINED, "N", "Blocks of the model.")] = None,
+    preset: Annotated[str | None, _option(_TRAINED, "NAME", "Both by the name of a model preset: 1B.")] = None,
+    workers: Annotated[str | None, _option(_TRAINED, "N", "Number of workers; left out: the run file's, or 2.")] = None,
+    methods: Annotated[list[str] | None, _option(_TRAINED, "NAME", _METHODS, "--method")] = None,
+    period: Annotated[str | None, _option(_TRAINED, "H", "Inner steps between exchanges; left out: 100.")] = None,
     fragments: Annotated[
-        str | None,
-        typer.Option(metavar="P", rich_help_panel=_TRAINED, help="Of streaming; left out: one for 3 layers."),
+        str | None, _option(_TRAINED, "P", "Fragments of streaming; left out: one for 3 layers.")
     ] = None,
-    steps: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N", rich_help_panel=_TRAINED, help="Of the whole run; left out: for 20 tokens a parameter."
-        ),
-    ] = None,
+    steps: Annotated[str | None, _option(_TRAINED, "N", _STEPS)] = None,
     tokens_total: Annotated[
-        str | None,
-        typer.Option(metavar="N", rich_help_panel=_TRAINED, help="Instead of steps: tokens of all workers, 200B."),
+        str | None, _option(_TRAINED, "N", "Instead of steps: tokens of all workers, 200B.")
     ] = None,
-    step_time: Annotated[
-        str | None, typer.Option(metavar="TIME", rich_help_panel=_TIME, help="Given: 0.8 (seconds) or 800ms.")
-    ] = None,
-    tokens: Annotated[
-        str | None, typer.Option(metavar="N", rich_help_panel=_TIME, help="Estimated: tokens of a worker's step.")
-    ] = None,
-    chip: Annotated[
-        str | None, typer.Option(metavar="NAME", rich_help_panel=_TIME, help="Estimated: h100, a100, tpu-v5e ...")
-    ] = None,
-    flops: Annotated[
-        str | None, typer.Option(metavar="N", rich_help_panel=_TIME, help="Or the peak FLOP/s of a chip: 989e12.")
-    ] = None,
-    chips: Annotated[
-        str | None, typer.Option(metavar="N", rich_help_panel=_TIME, help="Chips of a worker; left out: 1.")
-    ] = None,
-    mfu: Annotated[
-        str | None,
-        typer.Option(metavar="SHARE", rich_help_panel=_TIME, help="The part of the peak that is reached: 0.4."),
-    ] = None,
+    step_time: Annotated[str | None, _option(_TIME, "TIME", "Given: 0.8 (seconds) or 800ms.")] = None,
+    tokens: Annotated[str | None, _option(_TIME, "N", "Estimated: tokens of a worker's step.")] = None,
+    chip: Annotated[str | None, _option(_TIME, "NAME", "Estimated: h100, a100, tpu-v5e ...")] = None,
+    flops: Annotated[str | None, _option(_TIME, "N", "Or the peak FLOP/s of a chip: 989e12.")] = None,
+    chips: Annotated[str | None, _option(_TIME, "N", "Chips of a worker; left out: 1.")] = None,
+    mfu: Annotated[str | None, _option(_TIME, "SHARE", "The part of the peak that is reached: 0.4.")] = None,
     probe: Annotated[
-        bool,
-        typer.Option("--probe", rich_help_panel=_TIME, help="Measured: a few steps of the run file or preset, here."),
+        bool, _option(_TIME, None, "Measured: a few steps of run file or preset, here.", "--probe")
     ] = False,
-    link: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SPEED",
-            rich_help_panel=_LINK,
-            help="What every worker has, latency one way (half of ping): 1Gbit/s,40ms; left out: the run file's "
-            "link.emulate, or 1Gbit/s.",
-        ),
-    ] = None,
-    probe_link: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", rich_help_panel=_LINK, help="Measure it to an end that serves there."),
-    ] = None,
-    serve: Annotated[
-        bool, typer.Option("--serve", rich_help_panel=_LINK, help="Be that end: --probe-link :29600 --serve.")
-    ] = False,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", rich_help_panel=_SHOWN, help="Of one chip, to be warned: 80GB; left out: the --chip's."
-        ),
-    ] = None,
-    price: Annotated[
-        str | None, typer.Option(metavar="X", rich_help_panel=_SHOWN, help="Of one worker for an hour.")
-    ] = None,
-    target: Annotated[
-        str, typer.Option(metavar="SHARE", rich_help_panel=_SHOWN, help="Of its time that a worker is to compute.")
-    ] = "0.95",
-    as_json: Annotated[
-        bool, typer.Option("--json", rich_help_panel=_SHOWN, help="Print plain JSON and nothing else.")
-    ] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", rich_help_panel=_SHOWN, help="Also draw it.")] = None,
+    link: Annotated[str | None, _option(_LINK, "SPEED", _SPEED)] = None,
+    probe_link: Annotated[str | None, _option(_LINK, "HOST:PORT", "Measure it to an end that serves there.")] = None,
+    serve: Annotated[bool, _option(_LINK, None, "Be that end: --probe-link :29600 --serve.", "--serve")] = False,
+    memory: Annotated[str | None, _option(_SHOWN, "SIZE", _MEMORY)] = None,
+    price: Annotated[str | None, _option(_SHOWN, "X", "Price of one worker for an hour.")] = None,
+    target: Annotated[str, _option(_SHOWN, "SHARE", "Share of its time in which a worker should compute.")] = "0.95",
+    as_json: Annotated[bool, _option(_SHOWN, None, "Print plain JSON and nothing else.", "--json")] = False,
+    plot: Annotated[Path | None, _option(_SHOWN, "FILE.png", "Also draw it.")] = None,
 ) -> None:
     """Say what a run costs before it is paid for.
 
@@ -187,6 +134,6 @@ def _serve(where: str | None) -> None:
     from atoll.link.net.bandwidth import parse_end, serve
 
     if where is None:
-        raise ConfigError("--serve needs the port to wait on: --probe-link :29600 --serve")
+        raise ConfigError("--serve needs a port to listen on: --probe-link :29600 --serve")
     with saying("stopped; nobody is served any more"):
         serve(*parse_end(where, serving=True), tell=typer.echo)
