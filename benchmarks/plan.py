@@ -15,7 +15,7 @@ import time
 from atoll.plan.advise import advise, candidates, sweep
 from atoll.plan.link import Link
 from atoll.plan.method import Model
-from atoll.plan.paper import MODELS, compare
+from paper_table import MODELS, compare
 
 SETTINGS = 10_000
 PERIODS = tuple(sorted({round(5 * 200 ** (n / 89)) for n in range(90)}))

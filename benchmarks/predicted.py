@@ -5,9 +5,10 @@
 For every row of wan.json and wire.json in the folder. The line's rate, of which payloads get GOODPUT (plan/link.py),
 the step's time without any exchange (wan's bare_step_s) and the sizes of the fragments go in, `plan.simulate` runs the
 same periods, sending after the step, and seconds of waiting in a period and bytes of a worker come out. DDP exchanges
-around a ring, its gradients in buckets, the last and largest of which leaves when backward is over, so it is taken as
-after the step, too. torchft's rows are left out: its exchanges are preceded by a quorum, and what it makes of a line
-is its own. For a row of wire.json, one round on a free line.
+around a ring, where 2 and 4 workers send as many bytes as atoll does. Its gradients travel in buckets, the last and
+largest of which leaves when backward is over, so it is taken as after the step, too. torchft's rows are left out: its
+exchanges are preceded by a quorum, and what it makes of a line is its own. For a row of wire.json, one round on a free
+line.
 
 "seen" is, for atoll, the time blocked on the link; for DDP, how much longer the part of the step took that exchanges
 (wan.py's "held up"). It is that of the worker that waited least: the others waited for that one, too. Bytes are the
@@ -25,9 +26,8 @@ from typing import Any, NamedTuple
 from atoll.core.allreduce import sent_bytes
 from atoll.core.codec import Codec
 from atoll.plan.job import Job, transfer_s
-from atoll.plan.lines import Exchange, Place
 from atoll.plan.link import GOODPUT, Link
-from atoll.plan.simulate import simulate
+from atoll.plan.simulate import stops
 from sites import bits_per_second
 from wan import Bench
 from wan_worker import SHAPE, our_sync
@@ -67,16 +67,16 @@ def alike(predicted: float, seen: float) -> bool:
 # ---------------------------------------------------------------------- whole runs
 
 
-def job_of(cell: dict[str, Any], bench: Bench, steps: int) -> tuple[Job, Exchange]:
-    """A row of wan.json as the planner sees it, and how it exchanges."""
+def job_of(cell: dict[str, Any], bench: Bench, steps: int) -> Job:
+    """A row of wan.json as the planner sees it."""
     method, workers = cell["method"], cell["workers"]
     if method in OURS:
         sync = our_sync(method, bench.period, cell["delay"])
         payloads = tuple(sync.codec.payload_bytes(fragment.numel) for fragment in bench.fragments(method))
-        delay, exchange = sync.delay_of(0, workers), "shots"
+        delay = sync.delay_of(0, workers)
     else:
-        payloads, delay, exchange = (4 * SHAPE.parameters,), 0, "ring"
-    job = Job(
+        payloads, delay = (4 * SHAPE.parameters,), 0
+    return Job(
         steps=steps,
         step_s=cell["bare_step_s"],
         period=bench.period,
@@ -84,25 +84,24 @@ def job_of(cell: dict[str, Any], bench: Bench, steps: int) -> tuple[Job, Exchang
         delay=delay,
         workers=workers,
         gradients=method == "ddp",
+        finish=False,
     )
-    return job, exchange  # type: ignore[return-value]
 
 
 def of_run(cell: dict[str, Any], bench: Bench) -> Row:
     """A row of wan.json: whole periods under way, on the line that it had."""
     since, until = 3 * bench.period, 6 * bench.period
-    job, exchange = job_of(cell, bench, until)
-    rate = GOODPUT * 1e6 * cell["rate_mbit"]
-    run = simulate(job, [Place(up_bits_per_s=rate, down_bits_per_s=rate)], exchange=exchange)
-    took = float(run.ends_s[until, 0, 0] - run.ends_s[since, 0, 0])
+    job = job_of(cell, bench, until)
+    waited_s = {since: 0.0, until: 0.0}
+    for stop in stops(job, Link(GOODPUT * 1e6 * cell["rate_mbit"])):
+        waited_s |= {step: stop.left_s[0] - stop.step * job.step_s for step in waited_s if stop.step <= step}
     periods = (until - since) / bench.period
     rounds = bench.period if job.gradients else 1
-    copies = 2 * (job.workers - 1) / job.workers if exchange == "ring" else None
-    sent = sum(copies * size if copies else sent_bytes(size, job.workers) for size in job.payload_bytes)
+    sent = sum(sent_bytes(size, job.workers) for size in job.payload_bytes)
     seen = cell["least_wait_s_per_period" if cell["method"] in OURS else "least_held_up_s_per_period"]
     return Row(
         f"{cell['method']}, {cell['workers']} workers, {cell['rate_mbit']} Mbit/s",
-        max(0.0, took - (until - since) * job.step_s) / periods,
+        (waited_s[until] - waited_s[since]) / periods,
         seen,
         rounds * sent,
         cell["sent_bytes_per_period"],

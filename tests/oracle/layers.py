@@ -1,54 +1,25 @@
-"""The papers' event model of a run, one worker, one step and one layer at a time, in exact numbers.
+"""The papers' event model of a run, one worker, one step and one layer at a time.
 
-A step of L layers is 3L - 1 pieces: L forward; then, from the last layer to the first, one for its parameters and, but
-for layer 1, one for its activations. `places` has (up, down, latency, pace, outages) per worker: bits per second,
-seconds, a factor on the time of a step, and the (from, to) in which its lines stand still. `groups` has the layers of
-every fragment; None: a fragment leaves after the step, whole.
+A step of L layers is 3L - 1 pieces: L forward; then, from the last layer to the first, one for its parameters and,
+except for layer 1, one for its inputs. All workers have lines of the same rate; `delays` has one delay per worker.
+`groups` has the layers of every fragment; None: a fragment leaves after the step, whole. Given Fractions, it is exact.
 """
 
-from fractions import Fraction
 
-
-def carried(begin, seconds, outages):
-    """When a line that begins then has worked for so long; it stands still from `off` on until `on`."""
-    now, left = begin, seconds
-    for off, on in outages:
-        if now < off and now + left <= off:
-            return now + left
-        if now < off:
-            left -= off - now
-            now = Fraction(on)
-        elif now < on:
-            now = Fraction(on)
-    return now + left
-
-
-def ends(steps, step_s, period, delays, payloads, places, groups=None, depth=1, copies=1, crossings=1, lost=None):
-    """[steps + 1][workers]: when every step, and the waiting after it, was over. `lost(step, fragment, worker)`."""
-    workers, fragments = range(len(places)), range(len(payloads))
-    now, up_free, down_free = (
-        [Fraction(0) for _ in workers],
-        [Fraction(0) for _ in workers],
-        [Fraction(0) for _ in workers],
-    )
-    there = {}  # (step of the send, fragment) -> [(layer, arrival per worker)]
+def ends(steps, step_s, period, delays, payloads, bits_per_s, latency_s, groups=None, depth=1, copies=1, crossings=1):
+    """[steps + 1][workers]: when every step, and the waiting after it, was over."""
+    workers, fragments = range(len(delays)), range(len(payloads))
+    now, free = [0 for _ in workers], [0 for _ in workers]
+    there = {}  # (step of the send, fragment) -> [(layer, arrival)]
     offsets = [f * period // len(payloads) for f in fragments]
+    piece = step_s / (3 * depth - 1)
     out = [list(now)]
 
     def exchange(step, fragment, layer, size, ready):
-        """Everybody's part leaves when it is ready, on lines that take one thing after the other."""
-        bits = 8 * Fraction(copies) * Fraction(size)
-        coming = [min([ready[o] for o in workers if o != w], default=ready[w]) for w in workers]
+        """Every worker's part leaves when it is ready, on lines that take one thing after the other."""
         for w in workers:
-            up, down, _, _, outages = places[w]
-            up_free[w] = carried(max(up_free[w], ready[w]), bits / Fraction(up), outages)
-            down_free[w] = carried(max(down_free[w], coming[w]), bits / Fraction(down), outages)
-        arrival = []
-        for w in workers:
-            senders = [o for o in workers if o == w or not (lost and lost(step, fragment, o))]
-            last = max([up_free[o] for o in senders] + [down_free[w]])
-            arrival.append(last + crossings * Fraction(places[w][2]))
-        there.setdefault((step, fragment), []).append((layer, arrival))
+            free[w] = max(free[w], ready[w]) + 8 * copies * size / bits_per_s
+        there.setdefault((step, fragment), []).append((layer, max(free) + crossings * latency_s))
 
     def applied_after(step, w):
         """Rounds that worker w applies after a step."""
@@ -57,10 +28,12 @@ def ends(steps, step_s, period, delays, payloads, places, groups=None, depth=1, 
     for step in range(1, steps + 1):
         backward = [{} for _ in workers]  # layer -> when its backward is done
         for w in workers:
-            piece = Fraction(step_s) * Fraction(places[w][3]) / (3 * depth - 1)
-            due = [(layer, at[w]) for r in applied_after(step - 1, w) for layer, at in there[r] if layer]
+            due = {}  # layer -> when it was there
+            for round_id in applied_after(step - 1, w):
+                for layer, at in there[round_id]:
+                    due[layer] = max(due.get(layer, at), at)
             for layer in range(1, depth + 1):
-                now[w] = max([now[w]] + [at for needed, at in due if needed == layer]) + piece
+                now[w] = max(now[w], due.get(layer, now[w])) + piece
             for layer in range(depth, 0, -1):
                 now[w] += piece if layer == 1 else 2 * piece
                 backward[w][layer] = now[w]
@@ -68,13 +41,12 @@ def ends(steps, step_s, period, delays, payloads, places, groups=None, depth=1, 
         if groups is None:
             for f in sends:
                 exchange(step, f, 0, payloads[f], list(now))
-        for layer in range(depth, 0, -1):
-            for f in sends:
-                if groups is not None and layer in groups[f]:
-                    exchange(
-                        step, f, layer, Fraction(payloads[f], len(groups[f])), [backward[w][layer] for w in workers]
-                    )
+        else:
+            for layer in range(depth if sends else 0, 0, -1):
+                for f in sends:
+                    if layer in groups[f]:
+                        exchange(step, f, layer, payloads[f] / len(groups[f]), [backward[w][layer] for w in workers])
         for w in workers:
-            now[w] = max([now[w]] + [at[w] for r in applied_after(step, w) for layer, at in there[r] if not layer])
+            now[w] = max([now[w]] + [at for r in applied_after(step, w) for layer, at in there[r] if not layer])
         out.append(list(now))
     return out

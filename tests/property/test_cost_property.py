@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 from atoll.core.codec import Codec
 from atoll.core.schedule import Schedule
 from atoll.plan import cost
-from atoll.plan.job import Job, time_of
+from atoll.plan.job import Job
 from atoll.plan.link import Link
 from atoll.plan.method import Method, Model
+from atoll.plan.simulate import time_of
 
 
 @st.composite

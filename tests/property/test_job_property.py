@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from atoll.core.allreduce import sent_bytes
 from atoll.core.schedule import Schedule
-from atoll.plan.job import Job, time_of, transfer_s
+from atoll.plan.job import Job, transfer_s
 from atoll.plan.link import Link
+from atoll.plan.simulate import time_of
 
 links = st.builds(Link, st.floats(1e2, 1e7), st.sampled_from([0.0, 0.01, 3.0]))
 

@@ -11,10 +11,11 @@ from atoll.core.fragments import Blocks, Whole
 from atoll.core.outer import Blend
 from atoll.errors import ConfigError
 from atoll.outer.presets import Gradients, Sync
-from atoll.plan.advise import PERIODS, advise, candidates, in_words, sweep
+from atoll.plan import cost
+from atoll.plan.advise import PERIODS, advise, candidates, describe, sweep
+from atoll.plan.forecast import forecast
 from atoll.plan.link import Link, parse_link
 from atoll.plan.method import METHODS, Method, Model
-from atoll.plan.outlook import outlook
 from atoll.settings.config import parse
 
 MODEL = Model(parameters=10**9, layers=24, step_s=0.1)
@@ -23,7 +24,7 @@ MODEL = Model(parameters=10**9, layers=24, step_s=0.1)
 def test_a_fast_line_needs_nothing_special() -> None:
     found = advise(MODEL, 2, Link(1e13))
     assert found.reached
-    assert found.choices[0].outlook.method.gradients
+    assert found.choices[0].forecast.method.gradients
     assert found.choices[0].loss_penalty == 0
     assert "on every step" in found.choices[0].why
 
@@ -32,12 +33,12 @@ def test_a_home_line_takes_four_bits_and_a_delay() -> None:
     found = advise(MODEL, 2, Link(1e9, 0.02))
     best = found.choices[0]
     assert found.reached
-    assert best.outlook.method.codec == Codec("e3m0") and best.outlook.method.delay > 0
-    assert not best.outlook.method.eager
+    assert best.forecast.method.codec == Codec("e3m0") and best.forecast.method.delay > 0
+    assert not best.forecast.method.eager
     assert best.loss_penalty is not None and abs(best.loss_penalty) < 0.02
     assert best.source
-    assert [choice.outlook.method.period for choice in found.choices] == sorted(
-        choice.outlook.method.period for choice in found.choices
+    assert [choice.forecast.method.period for choice in found.choices] == sorted(
+        choice.forecast.method.period for choice in found.choices
     )
 
 
@@ -52,7 +53,7 @@ def test_the_first_choice_is_the_least_risky_whether_losses_are_known_or_not(wor
     """Nobody has measured more than 8 workers: that is no reason to prefer Eager and a period of 1000."""
     model, link = Model(parameters=10**10, layers=48, step_s=0.8), Link(100e9, 0.02)
     found = advise(model, workers, link).choices
-    methods = [choice.outlook.method for choice in found]
+    methods = [choice.forecast.method for choice in found]
     assert not methods[0].eager and methods[0].period <= 20
     assert [m.period for m in methods] == sorted(m.period for m in methods)
     assert (found[0].loss_penalty is None) == (workers > 8)
@@ -61,15 +62,15 @@ def test_the_first_choice_is_the_least_risky_whether_losses_are_known_or_not(wor
 def test_a_better_line_does_not_bring_a_longer_period() -> None:
     """Once it did: 5 steps from 6.8 to 16 Gbit/s, 20 at 36 and 30 from 82 on."""
     model = Model(parameters=1270 * 10**6, layers=24, step_s=1.2)
-    firsts = [advise(model, 2, Link(1e9 * rate, 0.05)).choices[0].outlook.method for rate in (6.8, 16, 36, 82, 200)]
+    firsts = [advise(model, 2, Link(1e9 * rate, 0.05)).choices[0].forecast.method for rate in (6.8, 16, 36, 82, 200)]
     assert [method.period for method in firsts] == [5] * 5
 
 
 def test_what_gains_nothing_over_a_less_risky_choice_is_not_offered() -> None:
     """Where nobody ever waits, Eager sends as much as the same period without it, and hides nothing."""
     found = advise(MODEL, 8, Link(math.inf), most=99).choices
-    assert [choice.outlook.method.period for choice in found] == [1, *PERIODS]
-    assert not any(choice.outlook.method.eager for choice in found)
+    assert [choice.forecast.method.period for choice in found] == [1, *PERIODS]
+    assert not any(choice.forecast.method.eager for choice in found)
 
 
 @pytest.mark.parametrize("steps", [3, 24, 25, 50, 10**6])
@@ -77,7 +78,7 @@ def test_a_run_has_a_few_of_the_periods_that_are_advised(steps: int) -> None:
     found = advise(MODEL, 2, Link(1e8), steps=steps, most=99)
     assert found.choices
     for choice in found.choices:
-        method, ahead = choice.outlook.method, choice.outlook
+        method, ahead = choice.forecast.method, choice.forecast
         assert method.gradients or 5 * method.period <= steps or method.period == 5 <= steps
         assert ahead.utilisation_of_run == pytest.approx(steps * MODEL.step_s / ahead.run_s)
         assert (ahead.utilisation_of_run >= 0.95) == found.reached
@@ -92,15 +93,15 @@ def test_a_short_run_is_judged_with_its_last_exchange() -> None:
 
 
 def test_what_does_not_suit_is_not_offered() -> None:
-    found = advise(MODEL, 2, Link(1e6), suited=lambda method: None if method.eager else replace(method, velocities=2))
-    assert all(not c.outlook.method.eager and c.outlook.method.velocities == 2 for c in found.choices)
-    nothing = advise(MODEL, 2, Link(1e6), suited=lambda _: None)
+    found = advise(MODEL, 2, Link(1e6), adapt=lambda method: None if method.eager else replace(method, velocities=2))
+    assert all(not c.forecast.method.eager and c.forecast.method.velocities == 2 for c in found.choices)
+    nothing = advise(MODEL, 2, Link(1e6), adapt=lambda _: None)
     assert not nothing.choices and not nothing.reached and "No method goes with" in nothing.next_level
 
 
 def test_a_run_of_so_many_steps() -> None:
-    first = advise(MODEL, 2, Link(1e9, 0.02), steps=1000).choices[0].outlook
-    assert first == outlook(MODEL, first.method, 2, Link(1e9, 0.02), 1000)
+    first = advise(MODEL, 2, Link(1e9, 0.02), steps=1000).choices[0].forecast
+    assert first == forecast(MODEL, first.method, 2, Link(1e9, 0.02), 1000)
     assert first.bytes_of_run > 0 and first.run_s >= 1000 * MODEL.step_s
 
 
@@ -114,11 +115,11 @@ def test_one_bit_a_second() -> None:
 
 def test_the_next_level_holds() -> None:
     found = advise(MODEL, 2, Link(1e9, 0.05), target=0.5)
-    first = found.choices[0].outlook
+    first = found.choices[0].forecast
     assert 0.5 <= first.utilisation_with_atoll < 0.8
     assert found.next_level.startswith("80 % takes ")
     rate = parse_link(found.next_level.removeprefix("80 % takes ").partition(" with")[0])
-    assert outlook(MODEL, first.method, 2, Link(rate.bits_per_s, 0.05)).utilisation_with_atoll >= 0.8, "it is enough"
+    assert forecast(MODEL, first.method, 2, Link(rate.bits_per_s, 0.05)).utilisation_with_atoll >= 0.8, "it is enough"
     assert "On this link it takes other settings: " in found.next_level
     assert advise(MODEL, 2, Link(1e15)).next_level.startswith("Nothing is left to gain")
 
@@ -130,18 +131,21 @@ def test_latency_alone_can_be_too_much() -> None:
 
 
 def test_little_memory() -> None:
-    roomy = advise(MODEL, 2, Link(1e9, 0.05)).choices[0].outlook
+    """What is too large is ruled out as any other method."""
+
+    def small(method: Method) -> Method | None:
+        return method if cost.extra_bytes(MODEL, method, 2) <= limit else None
+
+    roomy = advise(MODEL, 2, Link(1e9, 0.05)).choices[0].forecast
     limit = roomy.memory_bytes - 1
-    tight = advise(MODEL, 2, Link(1e9, 0.05), memory_limit_bytes=limit)
-    assert all(choice.outlook.memory_bytes <= limit for choice in tight.choices)
-    with pytest.raises(ConfigError, match=r"memory_limit_bytes is 1.00 kB; the least that any choice adds is 4.00 GB"):
-        advise(MODEL, 2, Link(1e9), memory_limit_bytes=1000)
+    tight = advise(MODEL, 2, Link(1e9, 0.05), adapt=small)
+    assert tight.choices and all(choice.forecast.memory_bytes <= limit for choice in tight.choices)
 
 
 def test_a_sweep_is_what_each_would_be_alone() -> None:
     options = list(candidates(MODEL))[::37]
     link = Link(2e9, 0.05)
-    alone = [outlook(MODEL, method, 4, link).utilisation_with_atoll for method in options]
+    alone = [forecast(MODEL, method, 4, link).utilisation_with_atoll for method in options]
     assert np.allclose(sweep(MODEL, 4, link, options), alone, atol=1e-3)
 
 
@@ -158,7 +162,7 @@ def test_a_round_is_blended_before_a_third_of_the_next_is_over(period: int, dela
     assert {method.delay for method in found if method.eager} == {period}
 
 
-@pytest.mark.parametrize("method", list(candidates(MODEL))[::19], ids=in_words)
+@pytest.mark.parametrize("method", list(candidates(MODEL))[::19], ids=describe)
 def test_settings_are_accepted_by_run_files_and_mean_the_choice(method: Method) -> None:
     sync = parse({}, [f"{key}={value}" for key, value in method.settings().items()]).synchronisation()
     assert sync is not None and sync.codec == method.codec
@@ -184,7 +188,7 @@ def test_settings_are_accepted_by_run_files_and_mean_the_choice(method: Method) 
     ],
 )
 def test_methods_in_words(method: Method, words: str) -> None:
-    assert in_words(method) == words
+    assert describe(method) == words
 
 
 @pytest.mark.parametrize(
@@ -205,6 +209,6 @@ def test_nonsense(workers: int, target: float, most: int, message: str) -> None:
 
 def test_nearly_is_not_reached() -> None:
     """A sweep is good to a thousandth; what is said is exact."""
-    first = advise(MODEL, 2, Link(1e9, 0.05), 0.9, most=1).choices[0].outlook.utilisation_with_atoll
+    first = advise(MODEL, 2, Link(1e9, 0.05), 0.9, most=1).choices[0].forecast.utilisation_with_atoll
     more = advise(MODEL, 2, Link(1e9, 0.05), first + 5e-4, most=1)
-    assert more.reached and more.choices[0].outlook.utilisation_with_atoll >= first + 5e-4
+    assert more.reached and more.choices[0].forecast.utilisation_with_atoll >= first + 5e-4

@@ -11,6 +11,7 @@ from atoll.errors import ConfigError
 from atoll.plan import cost
 from atoll.plan.link import Link
 from atoll.plan.method import METHODS, Method, Model, methods, with_period
+from atoll.plan.simulate import steady_wait_s
 
 TEN = Model(parameters=1000, layers=10, step_s=1.0)
 FP32 = Codec("fp32")
@@ -19,7 +20,8 @@ HALVES = Method(name="halves", period=10, each=5, codec=FP32)
 
 
 def exposed_s(model: Model, method: Method, workers: int, link: Link) -> float:
-    return float(cost.exposed_at(model, method, workers, np.array([link.bits_per_s]), latency_s=link.latency_s)[0])
+    job = method.job(model, workers, 0)
+    return float(steady_wait_s(job, np.array([link.bits_per_s]), latency_s=link.latency_s)[0])
 
 
 def test_bytes_of_a_period() -> None:
@@ -67,7 +69,7 @@ def test_rounds_that_leave_together_wait_together() -> None:
 def test_what_hides_behind_another_s_waiting_is_not_counted_twice() -> None:
     """Ten rounds, one a step, four of which are under way together: every fifth can wait on its own account."""
     crowded = Method(name="crowded", period=10, each=1, delay=4, codec=FP32)
-    assert not cost.rounds_apart(TEN, crowded)
+    assert not cost.rounds_apart(10, 4, list(range(10)))
     assert exposed_s(TEN, crowded, 2, Link(math.inf, latency_s=6.0)) == 2 * (6.0 - 4.0)
 
 

@@ -1,15 +1,19 @@
 """What the papers print, and what the model of their simulator makes of it."""
 
+import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import paper_table as paper
 from atoll.core.codec import Codec
-from atoll.plan import cost, paper
+from atoll.plan import cost
+from atoll.plan.forecast import bandwidth_needed, steady_utilisation
 from atoll.plan.method import METHODS, Method, Model
-from atoll.plan.outlook import bandwidth_needed, steady_utilisation
+from atoll.plan.paper_grid import GRID_BITS_PER_S, bandwidth_on_grid
 
 LLAMA = Model(parameters=405 * 10**9, layers=126, step_s=26.9)
 DEEPSEEK = Model(parameters=671 * 10**9, layers=61, step_s=20.1)
@@ -34,7 +38,7 @@ def test_every_cell_is_within_one_grid_step_and_most_are_exact() -> None:
 def test_printed_values_are_grid_points_but_for_rounding() -> None:
     for rows in paper.PRINTED.values():
         for printed in (value for row in rows.values() for value in row):
-            nearest = paper.GRID_BITS_PER_S[np.abs(paper.GRID_BITS_PER_S / 1e9 - printed).argmin()] / 1e9
+            nearest = GRID_BITS_PER_S[np.abs(GRID_BITS_PER_S / 1e9 - printed).argmin()] / 1e9
             assert abs(nearest - printed) < 0.06  # 86.85 is printed as 86.8
 
 
@@ -50,8 +54,8 @@ def test_blocking_diloco_layer_by_layer_in_closed_form(name: str) -> None:
     layers, pieces = model.layers, 3 * model.layers - 1
     piece = model.step_s / pieces
     for rate, got in zip(
-        paper.GRID_BITS_PER_S,
-        steady_utilisation(model, method, 2, paper.GRID_BITS_PER_S, layered=True),
+        GRID_BITS_PER_S,
+        steady_utilisation(model, method, 2, GRID_BITS_PER_S, layered=True),
         strict=True,
     ):
         c = 8 * max(method.payload_bytes(model)) / layers / rate
@@ -70,7 +74,7 @@ def test_blocking_diloco_layer_by_layer_in_closed_form(name: str) -> None:
 def test_blocking_diloco_is_nearly_the_rule_of_thumb() -> None:
     """CU = H T / (H T + max(0, X / B - 2 T / 3))."""
     for model in paper.MODELS.values():
-        rates = paper.GRID_BITS_PER_S
+        rates = GRID_BITS_PER_S
         exact = steady_utilisation(model, METHODS["diloco"], 2, rates, layered=True)
         total = 100 * model.step_s
         rough = total / (total + np.maximum(0, 16 * model.parameters / rates - 2 * model.step_s / 3))
@@ -126,6 +130,15 @@ def test_eager_cannot_do_with_less_than_the_line_must_carry() -> None:
 
 def test_a_table_of_another_step_time_is_another_table() -> None:
     model = replace(paper.MODELS["1B"], step_s=1.0)
-    found = paper.on_the_grid(model, METHODS["streaming"])
+    found = bandwidth_on_grid(model, METHODS["streaming"])
     assert found[0.99] is not None and found[0.99] < 1e9
-    assert paper.on_the_grid(replace(model, step_s=1e-6), METHODS["data-parallel"])[0.99] is None
+    assert bandwidth_on_grid(replace(model, step_s=1e-6), METHODS["data-parallel"])[0.99] is None
+
+
+def test_the_page_shows_the_table_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[2] / "docs" / "planning.md"
+    shown = re.findall(r"^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)[1]
+    paper.show(cells())
+    printed = capsys.readouterr().out
+    assert "68 of 75 on the exact grid point, all within one" in printed
+    assert printed.split() == shown.split()

@@ -12,15 +12,15 @@ import typer
 from typer.testing import CliRunner, Result
 
 from atoll.cli import main as cli
-from atoll.cli.plan.options import Options
-from atoll.cli.plan.parse import count, seconds
-from atoll.cli.plan.request import asked_for
+from atoll.cli.plan.numbers import count, seconds
+from atoll.cli.plan.options import PlanOptions
+from atoll.cli.plan.request import plan_request
 from atoll.errors import ConfigError
 from atoll.plan import planner
 from atoll.plan.link import GOODPUT, Link
-from atoll.plan.method import METHODS, Model
-from atoll.plan.paper import PRINTED
+from atoll.plan.method import METHODS, RUN_FILE_METHOD, Model, methods_for
 from atoll.settings.config import load
+from paper_table import PRINTED
 
 MAIN = ("--params", "10e9", "--layers", "48", "--step-time", "0.8", "--workers", "8", "--link", "1Gbit/s,40ms")
 ONE = ("--params", "1e9", "--layers", "24", "--step-time", "0.1")
@@ -76,7 +76,7 @@ def test_advice_can_be_pasted_and_is_then_the_run(run_file: Path) -> None:
     (first, *_) = re.findall(r"--set(?:[^\n]+\\\n)*[^\n]+", words)
     changes = shlex.split(first.replace("\\\n", ""))
     assert changes == [part for key, value in choice["settings"].items() for part in ("--set", f"{key}={value}")]
-    own = planned(*alike, *changes)["methods"][planner.OWN]
+    own = planned(*alike, *changes)["methods"][RUN_FILE_METHOD]
     told = {name for name in choice if name not in ("method", "settings", "why", "label")}
     assert {name: own[name] for name in told} == {name: choice[name] for name in told}
 
@@ -87,7 +87,7 @@ def test_advice_knows_that_an_embedding_is_a_fragment_of_its_own(run_file: Path)
     alike = (run_file, *large, "--step-time", "0.3", "--link", "20Mbit/s", "--steps", "50000")
     for choice in planned(*alike)["advice"]:
         changes = [part for key, value in choice["settings"].items() for part in ("--set", f"{key}={value}")]
-        own = planned(*alike, *changes)["methods"][planner.OWN]
+        own = planned(*alike, *changes)["methods"][RUN_FILE_METHOD]
         assert own["utilisation_with_atoll"] == choice["utilisation_with_atoll"] >= 0.95
 
 
@@ -97,8 +97,8 @@ def test_a_preset_has_the_fragments_of_its_model(name: str) -> None:
     from atoll.settings.model_presets import preset
     from atoll.train.model.decoder import Decoder
 
-    asked = asked_for(Options(preset=name, step_time="1", methods=["streaming"]))
-    counted = asked_for(Options(preset=name, step_time="1", methods=["streaming"], fragments="2"))
+    asked = plan_request(PlanOptions(preset=name, step_time="1", methods=["streaming"]))
+    counted = plan_request(PlanOptions(preset=name, step_time="1", methods=["streaming"], fragments="2"))
     for plan_, policy in ((asked, Blocks()), (counted, Blocks(count=2))):
         fragments = split(Decoder(preset(name)), policy)
         assert plan_.methods[0].values(plan_.model) == tuple(fragment.numel for fragment in fragments)
@@ -107,12 +107,12 @@ def test_a_preset_has_the_fragments_of_its_model(name: str) -> None:
 def test_memory_is_that_of_the_run_file_s_outer_optimizer(run_file: Path) -> None:
     def added(*changes: str) -> int:
         sets = [part for change in changes for part in ("--set", change)]
-        return int(planned(run_file, "--step-time", "1", *sets)["methods"][planner.OWN]["memory_bytes"])
+        return int(planned(run_file, "--step-time", "1", *sets)["methods"][RUN_FILE_METHOD]["memory_bytes"])
 
     vector = 4 * planned(run_file, "--step-time", "1")["model"]["parameters"]
     assert added("sync.outer=sgd") == added() - vector
     assert added("sync.outer=adam") == added() + vector
-    offloaded = planned(run_file, "--step-time", "1")["methods"][planner.OWN]["memory_offloaded_bytes"]
+    offloaded = planned(run_file, "--step-time", "1")["methods"][RUN_FILE_METHOD]["memory_offloaded_bytes"]
     assert added("sync.offload=true") == offloaded < added()
 
 
@@ -213,14 +213,6 @@ def test_what_is_not_known_is_not_shown() -> None:
     assert "time of the run" not in result.stdout and "--steps" in result.stdout
 
 
-def test_the_papers_table_side_by_side() -> None:
-    result = plan("--paper")
-    assert "68 of 75 on the exact grid point, all within one" in result.stdout
-    rows = planned("--paper")
-    assert len(rows) == 75 and all(abs(row["steps_apart"]) <= 1 for row in rows)
-    assert {"model", "method", "row", "level", "paper", "ours", "steps_apart"} <= set(rows[0])
-
-
 def test_whether_a_picture_can_be_written_is_tried_without_a_trace(tmp_path: Path) -> None:
     assert "target" in complaint(*ONE, "--plot", tmp_path / "plan.png", "--target", "2")
     assert not list(tmp_path.iterdir())
@@ -258,7 +250,7 @@ def test_a_run_file_is_planned_with_its_own_fragments(run_file: Path) -> None:
     sync = config.synchronisation()
     assert sync is not None
     payloads = [sync.codec.payload_bytes(fragment.numel) for fragment in fragments]
-    own = found["methods"][planner.OWN]
+    own = found["methods"][RUN_FILE_METHOD]
     assert own["bytes_per_round"] == 2 * max(payloads)
     assert own["bytes_per_step"] == pytest.approx(2 * sum(payloads) / 20)
     assert all(method["period"] == 20 for name, method in found["methods"].items() if name != "data-parallel")
@@ -268,11 +260,11 @@ def test_an_emulated_line_carries_all_of_its_rate(run_file: Path) -> None:
     """A real one of the same rate has packet headers and pauses."""
     emulated = planned(run_file, "--step-time", "0.1", "--set", "sync.method=diloco")
     real = planned(run_file, "--step-time", "0.1", "--set", "sync.method=diloco", "--link", "2Mbit/s,30ms")
-    waits = [found["methods"][planner.OWN]["wait_s_per_period"] - 0.03 for found in (emulated, real)]
+    waits = [found["methods"][RUN_FILE_METHOD]["wait_s_per_period"] - 0.03 for found in (emulated, real)]
     assert waits[0] == pytest.approx(GOODPUT * waits[1])
-    sent = emulated["methods"][planner.OWN]["bytes_per_round"]
+    sent = emulated["methods"][RUN_FILE_METHOD]["bytes_per_round"]
     assert waits[0] == pytest.approx(8 * sent / 2e6)
-    needed = [found["methods"][planner.OWN]["bandwidth_needed"]["50"] for found in (emulated, real)]
+    needed = [found["methods"][RUN_FILE_METHOD]["bandwidth_needed"]["50"] for found in (emulated, real)]
     assert needed[0] == pytest.approx(GOODPUT * needed[1], rel=0.002)
 
 
@@ -308,8 +300,8 @@ def test_workers_and_periods_are_read_as_people_write_them() -> None:
 
 def test_settings_of_a_run_file_can_be_changed(run_file: Path) -> None:
     found = planned(run_file, "--step-time", "0.1", "--set", "sync.method=diloco", "--workers", "2", "--period", "5")
-    assert found["workers"] == 2 and found["methods"][planner.OWN]["codec"] == "fp32"
-    assert found["methods"][planner.OWN]["period"] == 5
+    assert found["workers"] == 2 and found["methods"][RUN_FILE_METHOD]["codec"] == "fp32"
+    assert found["methods"][RUN_FILE_METHOD]["period"] == 5
 
 
 @pytest.mark.parametrize("method", ["none", "data-parallel", "eager"])
@@ -317,7 +309,7 @@ def test_every_method_of_a_run_file_can_be_planned(method: str, tmp_path: Path) 
     file = tmp_path / "run.toml"
     file.write_text(f'[sync]\nmethod = "{method}"\nworkers = {1 if method == "none" else 2}\n')
     found = planned(file, "--step-time", "0.1")
-    assert (planner.OWN in found["methods"]) == (method != "none")
+    assert (RUN_FILE_METHOD in found["methods"]) == (method != "none")
 
 
 def test_a_preset_with_a_measured_step() -> None:
@@ -327,10 +319,10 @@ def test_a_preset_with_a_measured_step() -> None:
 
 
 def test_a_step_is_estimated_from_flops() -> None:
-    asked = asked_for(Options(params="1B", layers="24", tokens="500e3", chip="H100", chips="8", mfu="0.5"))
+    asked = plan_request(PlanOptions(params="1B", layers="24", tokens="500e3", chip="H100", chips="8", mfu="0.5"))
     assert asked.model.step_s == pytest.approx(6 * 1e9 * 500e3 / (8 * 989e12 * 0.5))
     assert asked.steps == math.ceil(20 * 1e9 / (2 * 500e3))
-    same = asked_for(Options(params="1B", layers="24", tokens="500e3", flops="989e12", chips="8", mfu="0.5"))
+    same = plan_request(PlanOptions(params="1B", layers="24", tokens="500e3", flops="989e12", chips="8", mfu="0.5"))
     assert same.model.step_s == asked.model.step_s
 
 
@@ -343,7 +335,9 @@ def test_what_is_not_advised_for_a_short_run_although_the_table_shows_it() -> No
 
 
 def test_tokens_of_the_whole_run_become_steps() -> None:
-    asked = asked_for(Options(params="1B", layers="24", tokens="1M", step_time="1s", tokens_total="100B", workers="4"))
+    asked = plan_request(
+        PlanOptions(params="1B", layers="24", tokens="1M", step_time="1s", tokens_total="100B", workers="4")
+    )
     assert asked.steps == 25_000
 
 
@@ -358,7 +352,7 @@ def test_times_are_read_as_people_write_them() -> None:
 
 def test_models_of_few_layers_are_one_fragment() -> None:
     model = Model(parameters=1000, layers=2, step_s=1.0)
-    (streaming,) = planner.chosen_methods(["streaming"], model, None, None)
+    (streaming,) = methods_for(model, ["streaming"], None, None)
     assert streaming.layers(model) == ((1, 2),)
 
 
@@ -417,7 +411,6 @@ def test_every_option_is_explained() -> None:
         ((*ONE[:4], "--step-time", "1e300"), "time of a step must be from 1e-06 to 1e+09 seconds"),
         ((*ONE[:4], "--tokens", "1e6", "--flops", ""), "flops must be a whole number"),
         ((*ONE, "--method", "diloco", "--fragments", "5"), "--fragments is for streaming"),
-        (("--paper", "--workers", "3"), "--json and nothing else"),
         (("--serve", "--probe-link", ":29600", "--json"), "nothing else"),
         (("--preset", "nope", "--step-time", "1"), "got 'nope'; for another model give --params and --layers"),
         ((*ONE, "--probe-link", "nowhere"), "HOST:PORT"),
@@ -488,7 +481,7 @@ def test_latency_is_said_to_be_one_way() -> None:
 def test_a_plan_is_checked_without_a_command_line() -> None:
     model = Model(parameters=1000, layers=2, step_s=1.0)
     with pytest.raises(ConfigError, match="workers"):
-        planner.Asked(model=model, workers=0, link=Link(1e9), methods=(), step_from="")
+        planner.PlanRequest(model=model, workers=0, link=Link(1e9), methods=(), step_from="")
 
 
 # ---------------------------------------------------------------------- beside what was measured
@@ -516,14 +509,8 @@ def tidy(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.strip("\n").splitlines())
 
 
-@pytest.mark.parametrize(
-    ("block", "arguments"),
-    [
-        (0, "--preset 1B --tokens 500e3 --chip h100 --chips 8 --price 20 --link 200Mbit/s,50ms"),
-        (1, "--paper"),
-    ],
-)
-def test_the_page_shows_what_is_printed(block: int, arguments: str) -> None:
+def test_the_page_shows_what_is_printed() -> None:
     page = Path(__file__).parents[2] / "docs" / "planning.md"
-    shown = re.findall(r"^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)[block]
+    shown = re.findall(r"^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)[0]
+    arguments = "--preset 1B --tokens 500e3 --chip h100 --chips 8 --price 20 --link 200Mbit/s,50ms"
     assert tidy(plan(*arguments.split()).stdout) == tidy(shown)

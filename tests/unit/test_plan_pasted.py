@@ -11,10 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from atoll.cli import main as cli
-from atoll.cli.plan.options import Options
-from atoll.cli.plan.request import asked_for
+from atoll.cli.plan.options import PlanOptions
+from atoll.cli.plan.request import plan_request
 from atoll.plan import planner
-from atoll.plan.outlook import Outlook, outlook
+from atoll.plan.forecast import Forecast, forecast
+from atoll.plan.method import RUN_FILE_METHOD
 from atoll.settings.config import load
 
 OWN: dict[str, tuple[str, ...]] = {
@@ -58,17 +59,17 @@ def sets(changes: tuple[str, ...]) -> list[str]:
 
 def advised(file: Path, own: tuple[str, ...], rate: str) -> list[dict[str, Any]]:
     """What the command advises, by the functions behind it: the command itself is tried below."""
-    asked = asked_for(Options(run=file, changes=own, step_time="0.1", link=rate))
-    plan = planner.make(replace(asked, methods=()))
+    asked = plan_request(PlanOptions(run=file, changes=own, step_time="0.1", link=rate))
+    plan = planner.make_plan(replace(asked, methods=()))
     found: list[dict[str, Any]] = planner.as_json(plan)["advice"]
     return found
 
 
-def own_outlook(file: Path, changes: tuple[str, ...], rate: str) -> Outlook:
+def own_outlook(file: Path, changes: tuple[str, ...], rate: str) -> Forecast:
     """What the command says of the run file itself."""
-    asked = asked_for(Options(run=file, changes=changes, step_time="0.1", link=rate))
-    (own,) = [method for method in asked.methods if method.name == planner.OWN]
-    return outlook(asked.model, own, asked.workers, asked.link, asked.steps or 0)
+    asked = plan_request(PlanOptions(run=file, changes=changes, step_time="0.1", link=rate))
+    (own,) = [method for method in asked.methods if method.name == RUN_FILE_METHOD]
+    return forecast(asked.model, own, asked.workers, asked.link, asked.steps or 0)
 
 
 def test_functions_say_what_the_command_says(run_file: Path) -> None:
@@ -76,7 +77,7 @@ def test_functions_say_what_the_command_says(run_file: Path) -> None:
     said = planned(run_file, "--set", "sync.delay=3", "--step-time", "0.1", "--link", rate)
     assert advised(run_file, ("sync.delay=3",), rate) == said["advice"]
     seen = own_outlook(run_file, ("sync.delay=3",), rate)
-    assert all(said["methods"][planner.OWN][name] == getattr(seen, name) for name in SAME)
+    assert all(said["methods"][RUN_FILE_METHOD][name] == getattr(seen, name) for name in SAME)
 
 
 @pytest.mark.thorough_after(4)

@@ -3,7 +3,7 @@
 import pytest
 
 from atoll.errors import ConfigError
-from atoll.plan.laws import defaults
+from atoll.plan.scaling_laws import defaults
 from atoll.settings import config
 from atoll.train.step.recipe import resolve
 

@@ -22,8 +22,8 @@ from rich.console import Console
 from atoll import report
 from atoll.core.schedule import Schedule
 from atoll.errors import AtollError, ConfigError, DataError
-from atoll.plan.job import time_of
 from atoll.plan.link import Link
+from atoll.plan.simulate import time_of
 from atoll.report.canvas import DARK, LIGHT
 from atoll.report.figures import Picture, pictures
 from atoll.report.page import page

@@ -1,1 +1,1 @@
-"""What a run costs before it is paid for: numbers only, no tensors."""
+"""Plans a run before it is paid for: numbers only, no tensors."""

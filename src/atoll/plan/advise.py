@@ -1,9 +1,9 @@
-"""Which settings to use on a given link: the least risky that keep workers busy enough, and what more would take.
+"""Recommends settings for a link: the least risky that keep workers busy enough.
 
-Risk is how far a choice is from what everybody does, in this order: data-parallel; the outer loop, the shorter its
-period the better, then the smaller its delay, then the more bits; at last Eager Updates. The order does not depend on
-the link, so on a better link nothing riskier is needed. `plan.measured` says what a choice cost in the papers. One that
-is riskier is offered as well if it gains something over all that are less so: loss, bytes or utilisation.
+Risk is the distance from common practice, in this order: data-parallel; the outer loop, first by a shorter period, then
+by a smaller delay, then by more bits; at last Eager Updates. The order does not depend on the link, so a better link
+never needs a riskier choice. A riskier choice is offered as well if it gains something over all less risky ones: loss
+(`plan.loss_penalty`), bytes or utilisation.
 """
 
 import math
@@ -18,52 +18,51 @@ from atoll._util.units import bytes_text, seconds_text, share_text
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError
 from atoll.plan import cost
-from atoll.plan.lines import Array
+from atoll.plan.cost import Array
+from atoll.plan.forecast import Forecast, bandwidth_needed, forecast, utilisation
 from atoll.plan.link import Link
-from atoll.plan.measured import penalty
+from atoll.plan.loss_penalty import penalty
 from atoll.plan.method import Method, Model
-from atoll.plan.outlook import Outlook, bandwidth_needed, busy, outlook
-from atoll.plan.paper import LEVELS
+from atoll.plan.paper_grid import LEVELS
 
 PERIODS = (5, 10, 20, 30, 50, 100, 200, 300, 500, 1000)
 EACH: tuple[int | None, ...] = (None, 3, 6, 2, 1)
-"""Layers of a fragment, in the order in which they are preferred: all of them; the papers' three."""
+"""Layers of a fragment, most preferred first: the whole model, then the papers' three."""
 DELAYS = (0, 1, 2, 3, 5, 10)
 """The Streaming paper advises up to 5, and saw less than 0.2 % up to 10."""
 FORMATS = ("fp32", "bf16", "int8", "e3m0")
-"""Of the 4-bit formats the papers'; others take as many bytes."""
+"""The papers' 4-bit format stands for all of them: the others take as many bytes."""
 FEWEST_ROUNDS = 5
-"""Of a run, where its steps are known: with fewer, a period says little about it."""
+"""Periods that a run must have for a period to be advised."""
 
-_NEARLY = 1e-3  # a sweep rounds bytes; what it sees this far below the target is looked at exactly
+_SWEEP_ERROR = 1e-3  # a sweep rounds bytes; what it sees this far below the target is computed exactly
 _AS_GOOD = 0.99  # of the best: then risk decides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """One choice."""
+    """Holds one recommended choice."""
 
-    outlook: Outlook
+    forecast: Forecast
     loss_penalty: float | None
-    """How much higher the papers' loss ended than data-parallel's: 0.006 is 0.6 %; None: nobody measured it."""
+    """How much higher the papers' loss ended than data-parallel's: 0.006 is 0.6 %; None if no paper measured it."""
     source: str
-    """Where that is from."""
+    """Where the penalty comes from."""
     why: str
-    """What it does, in a sentence."""
+    """What the choice does, in a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """What to use, and what would be better still."""
+    """Holds the recommended choices, and what more would take."""
 
     choices: tuple[Advice, ...]
-    """Those that reach the target, least risky first, no two with the same period and merge; if there is none, those
-    that come closest, best first. None for one worker, who has nothing to exchange."""
+    """The choices that reach the target, least risky first, with distinct periods and merges; if none does, those that
+    come closest, best first. Empty for one worker, which exchanges nothing."""
     reached: bool
-    """Whether the choices' utilisation is at least the target: that of the run if its steps are known, else once it is
-    under way."""
+    """Whether the choices reach the target utilisation: over the run if its steps are known, else once under way."""
     next_level: str
-    """What it takes to get to the next of 50, 80, 90, 95 and 99 %."""
+    """What the next of 50, 80, 90, 95 and 99 % takes, in words."""
 
 
 def advise(
@@ -74,14 +73,22 @@ def advise(
     *,
     steps: int = 0,
     most: int = 3,
-    memory_limit_bytes: int | None = None,
-    suited: Callable[[Method], Method | None] = lambda method: method,
+    adapt: Callable[[Method], Method | None] = lambda method: method,
 ) -> Recommendation:
-    """Settings with which workers compute for at least `target` (0 to 1) of their time, or come as close as can be.
+    """Recommend settings with which workers compute for at least `target` of their time, or come as close as possible.
 
-    With `steps`, of the time of a run of so many, and with periods that it has a few of. With `memory_limit_bytes`,
-    only those that add no more than that on a worker's device. `suited` says what a method becomes beside settings that
-    are given, None if it cannot be with them.
+    Args:
+        model: The model to train.
+        workers: Number of workers.
+        link: Every worker's line.
+        target: Utilisation to reach, above 0 and below 1.
+        steps: Inner steps of the run. If known, the utilisation is that of the whole run, and only periods of which
+            the run has a few are recommended.
+        most: The most choices to return.
+        adapt: Returns what a method becomes beside settings that are given, or None to rule it out.
+
+    Raises:
+        ConfigError: A number is out of its range.
     """
     check_whole("workers", workers)
     check_whole("most", most, why="it counts choices")
@@ -90,18 +97,18 @@ def advise(
         raise ConfigError(f"target must be between 0 and 1, both excluded, got {target!r}: it is a part of the time")
     if workers == 1:
         return Recommendation(choices=(), reached=True, next_level="One worker has nothing to exchange.")
-    options = [fit for method in candidates(model, periods_for(steps)) if (fit := suited(method)) is not None]
+    options = [fit for method in candidates(model, periods_for(steps)) if (fit := adapt(method)) is not None]
     if not options:
         return Recommendation(choices=(), reached=False, next_level="No method goes with the settings that are given.")
-    wanted = _Wanted(model, workers, link, steps, _fitting(model, workers, memory_limit_bytes, options))
-    swept = wanted.sweep()
-    found = wanted.reaching(target, swept)
-    kept = wanted.gaining(found or wanted.closest(swept))[:most]
-    outlooks = [outlook(model, method, workers, link, steps) for method in kept]
+    search = _Search(model, workers, link, steps, options)
+    swept = sweep(model, workers, link, options, steps)
+    found = search.reaching(target, swept)
+    kept = search.gaining(found or search.closest(swept))[:most]
+    forecasts = [forecast(model, method, workers, link, steps) for method in kept]
     return Recommendation(
-        choices=tuple(_advice(model, workers, ahead, steps) for ahead in outlooks),
+        choices=tuple(_advice(model, workers, expected, steps) for expected in forecasts),
         reached=bool(found),
-        next_level=wanted.next_level(outlooks[0], swept),
+        next_level=search.next_level(forecasts[0], swept),
     )
 
 
@@ -109,12 +116,12 @@ def advise(
 
 
 def candidates(model: Model, periods: Iterable[int] = PERIODS, delays: Iterable[int] = DELAYS) -> Iterator[Method]:
-    """Everything that is considered, least risky first."""
+    """Yield every method that is considered, least risky first."""
     for name in FORMATS[:2]:
         yield Method(name="data-parallel", period=1, gradients=True, codec=Codec(name))
     parts = [each for each in EACH if each is None or each < model.layers]
     for period in periods:
-        # A round that comes back when a third of the next is over is old news: blended, it was never measured.
+        # No paper measured a blend with a round that returns when more than a third of the next period is over.
         for delay in (delay for delay in delays if delay <= max(1, period // 3)):
             for codec in map(Codec, FORMATS):
                 for each in parts:
@@ -127,27 +134,16 @@ def candidates(model: Model, periods: Iterable[int] = PERIODS, delays: Iterable[
 
 
 def periods_for(steps: int) -> tuple[int, ...]:
-    """The periods of which a run of so many steps (0: not known) has a few; the shortest if it has one of it at all."""
+    """Return the periods of which a run has a few (0 steps: all), or the shortest if the run has one of it at all."""
     if not steps:
         return PERIODS
     return tuple(p for p in PERIODS if FEWEST_ROUNDS * p <= steps) or tuple(p for p in PERIODS[:1] if p <= steps)
 
 
-def _fitting(model: Model, workers: int, limit: int | None, options: Sequence[Method]) -> Sequence[Method]:
-    if limit is None:
-        return options
-    sizes = [cost.extra_bytes(model, method, workers, offload=method.offload) for method in options]
-    if min(sizes) > limit:
-        raise ConfigError(
-            f"memory_limit_bytes is {bytes_text(limit)}; the least that any choice adds is {bytes_text(min(sizes))}"
-        )
-    return [method for method, size in zip(options, sizes, strict=True) if size <= limit]
-
-
 def sweep(model: Model, workers: int, link: Link, options: Sequence[Method], steps: int = 0) -> Array:
-    """[options]: utilisation with atoll, to about a thousandth; over a run if steps are given.
+    """Return the utilisation with atoll to about a thousandth, [options]; over a run if steps are given.
 
-    Formats share a simulation: half the bytes on a line are the same bytes on twice the line.
+    Formats share a simulation: half the bytes on a line take as long as the same bytes on a line twice as fast.
     """
     alike: dict[tuple[int, int | None, int, bool], list[int]] = {}
     for n, method in enumerate(options):
@@ -161,25 +157,20 @@ def sweep(model: Model, workers: int, link: Link, options: Sequence[Method], ste
         first = options[members[0]]
         sizes = np.array([size_of[options[n].codec] for n in members], dtype=float)
         rates = link.bits_per_s * (sizes[0] / np.maximum(sizes, 1.0))
-        found[members] = busy(model, first, workers, rates, link, steps)
+        found[members] = utilisation(model, first, workers, rates, link, steps)
     return found
 
 
 # ---------------------------------------------------------------------- what to choose
 
 
-class _Kind(NamedTuple):
-    period: int
-    eager: bool
-    gradients: bool
+def _kind(method: Method) -> tuple[int, bool, bool]:
+    """Return what distinguishes choices: at most one of a kind is recommended."""
+    return method.period, method.eager, method.gradients
 
 
-def _kind(method: Method) -> _Kind:
-    return _Kind(method.period, method.eager, method.gradients)
-
-
-class _Wanted(NamedTuple):
-    """A run on a link, and what there is to choose for it, least risky first."""
+class _Search(NamedTuple):
+    """Selects among options, least risky first; `swept` is their utilisation to about a thousandth, [options]."""
 
     model: Model
     workers: int
@@ -187,26 +178,22 @@ class _Wanted(NamedTuple):
     steps: int
     options: Sequence[Method]
 
-    def sweep(self) -> Array:
-        """[options]: utilisation, nearly."""
-        return sweep(self.model, self.workers, self.link, self.options, self.steps)
-
-    def busy(self, method: Method) -> float:
-        """Utilisation, exactly."""
+    def exact(self, method: Method) -> float:
+        """Return the exact utilisation of an option."""
         rates = np.array([self.link.bits_per_s])
-        return float(busy(self.model, method, self.workers, rates, self.link, self.steps)[0])
+        return float(utilisation(self.model, method, self.workers, rates, self.link, self.steps)[0])
 
     def reaching(self, target: float, swept: Array) -> list[Method]:
-        """Of each period and merge the least risky that reaches the target, least risky first."""
-        found: dict[_Kind, Method] = {}
-        for n in np.flatnonzero(swept >= target - _NEARLY):
+        """Return the least risky option of each kind that reaches the target, least risky first."""
+        found: dict[tuple[int, bool, bool], Method] = {}
+        for n in np.flatnonzero(swept >= target - _SWEEP_ERROR):
             method = self.options[int(n)]
-            if _kind(method) not in found and self.busy(method) >= target:
+            if _kind(method) not in found and self.exact(method) >= target:
                 found[_kind(method)] = method
         return list(found.values())
 
     def closest(self, swept: Array) -> list[Method]:
-        """The best of each period and merge; of those that are as good as the best, the least risky first."""
+        """Return the best option of each kind, best first; of those as good as the best, the least risky."""
         left = swept.copy()
         chosen: list[Method] = []
         while left.max() >= 0:
@@ -216,7 +203,7 @@ class _Wanted(NamedTuple):
         return chosen
 
     def gaining(self, chosen: Sequence[Method]) -> list[Method]:
-        """Those that gain something over every less risky one, in the same order."""
+        """Return those that gain something over every less risky one, in the same order."""
         costs = {method: self._cost(method) for method in chosen}
         risk = {method: n for n, method in enumerate(self.options)}
         return [
@@ -229,32 +216,32 @@ class _Wanted(NamedTuple):
         ]
 
     def _cost(self, method: Method) -> tuple[float, float, float]:
-        """What should be small: loss, of which not to know is the worst; bytes; waiting."""
+        """Return loss penalty (infinite if unknown), bytes a step and waiting: each should be small."""
         loss = penalty(self.model, self.workers, method).loss
         sent = cost.bytes_per_step(self.model, method, self.workers)
-        return math.inf if loss is None else loss, sent, 1 - self.busy(method)
+        return math.inf if loss is None else loss, sent, 1 - self.exact(method)
 
-    def next_level(self, ahead: Outlook, swept: Array) -> str:
-        """What it takes to get to the next of the papers' levels."""
-        now = ahead.utilisation_of_run
+    def next_level(self, first: Forecast, swept: Array) -> str:
+        """Say what it takes to get from the first choice to the next of the papers' levels."""
+        now = first.utilisation_of_run
         level = next((level for level in LEVELS if level > now), None)
         if level is None:
             return f"Nothing is left to gain: workers are busy {share_text(now)} of the time."
-        first = self._rate_for(ahead, level)
-        enough = np.flatnonzero(swept >= level + _NEARLY)
+        faster = self._rate_for(first, level)
+        enough = np.flatnonzero(swept >= level + _SWEEP_ERROR)
         if not enough.size:
-            nobody = "no settings reach"
-            return f"{first}; on this link {nobody} it." if first else f"On this link {nobody} {share_text(level)}."
-        words = in_words(self.options[enough[0]])
-        other = f"it takes other settings: {words[0].lower()}{words[1:]}."
-        return f"{first}. On this link {other}" if first else f"For {share_text(level)} {other}"
+            nothing = "no settings reach"
+            return f"{faster}; on this link {nothing} it." if faster else f"On this link {nothing} {share_text(level)}."
+        text = describe(self.options[enough[0]])
+        other = f"it takes other settings: {text[0].lower()}{text[1:]}."
+        return f"{faster}. On this link {other}" if faster else f"For {share_text(level)} {other}"
 
-    def _rate_for(self, ahead: Outlook, level: float) -> str:
-        """What the first choice needs for a level; empty if the link has it: then the line is not what is missing."""
-        if ahead.utilisation_with_atoll >= level:
-            return ""  # but for the end of a run that is too short
+    def _rate_for(self, first: Forecast, level: float) -> str:
+        """Say which rate the first choice needs for a level; empty if the link has it, so that the run is too short."""
+        if first.utilisation_with_atoll >= level:
+            return ""
         needed = bandwidth_needed(
-            self.model, ahead.method, self.workers, level, latency_s=self.link.latency_s, goodput=self.link.goodput
+            self.model, first.method, self.workers, level, latency_s=self.link.latency_s, goodput=self.link.goodput
         )
         if math.isinf(needed):
             return (
@@ -270,18 +257,18 @@ class _Wanted(NamedTuple):
 # ---------------------------------------------------------------------- in words
 
 
-def _advice(model: Model, workers: int, ahead: Outlook, steps: int) -> Advice:
-    method, wait_s = ahead.method, ahead.wait_s_per_period
+def _advice(model: Model, workers: int, expected: Forecast, steps: int) -> Advice:
+    method, wait_s = expected.method, expected.wait_s_per_period
     loss, source = penalty(model, workers, method)
     every = "step" if method.gradients else f"{method.period} steps"
     waits = f"waits {seconds_text(wait_s)} in every {every}" if wait_s > 0 else "never waits"
-    computes = f"is busy {share_text(ahead.utilisation_of_run)} of the {'run' if steps else 'time'}"
-    why = f"{in_words(method)}: a worker sends {bytes_text(ahead.bytes_per_step)} a step, {waits}, and {computes}."
-    return Advice(outlook=ahead, loss_penalty=loss, source=source, why=why)
+    computes = f"is busy {share_text(expected.utilisation_of_run)} of the {'run' if steps else 'time'}"
+    why = f"{describe(method)}: a worker sends {bytes_text(expected.bytes_per_step)} a step, {waits}, and {computes}."
+    return Advice(forecast=expected, loss_penalty=loss, source=source, why=why)
 
 
-def in_words(method: Method) -> str:
-    """'In fragments of 3 layers every 100 steps, in e3m0, hidden behind 1 step'."""
+def describe(method: Method) -> str:
+    """Describe a method: 'In fragments of 3 layers every 100 steps, in e3m0, hidden behind 1 step'."""
     if method.gradients:
         return f"Gradients on every step, in {method.codec.format}"
     layers = f"{method.each} layer{'s' if method.each != 1 else ''}"

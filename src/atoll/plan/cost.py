@@ -1,7 +1,7 @@
-"""What a method costs, in closed form: bytes, bandwidth, memory, and the waiting that nothing hides.
+"""Computes what a method costs in closed form: bytes, bandwidth, memory, and the least waiting.
 
-Bytes are those of payloads, as `docs/wire.md` has them; headers add 64 bytes a message. All are exact, but for the
-waiting where rounds overlap: `plan.simulate` follows those one by one.
+Bytes are those of payloads, as `docs/wire.md` has them; headers add 64 bytes a message. Everything is exact except the
+waiting where rounds overlap, which `plan.simulate` follows round by round.
 """
 
 from collections.abc import Iterator
@@ -10,12 +10,13 @@ from itertools import pairwise
 from math import gcd
 
 import numpy as np
+from numpy.typing import NDArray
 
-from atoll.core.allreduce import ONE_SHOT_MEMBERS, sent_bytes, shots
+from atoll.core.allreduce import ONE_SHOT_MEMBERS, sent_bytes
 from atoll.core.schedule import Schedule
-from atoll.plan.lines import Array
 from atoll.plan.method import Method, Model
 
+Array = NDArray[np.float64]
 FP32_BYTES = 4
 
 
@@ -24,17 +25,17 @@ FP32_BYTES = 4
 
 @lru_cache(maxsize=1024)
 def round_bytes(model: Model, method: Method, workers: int) -> tuple[int, ...]:
-    """What one worker sends in a round of every fragment."""
+    """Return the bytes that one worker sends in a round, per fragment."""
     return tuple(sent_bytes(size, workers) for size in method.payload_bytes(model))
 
 
 def bytes_per_step(model: Model, method: Method, workers: int) -> float:
-    """What one worker sends, on average over a period."""
+    """Return the bytes that one worker sends in a step, averaged over a period."""
     return sum(round_bytes(model, method, workers)) / method.period
 
 
 def bytes_of_run(model: Model, method: Method, workers: int, steps: int) -> int:
-    """What one worker sends in a run of so many steps; at its end, all that was not sent yet is."""
+    """Return the bytes that one worker sends in a run, including the exchange at its end of what was not sent yet."""
     sizes = round_bytes(model, method, workers)
     if method.gradients:
         return steps * sum(sizes)
@@ -45,14 +46,14 @@ def bytes_of_run(model: Model, method: Method, workers: int, steps: int) -> int:
 
 
 def average_bits_per_s(model: Model, method: Method, workers: int) -> float:
-    """The rate at which a line keeps up with a worker that never waits; below, it must."""
+    """Return the line rate below which a worker has to wait, whatever its delay."""
     return 8 * bytes_per_step(model, method, workers) / model.step_s
 
 
 def peak_bits_per_s(model: Model, method: Method, workers: int) -> float:
-    """The rate at which the largest exchange is over in the time it has: its delay, or one step if it has none.
+    """Return the rate at which the largest round is over within its delay (one step without a delay).
 
-    Where exchanges overlap they share the line, which has to carry the average all the same.
+    It is at least the average, because rounds that overlap share the line.
     """
     largest = 8 * max(round_bytes(model, method, workers)) / (max(method.delay, 1) * model.step_s)
     return max(largest, average_bits_per_s(model, method, workers))
@@ -61,61 +62,38 @@ def peak_bits_per_s(model: Model, method: Method, workers: int) -> float:
 # ---------------------------------------------------------------------- time
 
 
-def exposed_at(model: Model, method: Method, workers: int, rates: Array, *, latency_s: float = 0.0) -> Array:
-    """[rates]: seconds of waiting in every period (data-parallel: every step), as atoll sends: after the step.
+def least_wait_s(period: int, delay: int, steps: list[int], late_s: list[Array], line_late_s: Array) -> Array:
+    """Return the least that is waited in a period, [rates]; exact if `rounds_apart`.
 
-    Exact if `rounds_apart`; otherwise rounds queue and hide behind each other, and this is the least that is waited.
-    """
-    sent = sent_together(model, method, workers)
-    hidden_s = method.delay * model.step_s
-    latency_s *= shots(workers)
-    waits = [8 * size / rates + latency_s - hidden_s for size in sent.values()]
-    return least_waited_s(method, list(sent), waits, 8 * sum(sent.values()) / rates - method.period * model.step_s)
-
-
-def least_waited_s(method: Method, steps: list[int], late_s: list[Array], line_late_s: Array) -> Array:
-    """[rates]: the least that is waited in a period, of what is sent after these of its steps.
-
-    `late_s` is by how much each would be late on a free line, `line_late_s` by how much the line is after a period;
-    either may be less than 0.
+    Args:
+        period: Inner steps of the period.
+        delay: Inner steps from a send to its apply.
+        steps: Steps of the period after which something is sent, ascending.
+        late_s: By how much each of these would be late on an idle line, [rates]; may be negative.
+        line_late_s: By how much a period's payloads take longer than its compute, [rates]; may be negative.
     """
     waits = np.maximum(0.0, np.array(late_s))
-    least: Array = np.max([line_late_s, *_chains(method, steps, waits), np.zeros_like(line_late_s)], axis=0)
+    chains = _chains(period, delay, steps, waits)
+    least: Array = np.max([line_late_s, *chains, np.zeros_like(line_late_s)], axis=0)
     return least
 
 
-def rounds_apart(model: Model, method: Method) -> bool:
-    """Whether every round has been applied before the next one leaves, so that none ever waits for another."""
-    steps = list(sent_together(model, method, 1))
-    gap = min((later - step for step, later in pairwise([*steps, steps[0] + method.period])), default=0)
-    return method.delay == 0 or method.delay < gap
+def rounds_apart(period: int, delay: int, steps: list[int]) -> bool:
+    """Return whether every round is applied before the next one leaves, so that none queues behind another."""
+    gap = min(later - step for step, later in pairwise([*steps, steps[0] + period]))
+    return delay == 0 or delay < gap
 
 
-def sent_together(model: Model, method: Method, workers: int) -> dict[int, int]:
-    """By step of the period, ascending: bytes that a worker sends after it. They are applied together, too."""
-    together: dict[int, int] = {}
-    for offset, size in zip(offsets(model, method), round_bytes(model, method, workers), strict=True):
-        together[offset] = together.get(offset, 0) + size
-    return together
-
-
-@lru_cache(maxsize=1024)
-def offsets(model: Model, method: Method) -> tuple[int, ...]:
-    """After which step of the period each fragment is sent."""
-    schedule = Schedule(method.period, len(method.values(model)), 0)
-    return tuple(schedule.offset(fragment) for fragment in range(schedule.fragments))
-
-
-def _chains(method: Method, steps: list[int], waits: Array) -> Iterator[Array]:
-    """What is waited in a period for sends of which each is applied before the next one leaves: their waits add up."""
+def _chains(period: int, delay: int, steps: list[int], waits: Array) -> Iterator[Array]:
+    """Yield the waiting of sends each of which is applied before the next one leaves: their waits add up."""
     count, first = len(steps), np.arange(len(steps))
-    later = np.concatenate([np.array(steps) + lap * method.period for lap in range(3)])
-    stride = int((np.searchsorted(later, later[:count] + method.delay, side="right") - first).max())
-    # Every so many sends one is picked; that comes back to the first of them after some periods.
+    later = np.concatenate([np.array(steps) + lap * period for lap in range(3)])
+    stride = int((np.searchsorted(later, later[:count] + delay, side="right") - first).max())
+    # Every stride-th send is picked; after some periods that returns to the first of them.
     turns = gcd(stride, count)
     for start in range(turns):
         yield waits[(start + stride * first[: count // turns]) % count].sum(axis=0) / (stride // turns)
-    if count % stride and stride < count:  # or one begins anew with every period
+    if count % stride and stride < count:  # or the chain restarts in every period
         yield waits[(first[:, None] + stride * first[None, : count // stride]) % count].sum(axis=1).max(axis=0)
 
 
@@ -123,20 +101,20 @@ def _chains(method: Method, steps: list[int], waits: Array) -> Iterator[Array]:
 
 
 def bare_bytes(model: Model) -> int:
-    """Parameters and both of Adam's moments, in fp32: what training needs anyway, activations and gradients aside."""
+    """Return the bytes of parameters and both of Adam's moments in fp32."""
     return 3 * FP32_BYTES * model.parameters
 
 
 def training_bytes(model: Model) -> int:
-    """The same with gradients: what a worker's device must hold with any method, activations aside."""
+    """Return what a worker's device holds with any method, apart from activations: `bare_bytes` and gradients."""
     return bare_bytes(model) + FP32_BYTES * model.parameters
 
 
 def extra_bytes(model: Model, method: Method, workers: int, *, offload: bool = False) -> int:
-    """What the outer loop adds on a worker's device.
+    """Return the bytes that the outer loop adds on a worker's device.
 
-    Anchor and velocities in fp32, Eager's own momentum, feedback's residual, and the payloads of rounds on their way.
-    With `offload`, they are in the machine's memory but for one fragment's.
+    These are the anchor and velocities in fp32, the own momentum of Eager, the residual of error feedback, and the
+    payloads of rounds in flight. With `offload` only one fragment's are on the device.
     """
     if method.gradients:
         return sum(_payloads(size, workers) for size in method.payload_bytes(model))
@@ -148,12 +126,12 @@ def extra_bytes(model: Model, method: Method, workers: int, *, offload: bool = F
 
 
 def _payloads(size: int, workers: int) -> int:
-    """All that are there of a round: everybody's in one shot; in two, one's own and the mean."""
+    """Return the payload bytes a worker holds of a round: every member's in one shot, its own and the mean in two."""
     return size * (workers if workers <= ONE_SHOT_MEMBERS else 2)
 
 
 def _most_in_flight(method: Method, payloads: tuple[int, ...]) -> int:
-    """Bytes of one worker's payloads that are on their way together, at worst: what is sent in a delay and a step."""
+    """Return the most payload bytes of one worker that are in flight at once: those sent within delay + 1 steps."""
     schedule = Schedule(method.period, len(payloads), method.delay)
     laps = [
         (schedule.offset(f) + lap * method.period, size) for lap in range(3) for f, size in enumerate(payloads)

@@ -1,4 +1,4 @@
-"""What a worker has to the others, as numbers, and how people write it: '1 Gbit/s, 50 ms'."""
+"""Describes a worker's line to the others, and parses it as people write it: '1 Gbit/s, 50 ms'."""
 
 import math
 import re
@@ -12,27 +12,27 @@ _NUMBER = r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
 _HOW = "write it like '100 Mbit/s', '20 MB/s' or '1 Gbit/s, 50 ms'"
 
 LEAST_BITS_PER_S, MOST_BITS_PER_S = 1.0, 1e18
-"""Slower lines carry nothing in a lifetime, and there are no faster ones."""
+"""Rates that are accepted; faster and slower lines do not exist."""
 MOST_LATENCY_S = 1e6
 
 GOODPUT = 0.87
-"""Of a line's rate, what payloads get between machines: packet headers take 0.046, pauses between messages the rest.
+"""Part of a line's rate that payloads get between machines: packet headers take 0.046, pauses the rest.
 
-benchmarks/wire.py has measured 0.82 to 0.94, with two to four members at 20 and 100 Mbit/s.
+`benchmarks/wire.py` measured 0.82 to 0.94 with two to four members at 20 and 100 Mbit/s.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one worker has to the others."""
+    """Describes the line of one worker to the others."""
 
     bits_per_s: float
     """Bits per second, in each direction, from 1 to 1e18; math.inf is allowed."""
     latency_s: float = 0.0
     """Seconds from the last bit's departure to its arrival: one way, half of what ping shows."""
     goodput: float = GOODPUT
-    """Of the rate, what payloads get; 1 for an emulated line, which has neither packets nor pauses. `plan.job` is told
-    what they get, and does not look at it."""
+    """Part of the rate that payloads get; 1 for an emulated line, which has neither packets nor pauses. `stops` and
+    `time_of` of `plan.simulate` ignore it."""
 
     def __post_init__(self) -> None:
         if not self.bits_per_s > 0:
@@ -50,7 +50,11 @@ class Link:
 
 
 def parse_link(text: str) -> Link:
-    """Read '100Mbit/s', '20 MB/s' or '1 Gbit/s, 50ms' (rate, then latency if any)."""
+    """Parse '100Mbit/s', '20 MB/s' or '1 Gbit/s, 50ms': a rate, then a latency if there is one.
+
+    Raises:
+        ConfigError: The text is not a rate and a latency, a unit is ambiguous, or a number is out of its range.
+    """
     rate, comma, latency = text.partition(",")
     bits_per_s = _parse_rate(text, rate.strip())
     latency_s = _parse_latency(text, latency.strip()) if comma else 0.0

@@ -1,4 +1,4 @@
-"""What can be chosen, as the planner sees it: a model by its size, and the ways to train it on several workers."""
+"""Describes a model by its size, and the methods to train it on several workers."""
 
 import math
 from collections.abc import Iterable
@@ -9,21 +9,23 @@ from atoll._util.checks import check_whole
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError
 from atoll.plan.job import Job
-from atoll.plan.simulate import Layers, strided
+
+Layers = tuple[tuple[int, ...], ...]
+"""The layers of every fragment, counted from 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What is trained: layers of equal size, all of which take part in every step."""
+    """Describes a model as layers of equal size, all of which take part in every step."""
 
     parameters: int
-    """All that are trained and exchanged."""
+    """Parameters that are trained and exchanged."""
     layers: int
     step_s: float
     """Seconds of computing of one inner step of one worker."""
     rest: int = 0
-    """Parameters that are in no layer, such as an embedding: a last fragment of their own wherever layers are dealt to
-    fragments, as with `core.fragments.Blocks`."""
+    """Parameters outside layers, such as an embedding: a last fragment wherever layers are dealt to fragments, as with
+    `core.fragments.Blocks`."""
 
     def __post_init__(self) -> None:
         check_whole("parameters", self.parameters, why="it counts what is trained")
@@ -37,27 +39,26 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One way to train on several workers."""
+    """Describes one method to train on several workers."""
 
     name: str
     period: int
     """Inner steps between two exchanges of the same parameters."""
     each: int | None = None
-    """Layers of a fragment; None: everything at once."""
+    """Layers of a fragment; None: the whole model is one fragment."""
     delay: int = 0
-    """Inner steps for which an exchange may go on while training does."""
+    """Inner steps from a send to its apply."""
     codec: Codec = Codec("bf16")
-    """How values travel."""
     eager: bool = False
-    """Whether a worker's own newest change is applied at once (Eager Updates)."""
+    """Whether a worker applies its own newest delta at once (Eager Updates)."""
     gradients: bool = False
-    """Data-parallel: gradients on every step, a period of 1 without delay."""
+    """Whether gradients are exchanged on every step (data-parallel); period is then 1 and delay 0."""
     velocities: int = 1
-    """Vectors as long as the model that the outer optimizer keeps: SGD none, Adam two, others one."""
+    """Vectors as long as the model that the outer optimizer keeps: 0 for SGD, 2 for Adam, else 1."""
     offload: bool = False
-    """Whether anchor and velocities are in the machine's memory (`sync.offload`)."""
+    """Whether anchor and velocities are in host memory (`sync.offload`)."""
     resets: tuple[str, ...] = ()
-    """Settings of a run file that cannot go with it and must be turned off, by dotted key."""
+    """Settings of a run file that conflict with the method and must be set to false, by dotted key."""
 
     def __post_init__(self) -> None:
         check_whole("period", self.period, why="it counts inner steps")
@@ -71,21 +72,21 @@ class Method:
             )
 
     def layers(self, model: Model) -> Layers:
-        """The layers of every fragment; what is in none is needed and complete when the first is."""
+        """Return the layers of every fragment; parameters outside layers are needed and ready with the first."""
         if self.each is None:
             return (tuple(range(1, model.layers + 1)),)
-        return with_rest(strided(model.layers, self.each), model)
+        return _with_rest(strided(model.layers, self.each), model)
 
     def values(self, model: Model) -> tuple[int, ...]:
-        """Parameters of every fragment; together all of the model's."""
-        return (model.parameters,) if self.each is None else shares(strided(model.layers, self.each), model)
+        """Return the number of parameters of every fragment."""
+        return (model.parameters,) if self.each is None else _sizes(strided(model.layers, self.each), model)
 
     def payload_bytes(self, model: Model) -> tuple[int, ...]:
-        """One worker's payload of every fragment, exactly as it will travel."""
+        """Return the exact bytes of one worker's payload, per fragment."""
         return tuple(self.codec.payload_bytes(values) for values in self.values(model))
 
     def job(self, model: Model, workers: int, steps: int) -> Job:
-        """A run of so many steps."""
+        """Return a run of this method for the simulator."""
         return Job(
             steps=steps,
             step_s=model.step_s,
@@ -97,11 +98,11 @@ class Method:
         )
 
     def settings(self) -> dict[str, str | int]:
-        """What a run file says for it, by dotted key; all that the method depends on, whatever the file has."""
+        """Return every setting of a run file that the method depends on, by dotted key."""
         resets = dict.fromkeys(self.resets, "false")
         if self.gradients:
             return {"sync.method": "data-parallel", "sync.codec": self.codec.format, **resets}
-        # Only what comes back late is blended with what was learnt meanwhile, and that is what "streaming" does.
+        # Only "streaming" blends a round that is applied late with what the worker has learnt meanwhile.
         name = "eager" if self.eager else "streaming" if self.delay else "diloco"
         return {
             "sync.method": name,
@@ -113,23 +114,72 @@ class Method:
         }
 
 
-def with_rest(dealt: Layers, model: Model) -> Layers:
-    """Fragments of layers, and that of what is in none."""
-    return dealt + (((1,),) if model.rest else ())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FragmentedMethod(Method):
+    """Describes a method whose fragments are given one by one instead of by a number of equal layers."""
+
+    fragment_layers: Layers
+    """The layers of every fragment, from 1."""
+    fragment_values: tuple[int, ...]
+    """Parameters of every fragment."""
+
+    def layers(self, model: Model) -> Layers:
+        """Return the layers of every fragment."""
+        return self.fragment_layers
+
+    def values(self, model: Model) -> tuple[int, ...]:
+        """Return the number of parameters of every fragment."""
+        return self.fragment_values
 
 
-def shares(dealt: Layers, model: Model) -> tuple[int, ...]:
-    """Parameters of each of them."""
-    edges = accumulate((len(group) for group in dealt), initial=0)
+# ---------------------------------------------------------------------- fragments
+
+
+def strided(layers: int, each: int) -> Layers:
+    """Deal layers to fragments of `each`, as far apart as possible: of P fragments the p-th has p, p + P, p + 2P ..."""
+    check_whole("layers", layers)
+    check_whole("layers per fragment", each)
+    if each > layers:
+        raise ConfigError(f"a fragment of {each} layers is more than the model has ({layers})")
+    return _dealt(layers, -(-layers // each))
+
+
+def _dealt(layers: int, count: int) -> Layers:
+    """Deal layers to `count` fragments in turn."""
+    return tuple(tuple(range(first, layers + 1, count)) for first in range(1, count + 1))
+
+
+def _with_rest(layers: Layers, model: Model) -> Layers:
+    """Add the fragment of the parameters outside layers, if there are any."""
+    return layers + (((1,),) if model.rest else ())
+
+
+def _sizes(layers: Layers, model: Model) -> tuple[int, ...]:
+    """Return the parameters of every fragment, and those outside layers."""
+    edges = accumulate((len(group) for group in layers), initial=0)
     inside = model.parameters - model.rest
     sizes = tuple(end - start for start, end in pairwise(inside * e // model.layers for e in edges))
     return sizes + ((model.rest,) if model.rest else ())
 
 
+def in_fragments(method: Method, model: Model, count: int) -> FragmentedMethod:
+    """Return the method with `count` fragments of layers, as equal as possible, and one of the rest of the model."""
+    check_whole("fragments", count)
+    if count > model.layers:
+        raise ConfigError(f"fragments must be at most {model.layers}, the layers of the model, got {count}")
+    layers = _dealt(model.layers, count)
+    settings = {name: getattr(method, name) for name in Method.__dataclass_fields__}
+    return FragmentedMethod(
+        **settings, fragment_layers=_with_rest(layers, model), fragment_values=_sizes(layers, model)
+    )
+
+
+# ---------------------------------------------------------------------- the papers' methods
+
 FRAGMENT_LAYERS = 3
-"""Of the Streaming paper."""
+"""Layers of a fragment in the Streaming paper."""
 PERIOD = 100
-"""Of its comparison."""
+"""Period of the Streaming paper's comparison."""
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -142,8 +192,7 @@ METHODS: dict[str, Method] = {
         Method(name="eager", period=PERIOD, delay=PERIOD, codec=Codec("e3m0"), eager=True),
     )
 }
-"""The papers' comparison, and Eager Updates; names without a second part are atoll's presets, but for 16 bits where the
-papers have them. Every period is that of the comparison."""
+"""The methods of the Streaming paper's comparison and Eager Updates, all with the period of the comparison."""
 
 LABELS = {
     "data-parallel": "data-parallel, 16 bits",
@@ -153,10 +202,17 @@ LABELS = {
     "streaming": "Streaming, 4 bits, hidden",
     "eager": "Eager, 4 bits, hidden",
 }
+RUN_FILE_METHOD = "run"
+"""Name of a run file's own method beside the others."""
+
+
+def label(method: Method) -> str:
+    """Return a method's name for people, such as "DiLoCo, 16 bits"."""
+    return LABELS.get(method.name, f"this run, {method.codec.format}")
 
 
 def methods(names: Iterable[str] = (), period: int | None = None) -> list[Method]:
-    """Those of these names, or all, with another period if one is given."""
+    """Return the papers' methods of these names, or all, with another period if one is given."""
     chosen = list(names) or list(METHODS)
     for name in chosen:
         if name not in METHODS:
@@ -165,8 +221,18 @@ def methods(names: Iterable[str] = (), period: int | None = None) -> list[Method
 
 
 def with_period(method: Method, period: int | None) -> Method:
-    """The same with another period; an exchange that had all of it to hide in still has."""
+    """Return the method with another period; the delay of Eager stays the whole period."""
     if period is None or method.gradients:
         return method
     check_whole("period", period, why="it counts inner steps")
     return replace(method, period=period, delay=period if method.eager else min(method.delay, period))
+
+
+def methods_for(model: Model, names: Iterable[str], period: int | None, fragments: int | None) -> list[Method]:
+    """Return the papers' methods of these names, or all, with fragments that fit the model."""
+    found = methods(names, period)
+    if fragments is not None:
+        return [m if m.each is None else in_fragments(m, model, fragments) for m in found]
+    # A model of one or two layers is one fragment, as with `core.fragments.Blocks`.
+    fewest = min(FRAGMENT_LAYERS, model.layers)
+    return [m if m.each is None else replace(m, each=min(m.each, fewest)) for m in found]

@@ -1,130 +1,46 @@
-"""A plan: what every method would cost on a link, what to choose, and the settings to begin with.
+"""Plans a run: what every method costs on a link, which one to choose, and settings to start with.
 
-`plan.outlook` answers for one method. Here are all of them side by side, for people (`commands.plan_words`), for
-programs (`as_json`) and for the eye (`report.planned`).
+`plan.forecast` answers for one method; here all methods are side by side. `cli.plan.text` shows a plan to people,
+`as_json` to programs, and `report.planned` draws it.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, NamedTuple
 
 from atoll._util.checks import check_whole
 from atoll.errors import ConfigError
-from atoll.plan import cost, paper
+from atoll.plan import cost, paper_grid
 from atoll.plan.advise import Advice, Recommendation, advise
-from atoll.plan.laws import Defaults, defaults
+from atoll.plan.forecast import Forecast, bandwidth_needed, forecast
 from atoll.plan.link import Link
-from atoll.plan.measured import Penalty, penalty
-from atoll.plan.method import FRAGMENT_LAYERS, LABELS, Method, Model, methods, shares, with_rest
-from atoll.plan.outlook import Outlook, bandwidth_needed, outlook
-from atoll.plan.simulate import Layers, dealt
+from atoll.plan.loss_penalty import Penalty, penalty
+from atoll.plan.method import Method, Model, label
+from atoll.plan.scaling_laws import Defaults, defaults
 
 LONGEST_PERIOD = 10_000
-"""Inner steps; the simulator looks at every step of several periods."""
+"""Inner steps: the most that can be planned in a few seconds."""
 MOST_WORKERS, MOST_STEPS = 4096, 10**12
 """As in run files."""
 LEAST_STEP_S, MOST_STEP_S, MOST_PRICE = 1e-6, 1e9, 1e12
-"""No step is so short; beyond, sums would not be numbers any more."""
-OWN = "run"
-"""What the method of a run file is called beside the others."""
-
-# ---------------------------------------------------------------------- the time of a step
-
-FLOPS_PER_PARAMETER = 6
-"""For every token: 2 forward, 4 backward."""
+"""Bounds within which all sums are finite numbers."""
 
 
-class Chip(NamedTuple):
-    """What a maker states."""
+class WorkerMemory(NamedTuple):
+    """Holds the memory of one worker's chips."""
 
-    flops: float
-    """Dense FLOP/s in bf16 (V100: fp16)."""
-    memory_bytes: float
-    """Of the largest version."""
-
-
-CHIPS = {
-    "v100": Chip(125e12, 32e9),
-    "a100": Chip(312e12, 80e9),
-    "h100": Chip(989e12, 80e9),
-    "h100-pcie": Chip(756e12, 80e9),
-    "h200": Chip(989e12, 141e9),
-    "b200": Chip(2250e12, 180e9),
-    "l4": Chip(121e12, 24e9),
-    "l40s": Chip(362e12, 48e9),
-    "a10": Chip(125e12, 24e9),
-    "a6000": Chip(155e12, 48e9),
-    "rtx3090": Chip(71e12, 24e9),
-    "rtx4090": Chip(165e12, 24e9),
-    "mi250x": Chip(383e12, 128e9),
-    "mi300x": Chip(1307e12, 192e9),
-    "tpu-v4": Chip(275e12, 32e9),
-    "tpu-v5e": Chip(197e12, 16e9),
-    "tpu-v5p": Chip(459e12, 95e9),
-    "tpu-v6e": Chip(918e12, 32e9),
-}
+    chips: int = 1
+    chip_bytes: float | None = None
+    """Bytes of one chip, if known."""
 
 
-def chip_named(name: str) -> Chip:
-    """A chip by its name, in any case."""
-    if name.lower() not in CHIPS:
-        raise ConfigError(f"chip must be one of {', '.join(CHIPS)}, got {name!r}; for another, give its --flops")
-    return CHIPS[name.lower()]
-
-
-def step_seconds(parameters: int, tokens: int, flops: float, mfu: float) -> float:
-    """How long a worker with so many FLOP/s at its peak, of which it makes use of `mfu`, needs for so many tokens."""
-    return FLOPS_PER_PARAMETER * parameters * tokens / (flops * mfu)
-
-
-# ---------------------------------------------------------------------- fragments as they are
+UNKNOWN_MEMORY = WorkerMemory()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fragmented(Method):
-    """A method whose fragments are known one by one, instead of by their number of equal layers."""
-
-    own_layers: Layers
-    """Those of every fragment, from 1."""
-    own_values: tuple[int, ...]
-    """Parameters of every fragment."""
-
-    def layers(self, model: Model) -> Layers:
-        """The layers of every fragment."""
-        return self.own_layers
-
-    def values(self, model: Model) -> tuple[int, ...]:
-        """Parameters of every fragment."""
-        return self.own_values
-
-
-def in_fragments(method: Method, model: Model, count: int) -> Fragmented:
-    """The same with so many fragments of layers, dealt as evenly as can be; what is in no layer is one more."""
-    check_whole("fragments", count)
-    if count > model.layers:
-        raise ConfigError(f"fragments must be at most {model.layers}, the layers of the model, got {count}")
-    layers = dealt(model.layers, count)
-    settings = {name: getattr(method, name) for name in Method.__dataclass_fields__}
-    return Fragmented(**settings, own_layers=with_rest(layers, model), own_values=shares(layers, model))
-
-
-def chosen_methods(names: Sequence[str], model: Model, period: int | None, fragments: int | None) -> list[Method]:
-    """The papers' methods by name, all if there are none, for this model."""
-    found = methods(names, period)
-    if fragments is not None:
-        return [m if m.each is None else in_fragments(m, model, fragments) for m in found]
-    # A model of one or two layers is one fragment, as with `core.fragments.Blocks`.
-    fewest = min(FRAGMENT_LAYERS, model.layers)
-    return [m if m.each is None else replace(m, each=min(m.each, fewest)) for m in found]
-
-
-# ---------------------------------------------------------------------- a plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What is to be planned."""
+class PlanRequest:
+    """Holds what is to be planned."""
 
     model: Model
     workers: int
@@ -133,21 +49,18 @@ class Asked:
     step_from: str
     """Where the time of a step comes from, in words."""
     tokens: int | None = None
-    """Of a step of one worker, if known."""
+    """Tokens of a step of one worker, if known."""
     steps: int | None = None
-    """Inner steps of the run, if known: without it, nothing is said of whole runs."""
+    """Inner steps of the run; if unknown, the plan has no totals of a run."""
     price: float | None = None
-    """Of one worker for an hour."""
+    """Price of one worker for an hour."""
     target: float = 0.95
-    """Utilisation to be reached, 0 to 1."""
-    memory_bytes: float | None = None
-    """Of one chip of a worker, if known."""
-    chips: int = 1
-    """Of a worker."""
-    suited: Callable[[Method], Method | None] = lambda method: method
-    """What a method that may be advised becomes beside a run file's settings; None if it cannot go with them."""
+    """Utilisation to reach, 0 to 1."""
+    memory: WorkerMemory = UNKNOWN_MEMORY
+    adapt: Callable[[Method], Method | None] = lambda method: method
+    """Returns what a recommended method becomes beside a run file's settings; None if it conflicts with them."""
     left_out: tuple[str, ...] = ()
-    """Settings of a run file that are not in the figures, by dotted key."""
+    """Settings of a run file that the figures do not include, by dotted key."""
 
     def __post_init__(self) -> None:
         check_whole("workers", self.workers)
@@ -170,7 +83,7 @@ class Asked:
             check_whole("steps", self.steps)
             if self.steps > MOST_STEPS:
                 raise ConfigError(f"steps must be at most {MOST_STEPS:.0e}, got {self.steps:.3g}")
-        check_whole("chips", self.chips, why="they compute the steps of one worker")
+        check_whole("chips", self.memory.chips, why="they compute the steps of one worker")
         for method in self.methods:
             if method.period > LONGEST_PERIOD:
                 raise ConfigError(
@@ -180,118 +93,113 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What comes out, by the names of the methods."""
+    """Holds what every method costs, by name, and what to choose."""
 
-    asked: Asked
-    outlooks: Mapping[str, Outlook]
+    request: PlanRequest
+    forecasts: Mapping[str, Forecast]
     penalties: Mapping[str, Penalty]
     """How much higher the papers' losses ended than data-parallel's."""
     needed: Mapping[str, Mapping[float, float]]
-    """Bits per second for every level, as atoll sends, at the link's latency; inf: no rate is enough."""
+    """Bits per second for every level, as atoll sends, at the link's latency; inf if no rate is enough."""
     on_grid: Mapping[str, Mapping[float, float | None]]
-    """The same as the Streaming paper would print them: `paper.ASSUMED`. 0 for one worker, who needs no line."""
+    """The same as the Streaming paper would print them: `paper_grid.ASSUMPTIONS`. 0 for one worker."""
     recommendation: Recommendation
     defaults: Defaults
 
-    def cost(self, seen: Outlook) -> float | None:
-        """Of a whole run of all workers."""
-        asked = self.asked
-        if asked.price is None or asked.steps is None:
+    def cost(self, expected: Forecast) -> float | None:
+        """Return the price of a whole run of all workers, if it is known."""
+        request = self.request
+        if request.price is None or request.steps is None:
             return None
-        return seen.run_s / 3600 * asked.workers * asked.price
+        return expected.run_s / 3600 * request.workers * request.price
 
-    def device_bytes(self, seen: Outlook) -> int:
-        """What a worker holds before activations: parameters, gradients, AdamW's moments, and what the method adds."""
-        return cost.training_bytes(self.asked.model) + seen.memory_bytes
+    def device_bytes(self, expected: Forecast) -> int:
+        """Return what a worker holds apart from activations: model, gradients, AdamW's moments, the outer loop's."""
+        return cost.training_bytes(self.request.model) + expected.memory_bytes
 
-    def fits(self, seen: Outlook) -> bool | None:
-        """Whether that is less than all chips of a worker have together; None: nobody has said what they have."""
-        asked = self.asked
-        return None if asked.memory_bytes is None else self.device_bytes(seen) < asked.chips * asked.memory_bytes
+    def fits(self, expected: Forecast) -> bool | None:
+        """Return whether a worker's chips have room for that; None if their memory is not known."""
+        chips, chip_bytes = self.request.memory
+        return None if chip_bytes is None else self.device_bytes(expected) < chips * chip_bytes
 
 
-def make(asked: Asked) -> Plan:
-    """Work everything out; takes a second or two."""
-    model, workers, link, steps = asked.model, asked.workers, asked.link, asked.steps or 0
+def make_plan(request: PlanRequest) -> Plan:
+    """Compute a plan; takes a second or two."""
+    model, workers, link, steps = request.model, request.workers, request.link, request.steps or 0
     return Plan(
-        asked=asked,
-        outlooks={m.name: outlook(model, m, workers, link, steps) for m in asked.methods},
-        penalties={m.name: penalty(model, workers, m) for m in asked.methods},
+        request=request,
+        forecasts={m.name: forecast(model, m, workers, link, steps) for m in request.methods},
+        penalties={m.name: penalty(model, workers, m) for m in request.methods},
         needed={
             m.name: {
                 level: bandwidth_needed(model, m, workers, level, latency_s=link.latency_s, goodput=link.goodput)
-                for level in paper.LEVELS
+                for level in paper_grid.LEVELS
             }
-            for m in asked.methods
+            for m in request.methods
         },
         on_grid={
-            m.name: paper.on_the_grid(model, m) if workers > 1 else dict.fromkeys(paper.LEVELS, 0.0)
-            for m in asked.methods
+            m.name: paper_grid.bandwidth_on_grid(model, m) if workers > 1 else dict.fromkeys(paper_grid.LEVELS, 0.0)
+            for m in request.methods
         },
-        recommendation=advise(model, workers, link, asked.target, steps=steps, suited=asked.suited),
+        recommendation=advise(model, workers, link, request.target, steps=steps, adapt=request.adapt),
         defaults=defaults(model.parameters, workers),
     )
-
-
-def label(method: Method) -> str:
-    """For people: "DiLoCo, 16 bits"."""
-    return LABELS.get(method.name, f"this run, {method.codec.format}")
 
 
 # ---------------------------------------------------------------------- for programs
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Plain values; what has no finite number is None. Bits and bytes per second, seconds and bytes, no prefixes."""
-    asked = plan.asked
+    """Return a plan as plain values in bits per second, seconds and bytes; what has no finite number is None."""
+    request = plan.request
     return {
-        "model": plain(asked.model) | {"step_from": asked.step_from, "tokens_per_step": asked.tokens},
-        "link": {**plain(asked.link), "text": str(asked.link)},
-        "workers": asked.workers,
-        "chips": asked.chips,
-        "memory_of_a_chip_bytes": asked.memory_bytes,
-        "steps": asked.steps,
-        "target": asked.target,
-        "not_in_the_figures": list(asked.left_out),
-        "methods": {name: _method_json(plan, name) for name in plan.outlooks},
+        "model": _plain(request.model) | {"step_from": request.step_from, "tokens_per_step": request.tokens},
+        "link": {**_plain(request.link), "text": str(request.link)},
+        "workers": request.workers,
+        "chips": request.memory.chips,
+        "memory_of_a_chip_bytes": request.memory.chip_bytes,
+        "steps": request.steps,
+        "target": request.target,
+        "not_in_the_figures": list(request.left_out),
+        "methods": {name: _method_json(plan, name) for name in plan.forecasts},
         "advice": [_advice_json(plan, advice) for advice in plan.recommendation.choices],
         "target_reached": plan.recommendation.reached,
         "next_level": plan.recommendation.next_level,
-        "defaults": plain(plan.defaults),
+        "defaults": _plain(plan.defaults),
     }
 
 
 def _method_json(plan: Plan, name: str) -> dict[str, Any]:
     loss, source = plan.penalties[name]
     return {
-        **_outlook_json(plan, plan.outlooks[name]),
+        **_forecast_json(plan, plan.forecasts[name]),
         "loss_penalty": loss,
         "source": source,
         "bandwidth_for": {_percent(level): rate for level, rate in plan.on_grid[name].items()},
-        "bandwidth_for_assumes": paper.ASSUMED,
-        "bandwidth_needed": {_percent(level): plain(rate) for level, rate in plan.needed[name].items()},
+        "bandwidth_for_assumes": paper_grid.ASSUMPTIONS,
+        "bandwidth_needed": {_percent(level): _plain(rate) for level, rate in plan.needed[name].items()},
     }
 
 
 def _advice_json(plan: Plan, advice: Advice) -> dict[str, Any]:
-    seen = advice.outlook
-    told = {name: plain(value) for name, value in _fields(advice).items() if name != "outlook"}
-    return {"method": seen.method.name, "settings": seen.method.settings(), **told, **_outlook_json(plan, seen)}
+    method = advice.forecast.method
+    told = {name: _plain(value) for name, value in _fields(advice).items() if name != "forecast"}
+    return {"method": method.name, "settings": method.settings(), **told, **_forecast_json(plan, advice.forecast)}
 
 
-def _outlook_json(plan: Plan, seen: Outlook) -> dict[str, Any]:
-    method, known = seen.method, plan.asked.steps is not None
+def _forecast_json(plan: Plan, expected: Forecast) -> dict[str, Any]:
+    method, steps_known = expected.method, plan.request.steps is not None
     return {
         "label": label(method),
         "period": method.period,
         "delay": method.delay,
         "codec": method.codec.format,
-        **{name: plain(value) for name, value in _fields(seen).items() if name != "method"},
-        "bytes_of_run": seen.bytes_of_run if known else None,
-        "run_s": plain(seen.run_s) if known else None,
-        "cost": plan.cost(seen),
-        "device_bytes": plan.device_bytes(seen),
-        "fits": plan.fits(seen),
+        **{name: _plain(value) for name, value in _fields(expected).items() if name != "method"},
+        "bytes_of_run": expected.bytes_of_run if steps_known else None,
+        "run_s": _plain(expected.run_s) if steps_known else None,
+        "cost": plan.cost(expected),
+        "device_bytes": plan.device_bytes(expected),
+        "fits": plan.fits(expected),
     }
 
 
@@ -303,14 +211,10 @@ def _fields(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in value.__dataclass_fields__}
 
 
-def plain(value: Any) -> Any:
-    """A value as JSON has it: dataclasses as tables, None for what is not finite."""
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it: dataclasses as tables, None for what is not finite."""
     if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value))
-    if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return {name: _plain(each) for name, each in asdict(value).items()}
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     return value

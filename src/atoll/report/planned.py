@@ -1,6 +1,7 @@
-"""A plan as a picture: utilisation against bandwidth, and how each method spends its time on the given link."""
+"""Draws a plan: utilisation against bandwidth, and how each method spends its time on the given link."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -13,11 +14,11 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from atoll._util.units import count_words, seconds_text, share_text
-from atoll.plan.lines import Array, Place
-from atoll.plan.link import Link
+from atoll.plan.cost import Array
+from atoll.plan.forecast import bandwidth_needed, steady_utilisation
+from atoll.plan.link import LEAST_BITS_PER_S, Link
 from atoll.plan.method import Method, Model
-from atoll.plan.outlook import bandwidth_needed, steady_utilisation
-from atoll.plan.simulate import Span, simulate
+from atoll.plan.simulate import stops
 from atoll.report.canvas import LIGHT, Palette, dress, heading, linear_time_axis, shorten, to_png
 
 _POINTS = 640  # of a curve; with fewer, its kinks are cut off
@@ -31,7 +32,7 @@ _OTHER = 7  # the colour of a run's own method
 
 
 def write(model: Model, methods: Mapping[str, Method], workers: int, link: Link, target: float, path: Path) -> None:
-    """Draw methods, by what they are called, into a PNG."""
+    """Draw methods, by label, into a PNG file."""
     path.write_bytes(to_png(partial(draw, model, methods, workers, link, target)))
 
 
@@ -43,7 +44,7 @@ def draw(
     target: float = 0.95,
     palette: Palette = LIGHT,
 ) -> Figure:
-    """Curves above, with a line at the utilisation to be reached; timelines below; each method has its colour."""
+    """Draw curves above, with a line at the target utilisation, and timelines below; each method has its colour."""
     lanes = 0.62 * len(methods)
     figure = Figure(figsize=(8.4, 4.6 + lanes), layout="constrained")
     upper, lower = figure.subplots(2, 1, height_ratios=[3.4, 0.7 + lanes])
@@ -62,7 +63,7 @@ def draw(
 
 
 def _colour(palette: Palette, method: Method) -> str:
-    """The same in every plan, whichever methods are in it."""
+    """Return a method's colour, the same in every plan."""
     return palette.of(_COLOURS.get(method.name, _OTHER))
 
 
@@ -104,7 +105,7 @@ def _draw_curves(
 
 
 def _rates(model: Model, methods: Mapping[str, Method], workers: int, link: Link) -> Array:
-    """From where hardly any method computes to where they hardly wait; the link is always among them."""
+    """Return rates from where methods hardly compute to where they hardly wait; the link's rate is among them."""
     low, high = 1e15, 1e3
     for method in methods.values():
         first, last = (
@@ -128,7 +129,7 @@ def _rates(model: Model, methods: Mapping[str, Method], workers: int, link: Link
 def _draw_timelines(
     axes: Axes, palette: Palette, model: Model, methods: Mapping[str, Method], workers: int, link: Link
 ) -> None:
-    """A few periods of each under way, as atoll sends: the first ones, in which nothing has come back, are left out."""
+    """Draw a few periods of each run under way, without the first ones, in which no round has come back."""
     dress(axes, palette, x="", y="", grid="x")
     longest = max(method.period for method in methods.values())
     timelines = [_timeline(model, method, workers, link, longest) for method in methods.values()]
@@ -136,9 +137,8 @@ def _draw_timelines(
     ends = [t.periods_s for t, method in paired if not method.gradients] or [t.periods_s for t in timelines]
     window_s = max(min(max(ends), _PERIODS * min(ends)), model.step_s)  # or the quickest would hardly be seen
     for n, ((name, method), timeline) in enumerate(zip(methods.items(), timelines, strict=True)):
-        _draw_lane(axes, palette, _colour(palette, method), n, timeline.spans, window_s)
-        share = timeline.share
-        heading(axes, palette, n - 0.3, shorten(name, 60), f"{share_text(share)} computing")
+        _draw_lane(axes, palette, _colour(palette, method), n, timeline, window_s)
+        heading(axes, palette, n - 0.3, shorten(name, 60), f"{share_text(timeline.share)} computing")
     axes.set_ylim(len(methods) - 0.45, -0.8)
     axes.yaxis.set_major_locator(NullLocator())
     linear_time_axis(axes, palette, "time, as atoll sends", window_s)
@@ -153,32 +153,53 @@ def _draw_timelines(
 
 
 class _Timeline(NamedTuple):
-    spans: list[Span]
-    """What went on since the beginning of a period."""
+    """Holds how a worker spends its time, as (begin, end) in seconds since the beginning of a period."""
+
+    computing: list[tuple[float, float]]
+    waiting: list[tuple[float, float]]
+    carrying: list[tuple[float, float]]
+    """When the line is busy."""
     share: float
-    """Of computing."""
+    """Computing, of all the time."""
     periods_s: float
-    """Seconds of so many periods as are to be seen."""
+    """Length of the periods to be shown."""
 
 
 def _timeline(model: Model, method: Method, workers: int, link: Link, longest: int) -> _Timeline:
-    """Of several times more periods than are to be seen: others may be slower."""
+    """Simulate several times more periods than are shown, because other methods may be slower."""
     period, since = method.period, 4 if method.gradients else 3 * method.period
-    seen = since + _PERIODS * (longest if method.gradients else period)
-    steps = since + min(_PERIODS**2 * (longest if method.gradients else period), _MOST_STEPS)
-    rate = link.goodput * link.bits_per_s
-    place = Place(up_bits_per_s=rate, down_bits_per_s=rate, latency_s=link.latency_s)
-    run = simulate(method.job(model, workers, max(steps, seen)), [place], record=True)
-    zero = float(run.ends_s[since, 0, 0])
-    moved = [s._replace(begin_s=s.begin_s - zero, end_s=s.end_s - zero) for s in run.spans if s.end_s > zero]
-    spans = [s._replace(begin_s=max(s.begin_s, 0.0)) for s in moved]
-    return _Timeline(spans, float(run.utilisation(since=since)[0]), float(run.ends_s[seen, 0, 0]) - zero)
+    shown = since + _PERIODS * (longest if method.gradients else period)
+    steps = max(shown, since + min(_PERIODS**2 * (longest if method.gradients else period), _MOST_STEPS))
+    job = replace(method.job(model, workers, steps), finish=False)
+    waiting: list[tuple[float, float]] = []
+    carrying: list[tuple[float, float]] = []
+    waited = {since: 0.0, shown: 0.0, steps: 0.0}
+    rate = max(link.goodput * link.bits_per_s, LEAST_BITS_PER_S)
+    for stop in stops(job, Link(rate, link.latency_s)):
+        carrying += stop.carried_s[:1]
+        if stop.left_s[0] > stop.reached_s[0]:
+            waiting.append((stop.reached_s[0], stop.left_s[0]))
+        waited |= {step: stop.left_s[0] - stop.step * job.step_s for step in waited if stop.step <= step}
+    zero, shown_s, end = (step * job.step_s + waited[step] for step in (since, shown, steps))
+    waiting, carrying = (_clipped(spans, zero) for spans in (waiting, carrying))
+    edges = [0.0, *(edge for span in waiting for edge in span), end - zero]
+    computing = [(begin, stop) for begin, stop in zip(edges[::2], edges[1::2], strict=True) if stop > begin]
+    return _Timeline(computing, waiting, carrying, (steps - since) * job.step_s / (end - zero), shown_s - zero)
 
 
-def _draw_lane(axes: Axes, palette: Palette, colour: str, n: int, spans: Sequence[Span], window_s: float) -> None:
-    rows = {"computing": (colour, 1.0, -0.24, 0.36), "waiting": (palette.idle, 1.0, -0.24, 0.36)}
-    rows["carrying"] = (colour, 0.6, 0.17, 0.11)
-    for kind, (face, alpha, low, height) in rows.items():
-        bars = [(s.begin_s, min(s.end_s, window_s) - s.begin_s) for s in spans if s.kind == kind]
-        shown = [(begin, length) for begin, length in bars if begin < window_s and length > 0][:_MOST_BARS]
-        axes.broken_barh(shown, (n + low, height), facecolor=face, alpha=alpha, linewidth=0)
+def _clipped(spans: list[tuple[float, float]], zero: float) -> list[tuple[float, float]]:
+    """Return what is left of spans after a time, counted from then."""
+    return [(max(begin - zero, 0.0), end - zero) for begin, end in spans if end > zero]
+
+
+def _draw_lane(axes: Axes, palette: Palette, colour: str, n: int, timeline: _Timeline, window_s: float) -> None:
+    for spans, face, alpha, low, height in (
+        (timeline.computing, colour, 1.0, -0.24, 0.36),
+        (timeline.waiting, palette.idle, 1.0, -0.24, 0.36),
+        (timeline.carrying, colour, 0.6, 0.17, 0.11),
+    ):
+        bars = [(begin, min(end, window_s) - begin) for begin, end in spans if begin < window_s]
+        axes.broken_barh(
+            [bar for bar in bars if bar[1] > 0][:_MOST_BARS],
+            (n + low, height), facecolor=face, alpha=alpha, linewidth=0,
+        )  # fmt: skip

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from atoll._util.units import bytes_text, loss_text, number_text, percent_text, ratio_text, seconds_text, share_text
 from atoll.errors import printable
-from atoll.plan.job import Job, RunTime, time_of
+from atoll.plan.job import Job
 from atoll.plan.link import Link
+from atoll.plan.simulate import RunTime, time_of
 from atoll.report.record import RunRecord, jobs
 
 if TYPE_CHECKING:

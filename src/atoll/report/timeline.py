@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from atoll._util.units import share_text
-from atoll.plan.job import Job, stops
+from atoll.plan.job import Job
 from atoll.plan.link import Link
+from atoll.plan.simulate import stops
 from atoll.report.canvas import Palette, dress, heading, legend_of_lanes, linear_time_axis, new_figure, shorten
 from atoll.report.lanes import Lane, Span, lanes
 from atoll.report.record import RunRecord, jobs
@@ -131,7 +132,8 @@ def _modelled_bars(n: int, title: str, utilisation: float, job: Job, link: Link,
     for stop in stops(job, link):
         if stop.reached_s[lane] >= window_s:
             break
-        carried += [Span(c.begin_s, c.end_s) for c in stop.carried[lane]]
+        if stop.sent:
+            carried.append(Span(*stop.carried_s[lane]))
         if stop.left_s[lane] > stop.reached_s[lane]:
             waits.append(Span(stop.reached_s[lane], stop.left_s[lane]))
     busy = Span(0.0, clock(job, link, job.steps))

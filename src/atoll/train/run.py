@@ -23,7 +23,7 @@ from atoll.train.data.tokens import TokenData
 from atoll.train.folder import RunCheckpoint, RunFolder
 from atoll.train.model import hub
 from atoll.train.model.decoder import Decoder
-from atoll.train.progress.plan_check import foretold
+from atoll.train.progress.plan_check import plan_check
 from atoll.train.progress.view import preparing, view
 from atoll.train.ranks.connect import connect_links, find_seat
 from atoll.train.ranks.control import ControlPlane, CoordinatedStop, Stopped
@@ -90,7 +90,7 @@ def train(config: RunConfig, *, worker: int | None = None, resume: bool = False)
             log = _begin(process, trainer, data, saved)
             _train(process, trainer, data, log)
             trainer.end("finished")
-        if ranks.is_leader and (line := foretold(trainer.config, trainer.reporter)):
+        if ranks.is_leader and (line := plan_check(trainer.config, trainer.reporter)):
             _print(config, line)
     return folder.path
 

@@ -1,1 +1,1 @@
-"""`atoll plan`."""
+"""Implements `atoll plan`."""

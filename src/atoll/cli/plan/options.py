@@ -1,4 +1,4 @@
-"""What was typed after `atoll plan`, and what of it cannot be together."""
+"""Holds the options of `atoll plan`, and refuses those that contradict each other."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from atoll.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The command line, as it was typed; `commands.plan` says what each is."""
+class PlanOptions:
+    """Holds the command line as it was typed; `cli.plan.command` explains each option."""
 
     run: Path | None = None
     changes: Sequence[str] = ()
@@ -36,38 +36,30 @@ class Options:
     target: str = "0.95"
 
 
-def refuse_contradictions(options: Options) -> None:
-    """What would be ignored, or said twice."""
-    given = {
-        "--step-time": options.step_time is not None,
-        "--probe": options.probe,
-        "--chip": options.chip is not None,
-        "--flops": options.flops is not None,
-        "--mfu": options.mfu is not None,
-        "--steps": options.steps is not None,
-        "--tokens-total": options.tokens_total is not None,
-        "--link": options.link is not None,
-        "--probe-link": options.probe_link is not None,
-    }
-    estimated = ("--chip", "--flops", "--mfu")
-    excluded = {
-        "--step-time": ("--probe", *estimated),
-        "--probe": estimated,
-        "--chip": ("--flops",),
-        "--steps": ("--tokens-total",),
-        "--link": ("--probe-link",),
-    }
-    for one, others in excluded.items():
-        if both := [other for other in others if given[one] and given[other]]:
+_EXCLUSIVE = {
+    "--step-time": ("--probe", "--chip", "--flops", "--mfu"),
+    "--probe": ("--chip", "--flops", "--mfu"),
+    "--chip": ("--flops",),
+    "--steps": ("--tokens-total",),
+    "--link": ("--probe-link",),
+}
+
+
+def check_conflicts(options: PlanOptions) -> None:
+    """Raise ConfigError for options that would be ignored or say the same twice."""
+
+    def given(*names: str) -> list[str]:
+        values = [getattr(options, name.removeprefix("--").replace("-", "_")) for name in names]
+        return [name for name, value in zip(names, values, strict=True) if value not in (None, False)]
+
+    for one, others in _EXCLUSIVE.items():
+        if given(one) and (both := given(*others)):
             raise ConfigError(f"give {one} or {both[0]}, not both: they say the same in two ways")
-    if options.chips is not None and not (given["--chip"] or given["--flops"] or options.memory is not None):
+    if options.chips is not None and not given("--chip", "--flops", "--memory"):
         raise ConfigError("--chips is for --chip, --flops or --memory, and none of them is given")
-    if (
-        options.fragments is not None
-        and options.methods
-        and not any(m.startswith("streaming") for m in options.methods)
-    ):
-        raise ConfigError("--fragments is for streaming, and no --method of it is asked for")
+    streaming = not options.methods or any(method.startswith("streaming") for method in options.methods)
+    if options.fragments is not None and not streaming:
+        raise ConfigError("--fragments is for streaming, and --method names none of its methods")
     if options.period is not None and set(options.methods) == {"data-parallel"}:
         raise ConfigError("--period is for methods that have one, and data-parallel exchanges on every step")
     if options.changes and options.run is None:

@@ -1,4 +1,4 @@
-"""What `atoll plan` was given, as what is to be planned."""
+"""Turns the options of `atoll plan` into a request for the planner."""
 
 import math
 import sys
@@ -6,63 +6,64 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from atoll._util.units import count_words
-from atoll.cli.plan.options import Options, refuse_contradictions
-from atoll.cli.plan.parse import count, number, seconds, size
-from atoll.cli.plan.subject import Subject, subject_of, typed_period
+from atoll.cli.plan.numbers import count, number, seconds, size
+from atoll.cli.plan.options import PlanOptions, check_conflicts
+from atoll.cli.plan.workload import Workload, period_option, workload_of
 from atoll.errors import ConfigError
-from atoll.plan.laws import TOKENS_PER_PARAMETER
+from atoll.plan.chips import chip_named, step_seconds
 from atoll.plan.link import Link, parse_link
-from atoll.plan.method import Method, Model
-from atoll.plan.planner import MOST_STEPS, Asked, chip_named, chosen_methods, step_seconds
+from atoll.plan.method import Method, Model, methods_for
+from atoll.plan.planner import MOST_STEPS, PlanRequest, WorkerMemory
+from atoll.plan.scaling_laws import TOKENS_PER_PARAMETER
 from atoll.settings.config import RunConfig
 
 DEFAULT_LINK = Link(1e9)
-_MFU = 0.4
-_MEASURED_LATER = 1.0
+_DEFAULT_MFU = 0.4
+_UNTIL_MEASURED_S = 1.0
 
 
-def asked_for(options: Options) -> Asked:
-    """Everything that is to be planned; ConfigError says in a line what is missing or makes no sense.
+def plan_request(options: PlanOptions) -> PlanRequest:
+    """Return what is to be planned; everything is checked before anything is measured.
 
-    All that can be refused is, before anything is measured: a slip should not cost a minute.
+    Raises:
+        ConfigError: An option is missing, out of its range, or conflicts with another.
     """
-    refuse_contradictions(options)
-    subject = subject_of(options)
-    tokens = subject.tokens if options.tokens is None else count("tokens", options.tokens)
-    probed = _to_probe(options, subject, tokens)
+    check_conflicts(options)
+    workload = workload_of(options)
+    tokens = workload.tokens if options.tokens is None else count("tokens", options.tokens)
+    probed = _to_probe(options, workload, tokens)
     tokens = tokens if probed is None else probed.tokens
-    step = _Step(_MEASURED_LATER, "") if probed is not None else _known_step(options, subject, tokens)
-    model = Model(parameters=subject.parameters, layers=subject.layers, step_s=step.seconds, rest=subject.rest)
-    asked = Asked(
+    step = _Step(_UNTIL_MEASURED_S, "") if probed is not None else _known_step(options, workload, tokens)
+    model = Model(parameters=workload.parameters, layers=workload.layers, step_s=step.seconds, rest=workload.rest)
+    request = PlanRequest(
         model=model,
-        workers=subject.workers,
-        link=_known_link(options, subject),
-        methods=_methods(options, subject, model),
-        step_from=step.known_from,
+        workers=workload.workers,
+        link=_known_link(options, workload),
+        methods=_methods(options, workload, model),
+        step_from=step.source,
         tokens=tokens,
-        steps=_steps(options, subject, tokens),
+        steps=_steps(options, workload, tokens),
         price=None if options.price is None else number("price", options.price, "a number from 0 to 1e12"),
         target=number("target", options.target, "a share of the time above 0 and below 1"),
-        memory_bytes=_memory(options),
-        chips=_chips(options),
-        suited=subject.suited,
-        left_out=subject.left_out,
+        memory=WorkerMemory(_chips(options), _chip_bytes(options)),
+        adapt=workload.adapt,
+        left_out=workload.left_out,
     )
     if options.probe_link is not None:
-        asked = replace(asked, link=_measured_link(options.probe_link))
+        request = replace(request, link=_measured_link(options.probe_link))
     if probed is not None:
-        step = _measured_step(probed, subject.vocabulary)
-        asked = replace(asked, model=replace(model, step_s=step.seconds), step_from=step.known_from)
-    return asked
+        step = _measured_step(probed, workload.vocabulary)
+        request = replace(request, model=replace(model, step_s=step.seconds), step_from=step.source)
+    return request
 
 
-def _methods(options: Options, subject: Subject, model: Model) -> tuple[Method, ...]:
-    """The run file's own first, then those asked for, with its period."""
-    own, period = subject.method, typed_period(options)
+def _methods(options: PlanOptions, workload: Workload, model: Model) -> tuple[Method, ...]:
+    """Return the run file's own method first, then those of --method, with its period."""
+    own, period = workload.method, period_option(options)
     if period is None and own is not None and not own.gradients:
         period = own.period
     fragments = None if options.fragments is None else count("fragments", options.fragments, like="8")
-    chosen = chosen_methods(options.methods, model, period, fragments)
+    chosen = methods_for(model, options.methods, period, fragments)
     return tuple(chosen) if own is None else (own, *chosen)
 
 
@@ -71,12 +72,12 @@ def _methods(options: Options, subject: Subject, model: Model) -> tuple[Method, 
 
 class _Step(NamedTuple):
     seconds: float
-    known_from: str
-    """In words."""
+    source: str
+    """Where the time comes from, in words."""
 
 
-def _known_step(options: Options, subject: Subject, tokens: int | None) -> _Step:
-    """A step as given, or estimated."""
+def _known_step(options: PlanOptions, workload: Workload, tokens: int | None) -> _Step:
+    """Return the time of a step as given, or as estimated from a chip's peak."""
     if options.step_time is not None:
         return _Step(seconds("step-time", options.step_time), "as given")
     if options.chip is None and options.flops is None:
@@ -86,7 +87,7 @@ def _known_step(options: Options, subject: Subject, tokens: int | None) -> _Step
         )
     if tokens is None:
         raise ConfigError("tokens: give --tokens, those of a step of one worker; its time follows from them")
-    mfu = _MFU if options.mfu is None else number("mfu", options.mfu, "a share above 0 and at most 1")
+    mfu = _DEFAULT_MFU if options.mfu is None else number("mfu", options.mfu, "a share above 0 and at most 1")
     if not 0 < mfu <= 1:
         raise ConfigError(f"mfu must be a share above 0 and at most 1, got {mfu:g}")
     chips = _chips(options)
@@ -96,33 +97,33 @@ def _known_step(options: Options, subject: Subject, tokens: int | None) -> _Step
         else chip_named(options.chip or "").flops
     )
     what = f"chips of {count_words(peak)} FLOP/s" if options.flops is not None else str(options.chip)
-    step_s = step_seconds(subject.parameters, tokens, peak * chips, mfu)
+    step_s = step_seconds(workload.parameters, tokens, peak * chips, mfu)
     return _Step(step_s, f"estimated: {chips} x {what} at {100 * mfu:.0f} % of the peak")
 
 
-def _chips(options: Options) -> int:
-    """Those that compute the steps of one worker."""
+def _chips(options: PlanOptions) -> int:
+    """Return the chips of one worker."""
     return 1 if options.chips is None else count("chips", options.chips, like="8")
 
 
 class _Probe(NamedTuple):
-    """A step that can be measured."""
+    """Holds a step that can be measured."""
 
     config: RunConfig
     tokens: int
 
 
-def _to_probe(options: Options, subject: Subject, tokens: int | None) -> _Probe | None:
-    """What is to be measured, if anything."""
+def _to_probe(options: PlanOptions, workload: Workload, tokens: int | None) -> _Probe | None:
+    """Return the step that --probe is to measure, if any."""
     if not options.probe:
         return None
-    config = subject.config
+    config = workload.config
     if config is None:
         raise ConfigError("--probe needs a model to train: a run file, or --preset")
     if config.model.hf is not None:
         raise ConfigError(f"a step of {config.model.hf} cannot be measured without its weights: give --step-time")
-    sequence = config.train.sequence or config.shape(subject.vocabulary).context
-    if tokens is None or tokens == subject.tokens:
+    sequence = config.train.sequence or config.shape(workload.vocabulary).context
+    if tokens is None or tokens == workload.tokens:
         return _Probe(config, config.train.batch * sequence)
     if tokens % sequence:
         raise ConfigError(f"tokens must be a multiple of the sequence of {sequence} tokens, got {tokens}")
@@ -130,39 +131,40 @@ def _to_probe(options: Options, subject: Subject, tokens: int | None) -> _Probe 
 
 
 def _measured_step(probe: _Probe, vocabulary: int) -> _Step:
+    """Measure a few steps on this machine."""
     from atoll.train.step.step_time import probe_step
 
     found = probe_step(probe.config, vocabulary, tell=lambda line: print(line, file=sys.stderr))
     return _Step(found.step_s, f"measured: {found.device}")
 
 
-def _memory(options: Options) -> float | None:
-    """Bytes of one chip: given, or those of the chip named."""
+def _chip_bytes(options: PlanOptions) -> float | None:
+    """Return the memory of one chip: as given, or that of the chip named."""
     if options.memory is not None:
         return size("memory", options.memory)
     return None if options.chip is None else chip_named(options.chip).memory_bytes
 
 
-def _steps(options: Options, subject: Subject, tokens: int | None) -> int | None:
-    """Inner steps of a worker over the run, if that can be told."""
+def _steps(options: PlanOptions, workload: Workload, tokens: int | None) -> int | None:
+    """Return the inner steps of the run, if they are known."""
     if options.steps is not None:
         return count("steps", options.steps, MOST_STEPS, "20000")
-    if options.tokens_total is None and subject.steps is not None:
-        return subject.steps
+    if options.tokens_total is None and workload.steps is not None:
+        return workload.steps
     if tokens is None:
         if options.tokens_total is not None:
             raise ConfigError("tokens-total needs --tokens, those of a step of one worker, to become steps")
         return None
-    total = subject.parameters * TOKENS_PER_PARAMETER
+    total = workload.parameters * TOKENS_PER_PARAMETER
     if options.tokens_total is not None:
         total = count("tokens-total", options.tokens_total)
-    return max(1, math.ceil(total / (subject.workers * tokens)))
+    return max(1, math.ceil(total / (workload.workers * tokens)))
 
 
-def _known_link(options: Options, subject: Subject) -> Link:
-    """Given, or the run file's. One that is to be measured is only checked to have an address."""
+def _known_link(options: PlanOptions, workload: Workload) -> Link:
+    """Return the link as given, or the run file's; of one to be measured, only the address is checked."""
     if options.probe_link is None:
-        return parse_link(options.link) if options.link is not None else subject.link or DEFAULT_LINK
+        return parse_link(options.link) if options.link is not None else workload.link or DEFAULT_LINK
 
     from atoll.link.net.bandwidth import parse_end
 
@@ -171,6 +173,7 @@ def _known_link(options: Options, subject: Subject) -> Link:
 
 
 def _measured_link(address: str) -> Link:
+    """Measure the line to an end that serves at this address."""
     from atoll.link.net.bandwidth import measure, parse_end
 
     host, port = parse_end(address, serving=False)

@@ -1,8 +1,7 @@
-"""A plan for people: one table, what to choose, and the settings to begin with. 100 columns."""
+"""Prints a plan for people in 100 columns: a table, the recommendation, and settings to start with."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from itertools import groupby
 from textwrap import wrap
 
 from rich import box
@@ -11,33 +10,36 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll._util.units import bytes_text, count_text, count_words, loss_text, percent_text, seconds_text, share_text
-from atoll.plan import cost, paper
+from atoll.plan import cost
 from atoll.plan.advise import FEWEST_ROUNDS, Advice, periods_for
-from atoll.plan.laws import SEQUENCE
-from atoll.plan.outlook import Outlook
-from atoll.plan.planner import OWN, Plan, label
+from atoll.plan.forecast import Forecast
+from atoll.plan.method import RUN_FILE_METHOD, label
+from atoll.plan.paper_grid import LEVELS
+from atoll.plan.planner import Plan
+from atoll.plan.scaling_laws import SEQUENCE
 
 WIDTH = 100
-_ANOTHER_BATCH = 1.5  # times; up to there, times and bytes of a run are about the same
+_OTHER_BATCH = 1.5  # times; below, time and bytes of a run are about the same
 
 
 def show(plan: Plan) -> None:
-    """Print all of it."""
+    """Print a plan."""
     console = Console()
     console = Console(width=min(console.width, WIDTH)) if console.is_terminal else Console(width=WIDTH)
     console.print(Group(_heading(plan), _table(plan), Text("\n".join(_notes(plan)), style="dim")))
     for head, lines in (_advice(plan, console.width), _defaults(plan, console.width)):
-        # As they are: a backslash must be the last character of its line.
+        # Not wrapped: a backslash must be the last character of its line.
         console.print(Text.assemble((head, "bold"), *(f"\n{line}" for line in lines)), soft_wrap=True)
 
 
 def _heading(plan: Plan) -> Text:
-    asked = plan.asked
-    model, workers = asked.model, f"{asked.workers} worker{'' if asked.workers == 1 else 's'}"
-    run = "" if asked.steps is None else f", {asked.steps:,} steps"
+    request = plan.request
+    model, workers = request.model, f"{request.workers} worker{'' if request.workers == 1 else 's'}"
+    run = "" if request.steps is None else f", {request.steps:,} steps"
     lines = [
-        f"{count_words(model.parameters)} parameters in {model.layers} layers, {workers}, each with {asked.link}{run}",
-        f"a step takes {seconds_text(model.step_s)} of computing ({asked.step_from})",
+        f"{count_words(model.parameters)} parameters in {model.layers} layers, {workers}, "
+        f"each with {request.link}{run}",
+        f"a step takes {seconds_text(model.step_s)} of computing ({request.step_from})",
     ]
     return Text.assemble((lines[0], "bold"), "\n", lines[1], "\n")
 
@@ -46,21 +48,21 @@ def _heading(plan: Plan) -> Text:
 
 
 def _table(plan: Plan) -> Table:
-    """Methods side by side: six or seven narrow columns fit, and every line compares one thing."""
+    """Return the methods side by side, one quantity a line."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("")
-    for name, seen in plan.outlooks.items():
-        table.add_column(Text(label(seen.method).replace(", ", "\n")), justify="right", no_wrap=True)
-        assert name == seen.method.name
+    for name, expected in plan.forecasts.items():
+        table.add_column(Text(label(expected.method).replace(", ", "\n")), justify="right", no_wrap=True)
+        assert name == expected.method.name
     for what, cell, last in _lines(plan):
-        cells = [cell(seen) for seen in plan.outlooks.values()]
+        cells = [cell(expected) for expected in plan.forecasts.values()]
         if any(cells):
             table.add_row(Text(what), *map(Text, cells), end_section=last)
     return table
 
 
-Line = tuple[str, Callable[[Outlook], str], bool]
-"""What it is called, what it is for a method ("" for everyone: left out), whether a gap follows."""
+Line = tuple[str, Callable[[Forecast], str], bool]
+"""A quantity's name, its value for a method (left out if "" for all), whether a gap follows."""
 
 
 def _lines(plan: Plan) -> Iterable[Line]:
@@ -70,11 +72,11 @@ def _lines(plan: Plan) -> Iterable[Line]:
     yield "period, steps", lambda o: f"{o.method.period}", False
     yield "loss, against data-parallel", lambda o: percent_text(plan.penalties[o.method.name].loss), True
     yield "sent per step", lambda o: bytes_text(o.bytes_per_step), False
-    run = plan.asked.steps is not None
+    run = plan.request.steps is not None
     yield "sent in a round", lambda o: bytes_text(o.bytes_per_round), not run
     yield "sent in the run", lambda o: bytes_text(o.bytes_of_run) if run else "", True
-    for level in paper.LEVELS:
-        last = level == paper.LEVELS[-1]
+    for level in LEVELS:
+        last = level == LEVELS[-1]
         yield f"bit/s for {100 * level:.0f} % busy", _needed(plan, level), last
     yield "memory added", lambda o: bytes_text(o.memory_bytes), False
     yield "  with sync.offload", _offloaded, True
@@ -82,20 +84,20 @@ def _lines(plan: Plan) -> Iterable[Line]:
     yield "cost of the run", lambda o: _cost(plan, o), False
 
 
-def _needed(plan: Plan, level: float) -> Callable[[Outlook], str]:
-    def cell(seen: Outlook) -> str:
-        rate = plan.needed[seen.method.name][level]
+def _needed(plan: Plan, level: float) -> Callable[[Forecast], str]:
+    def cell(expected: Forecast) -> str:
+        rate = plan.needed[expected.method.name][level]
         return "-" if not rate else count_text(rate) if math.isfinite(rate) else "never"
 
     return cell
 
 
-def _offloaded(seen: Outlook) -> str:
-    return "-" if seen.memory_offloaded_bytes is None else bytes_text(seen.memory_offloaded_bytes)
+def _offloaded(expected: Forecast) -> str:
+    return "-" if expected.memory_offloaded_bytes is None else bytes_text(expected.memory_offloaded_bytes)
 
 
-def _cost(plan: Plan, seen: Outlook) -> str:
-    total = plan.cost(seen)
+def _cost(plan: Plan, expected: Forecast) -> str:
+    total = plan.cost(expected)
     return "" if total is None else f"{total:,.0f}" if total >= 100 else f"{total:,.2f}"
 
 
@@ -105,32 +107,30 @@ def _notes(plan: Plan) -> Iterable[str]:
     yield "the step. loss: what the papers measured at the nearest of their sizes, - where nobody has."
     if any(math.isinf(rate) for rates in plan.needed.values() for rate in rates.values()):
         yield "never: latency alone makes it wait longer."
-    if OWN in plan.outlooks:
+    if RUN_FILE_METHOD in plan.forecasts:
         yield "this run: the run file's own settings, with its model's fragments as they are."
-    if not plan.asked.model.rest:
+    if not plan.request.model.rest:
         yield "All layers are taken as equal and nothing as outside of them: a run file or --preset has its own."
-    if plan.asked.steps is None:
+    if plan.request.steps is None:
         yield "For bytes, time and cost of a whole run: --steps, or --tokens (of a step of one worker)."
-    if plan.asked.left_out:
-        yield from wrap(f"Not in the figures, and it takes longer for them: {', '.join(plan.asked.left_out)}.", WIDTH)
+    if plan.request.left_out:
+        yield from wrap(f"Not in the figures, and it takes longer for them: {', '.join(plan.request.left_out)}.", WIDTH)
     yield from _memory(plan)
     yield ""
 
 
 def _memory(plan: Plan) -> Iterable[str]:
-    """Where a worker's chips are too small."""
-    asked, seen = plan.asked, plan.outlooks.values()
-    if asked.memory_bytes is None or not seen:
+    """Warn where a worker's chips are too small."""
+    forecasts, (chips, chip_bytes) = plan.forecasts.values(), plan.request.memory
+    if chip_bytes is None or not forecasts:
         return
-    chips = (
-        f"{bytes_text(asked.memory_bytes)}" if asked.chips == 1 else f"{asked.chips} x {bytes_text(asked.memory_bytes)}"
-    )
-    bare = f"parameters, gradients and AdamW's moments take {bytes_text(cost.training_bytes(asked.model))}"
-    if large := [label(each.method) for each in seen if not plan.fits(each)]:
-        which = "with any of these methods" if len(large) == len(seen) else f"with {'; '.join(large)}"
-        text = f"Too large for {chips}, before activations, {which}: {bare}, and what is added comes on top."
-    elif any(plan.device_bytes(each) >= asked.memory_bytes for each in seen):
-        text = f"Too large for one chip of {chips}: {bare}; share them between ranks, train.parallel = fsdp."
+    room = bytes_text(chip_bytes) if chips == 1 else f"{chips} x {bytes_text(chip_bytes)}"
+    bare = f"parameters, gradients and AdamW's moments take {bytes_text(cost.training_bytes(plan.request.model))}"
+    if large := [label(each.method) for each in forecasts if not plan.fits(each)]:
+        which = "with any of these methods" if len(large) == len(forecasts) else f"with {'; '.join(large)}"
+        text = f"Too large for {room}, before activations, {which}: {bare}, and what is added comes on top."
+    elif any(plan.device_bytes(each) >= chip_bytes for each in forecasts):
+        text = f"Too large for one chip of {room}: {bare}; share them between ranks, train.parallel = fsdp."
     else:
         return
     yield from wrap(text, WIDTH)
@@ -140,12 +140,12 @@ def _memory(plan: Plan) -> Iterable[str]:
 
 
 Passage = tuple[str, list[str]]
-"""A head, and lines that fit."""
+"""A heading, and lines within the width."""
 
 
 def _advice(plan: Plan, width: int) -> Passage:
-    found, target = plan.recommendation, share_text(plan.asked.target)
-    if plan.asked.workers == 1:
+    found, target = plan.recommendation, share_text(plan.request.target)
+    if plan.request.workers == 1:
         return found.next_level, ["  --set sync.method=none", ""]
     head = f"To be busy {target} of the time, least risky first:"
     if not found.reached:
@@ -153,37 +153,37 @@ def _advice(plan: Plan, width: int) -> Passage:
     lines = []
     for place, advice in enumerate(found.choices, 1):
         lines += _indented(_choice(plan, advice), width, first=f"  {place}. ", rest="     ")
-        lines += pasted(advice.outlook.method.settings(), width)
+        lines += pasted(advice.forecast.method.settings(), width)
     return head, [*lines, *_indented(found.next_level + _left_out(plan), width), ""]
 
 
 def _left_out(plan: Plan) -> str:
-    """Why nothing like a column of the table is advised, where its period is too long for the run."""
-    steps = plan.asked.steps or 0
+    """Say why no choice is like a column of the table whose period is too long for the run."""
+    steps = plan.request.steps or 0
     longest = max(periods_for(steps), default=0)
-    if not any(method.period > max(longest, 1) for method in plan.asked.methods):
+    if not any(method.period > max(longest, 1) for method in plan.request.methods):
         return ""
     most = f"no period of over {longest} steps" if longest else "only data-parallel"
     return f" For a run of {steps} steps {most} is advised: it would exchange fewer than {FEWEST_ROUNDS} times."
 
 
 def _choice(plan: Plan, advice: Advice) -> str:
-    seen = advice.outlook
+    expected = advice.forecast
     loss = f"Loss: {advice.source}."
     if advice.loss_penalty is not None:
         loss = f"Loss {percent_text(advice.loss_penalty)} against data-parallel ({advice.source})."
     run = ""
-    if plan.asked.steps is not None:
-        price, sends = _cost(plan, seen), f"sends {bytes_text(seen.bytes_of_run)}"
-        run = f" The run takes {seconds_text(seen.run_s)}" + (
+    if plan.request.steps is not None:
+        price, sends = _cost(plan, expected), f"sends {bytes_text(expected.bytes_of_run)}"
+        run = f" The run takes {seconds_text(expected.run_s)}" + (
             f", {sends} and costs {price}." if price else f" and {sends}."
         )
-    large = "" if plan.fits(seen) is not False else " It does not fit into the memory given."
+    large = "" if plan.fits(expected) is not False else " It does not fit into the memory given."
     return f"{advice.why}{run} {loss}{large}"
 
 
 def pasted(settings: Mapping[str, str | int], width: int) -> list[str]:
-    """Options for a run file's command, in lines that a shell reads as one."""
+    """Return options to paste behind a command, in lines that a shell reads as one."""
     lines = _indented(" ".join(f"--set\0{key}={value}" for key, value in settings.items()), width - 2, first="     ")
     return [line.replace("\0", " ") + " \\" for line in lines[:-1]] + [lines[-1].replace("\0", " ")]
 
@@ -210,46 +210,10 @@ def _defaults(plan: Plan, width: int) -> Passage:
 
 
 def _other_batch(plan: Plan) -> str:
-    """The table's batch, where the advice is another one."""
-    if plan.asked.tokens is None:
+    """Say where the table's batch is far from the suggested one."""
+    if plan.request.tokens is None:
         return ""
-    tokens, advised = plan.asked.tokens * plan.asked.workers, plan.defaults.batch_tokens
-    if max(tokens, advised) <= _ANOTHER_BATCH * min(tokens, advised):
+    tokens, advised = plan.request.tokens * plan.request.workers, plan.defaults.batch_tokens
+    if max(tokens, advised) <= _OTHER_BATCH * min(tokens, advised):
         return ""
     return f" The table is for another batch: {tokens:,} tokens in a step of all workers, not {advised:,}."
-
-
-# ---------------------------------------------------------------------- the paper's table
-
-
-def show_paper(cells: list[paper.Comparison]) -> None:
-    """Table 4 of the Streaming DiLoCo paper beside ours."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
-    for head in ("model", "method"):
-        table.add_column(head)
-    for level in paper.LEVELS:
-        table.add_column(f"{100 * level:.0f} %", justify="right", no_wrap=True)
-    last = ""
-    for (model, row), group in groupby(cells, key=lambda cell: (cell.model, cell.row)):
-        if last not in ("", model):
-            table.add_section()
-        table.add_row("" if model == last else model, row, *map(_both, group))
-        last = model
-    console = Console(width=WIDTH)
-    console.print(Text("Gbit/s for so much compute utilisation: the paper's / ours where they differ", style="bold"))
-    console.print(table)
-    console.print(summary(cells))
-
-
-def _both(cell: paper.Comparison) -> Text:
-    theirs = f"{cell.printed_gbit_per_s:.1f}"
-    ours = "-" if cell.bits_per_s is None else f"{cell.bits_per_s / 1e9:.1f}"
-    return Text(theirs) if cell.steps_apart == 0 else Text(f"{theirs} / {ours}", style="yellow")
-
-
-def summary(cells: list[paper.Comparison]) -> str:
-    """In a line: how many cells are the same."""
-    exact = sum(cell.steps_apart == 0 for cell in cells)
-    most = max((abs(cell.steps_apart) if cell.steps_apart is not None else math.inf) for cell in cells)
-    within = "all within one" if most <= 1 else f"the furthest {most:g} apart"
-    return f"{exact} of {len(cells)} on the exact grid point, {within}"

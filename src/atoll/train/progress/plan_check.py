@@ -1,16 +1,17 @@
-"""What the planner would have said of a run that has ended, beside what was measured."""
+"""Compares what the planner says of a run with what the run has measured."""
 
 from atoll._util.units import bytes_text, share_text
 from atoll.link.local import Faults
 from atoll.outer.presets import Sync
-from atoll.plan.job import Job, time_of
+from atoll.plan.job import Job
 from atoll.plan.link import Link, parse_link
+from atoll.plan.simulate import time_of
 from atoll.settings.config import RunConfig
 from atoll.train.progress.reporter import Reporter
 
 
-def foretold(config: RunConfig, reporter: Reporter) -> str:
-    """A line for people; empty where nothing travelled, or faults that nobody plans took part."""
+def plan_check(config: RunConfig, reporter: Reporter) -> str:
+    """Return a line with planned and measured figures; empty if nothing was sent or faults were injected."""
     counters, sync = reporter.counters(), config.synchronisation()
     wire_sent = sum(c.wire_sent for c in counters) / max(len(counters), 1)
     if sync is None or not wire_sent or config.faults_of_link() != Faults():
@@ -28,7 +29,7 @@ def foretold(config: RunConfig, reporter: Reporter) -> str:
     emulated = config.link.emulate
     expected = time_of(job, parse_link(emulated) if emulated else Link(float("inf")))
     told = f"{bytes_text(expected.bytes_per_worker)} on the wire per worker (measured {bytes_text(wire_sent)})"
-    if not emulated:  # how fast the line is, nobody has said
+    if not emulated:  # the rate of a real line is not known
         return f"planned: {told}"
     busy_s = reporter.totals.seconds - reporter.waited_s
     planned, measured = (busy_s / max(busy_s + wait_s, 1e-9) for wait_s in (expected.exposed_s, reporter.waited_s))

@@ -14,7 +14,7 @@ from atoll._util.units import bytes_text, count_words
 from atoll.core.outer import Blend, Momentum, Nesterov
 from atoll.errors import ConfigError
 from atoll.outer.presets import Sync
-from atoll.plan.laws import TOKENS_PER_PARAMETER, learning_rate
+from atoll.plan.scaling_laws import TOKENS_PER_PARAMETER, learning_rate
 from atoll.settings.config import RunConfig
 from atoll.settings.model_presets import ModelConfig
 

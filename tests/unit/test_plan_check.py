@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from atoll.plan.job import Job, time_of
+from atoll.plan.job import Job
 from atoll.plan.link import parse_link
+from atoll.plan.simulate import time_of
 from atoll.runs.events import End, Start, read
 from atoll.settings import config
 from atoll.train.run import train

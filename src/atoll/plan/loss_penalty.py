@@ -1,10 +1,11 @@
-"""What the papers measured: how much higher the loss ends than data-parallel's, by size, workers, period and merge.
+"""Estimates from the papers' tables how much higher a method's loss ends than data-parallel's.
 
-Losses are nats per token on C4 after 20 tokens a parameter, as printed. What lies between two measurements is taken on
-a straight line over the logarithms of size, workers and period. Beyond the smallest or largest model of a table its
-nearest one counts, and the source says so. Periods under 30 count as 30; from 100 on, what DiLoCo saw up to 1000 is
-added. What a longer period adds is Streaming's, for one worker as for 2, for more than 4 as for 4. Not known, and None:
-more than 8 workers, longer periods, delays beyond 10, Eager Updates with other than 2 workers.
+Losses are nats per token on C4 after 20 tokens a parameter, as printed. Between two measurements they are interpolated
+over the logarithms of size, workers and period. Beyond the smallest or largest model of a table, that model counts, and
+the source says so. Periods under 30 count as 30; beyond 100, the increase that DiLoCo measured up to 1000 is added. The
+increase for a longer period is Streaming's: that of 2 workers for one, that of 4 for more. The penalty is None where no
+paper measured anything near: more than 8 workers, longer periods, delays beyond 10, Eager Updates with other than 2
+workers.
 """
 
 import math
@@ -17,12 +18,12 @@ from atoll.plan.method import Method, Model
 from atoll.settings.model_presets import preset
 
 _Table = dict[int, tuple[float, ...]]
-"""Losses by the parameters of a model."""
+"""Losses by the number of parameters of a model."""
 _M, _B = 10**6, 10**9
 
 
 def _by_preset(losses: dict[str, tuple[float, ...]]) -> _Table:
-    """The papers call their models by round numbers; what counts is how many parameters they have."""
+    """Replace the papers' round model names by the numbers of parameters that the models have."""
     return {preset(name).parameters: row for name, row in losses.items()}
 
 
@@ -70,16 +71,16 @@ _LONGEST_DELAY, _LONGEST_PERIOD = 10, 1000
 
 
 class Penalty(NamedTuple):
-    """A relative increase of the final loss against data-parallel: 0.006 is 0.6 %."""
+    """Holds a relative increase of the final loss against data-parallel: 0.006 is 0.6 %."""
 
     loss: float | None
-    """None where nobody measured anything near."""
+    """None where no paper measured anything near."""
     source: str
-    """Where it is from, in a few words."""
+    """The papers and tables that it comes from, or why it is None."""
 
 
 def penalty(model: Model, workers: int, method: Method) -> Penalty:
-    """What the papers lead one to expect of such a choice."""
+    """Return the penalty that the papers' tables suggest for a method."""
     if method.gradients:
         return Penalty(0.0, "data-parallel itself")
     if method.period > _LONGEST_PERIOD:
@@ -89,11 +90,10 @@ def penalty(model: Model, workers: int, method: Method) -> Penalty:
     if workers > _WORKERS[-1]:
         return Penalty(None, f"no paper went beyond {_WORKERS[-1]} workers")
     whole = len(method.layers(model)) == 1
-    return (_eager if method.eager else _waiting)(model.parameters, workers, method, whole)
+    return (_eager if method.eager else _blended)(model.parameters, workers, method, whole)
 
 
-def _waiting(parameters: int, workers: int, method: Method, whole: bool) -> Penalty:
-    """Blended, at once or after a few steps."""
+def _blended(parameters: int, workers: int, method: Method, whole: bool) -> Penalty:
     delay = _TEN_STEPS * max(0, method.delay - 1) / (_LONGEST_DELAY - 1)
     if not whole and 2 <= workers <= 4:
         loss = _streamed(parameters, workers, method.period) + delay
@@ -119,7 +119,7 @@ def _eager(parameters: int, workers: int, method: Method, whole: bool) -> Penalt
 
 
 def _streamed(parameters: int, workers: int, period: int) -> float:
-    """Tables 5 and 6, for 2 to 4 workers."""
+    """Interpolate Streaming's tables 5 and 6, for 2 to 4 workers."""
     share = math.log(workers / 2) / math.log(2)
     losses = [_between(parameters, _STREAMING, column) for column in range(5)]
     at_30, at_100 = ((losses[first] + share * (losses[first + 1] - losses[first])) / losses[0] - 1 for first in (1, 3))
@@ -127,24 +127,25 @@ def _streamed(parameters: int, workers: int, period: int) -> float:
 
 
 def _longer(parameters: int, workers: int, period: int) -> float:
-    """What a period adds to the loss at 30."""
+    """Return what a period adds to the penalty at 30."""
     members = min(max(workers, 2), 4)
     return _streamed(parameters, members, period) - _streamed(parameters, members, 30)
 
 
 def _at_period(period: int, at_30: float, at_100: float) -> float:
-    """Shorter than 30 as at 30: the papers see little difference there, and none that is worse above 5."""
+    """Interpolate between periods; below 30 the papers see little difference, and above 5 none that is worse."""
     if period > 100:
         return at_100 + _TWENTYFOLD_PERIOD * math.log(period / 100) / math.log(20)
     return at_30 + (at_100 - at_30) * max(0.0, math.log(period / 30)) / math.log(100 / 30)
 
 
 def _known(workers: int) -> _Table:
-    """The sizes that Scaling Laws has for so many workers: the largest were not trained with 8."""
+    """Return the sizes that Scaling Laws has for this number of workers; the largest were not trained with 8."""
     return {size: losses for size, losses in _BY_WORKERS.items() if len(losses) == 5 or workers <= 4}
 
 
 def _by_workers(parameters: int, workers: int) -> float:
+    """Interpolate the losses of Scaling Laws, at a period of 30."""
     table = _known(workers)
     counts = _WORKERS if workers > 4 else _WORKERS[:3]
     ratios = [_between(parameters, table, n + 1) / _between(parameters, table, 0) - 1 for n in range(len(counts))]
@@ -152,7 +153,7 @@ def _by_workers(parameters: int, workers: int) -> float:
 
 
 def _beyond(parameters: int, table: _Table) -> str:
-    """What to add to a source of which no model is so small or so large."""
+    """Return what to add to a source whose models are all larger or all smaller."""
     smallest, largest = min(table), max(table)
     if smallest <= parameters <= largest:
         return ""
@@ -161,5 +162,6 @@ def _beyond(parameters: int, table: _Table) -> str:
 
 
 def _between(parameters: int, table: _Table, column: int) -> float:
+    """Interpolate a column of a table over the logarithm of the size."""
     sizes = sorted(table)
     return float(np.interp(math.log(parameters), np.log(sizes), [table[size][column] for size in sizes]))

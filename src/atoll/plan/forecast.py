@@ -1,4 +1,4 @@
-"""One method, one model, one link: everything that can be said before it is paid for."""
+"""Predicts what one method costs on one link: utilisation, bytes, bandwidth, memory and time."""
 
 import math
 from dataclasses import dataclass
@@ -6,54 +6,53 @@ from dataclasses import dataclass
 import numpy as np
 
 from atoll._util.checks import check_whole
-from atoll.plan import cost, steady
-from atoll.plan.lines import Array
+from atoll.plan import cost, simulate
+from atoll.plan.cost import Array
 from atoll.plan.link import GOODPUT, LEAST_BITS_PER_S, MOST_BITS_PER_S, Link
 from atoll.plan.method import Method, Model
 
-_POINTS = 97  # rates that are looked at together
+_RATES_AT_ONCE = 97
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
-    """What to expect. Bytes and seconds are those of one worker."""
+class Forecast:
+    """Holds what to expect of a method; bytes and seconds are those of one worker."""
 
     method: Method
     utilisation: float
-    """The part of its time in which a worker computes, 0 to 1, if every layer travels as soon as it can: the papers'
-    model, and the best that can be done."""
+    """Part of its time in which a worker computes, 0 to 1, if every layer is sent as soon as it can be: the papers'
+    model, and the best possible."""
     utilisation_with_atoll: float
-    """The same as atoll sends: after the step."""
+    """The same as atoll sends, after the step."""
     utilisation_of_run: float
-    """The same over a run of so many steps as were asked for, from its quiet beginning to its last exchange; with none,
-    once it is under way."""
+    """The same over the whole run with its last exchange; without a number of steps, `utilisation_with_atoll`."""
     wait_s_per_period: float
     """Seconds of waiting in every period (data-parallel: every step), with atoll."""
     bytes_per_round: int
-    """Of the largest fragment."""
+    """Bytes of the largest fragment's round."""
     bytes_per_step: float
     bytes_of_run: int
     average_bits_per_s: float
-    """What the line must carry on average, or training waits."""
+    """Rate below which a worker has to wait, whatever its delay."""
     peak_bits_per_s: float
-    """What it must carry for an exchange to be over in the time it has."""
+    """Rate at which every round is over within its delay."""
     memory_bytes: int
-    """On the device, beside parameters, gradients, inner optimizer and activations."""
+    """Bytes added on the device, beside parameters, gradients, inner optimizer and activations."""
     memory_offloaded_bytes: int | None
-    """The same with `sync.offload`: anchors and velocities in the machine's memory. None: data-parallel has none."""
+    """The same with `sync.offload`; None for data-parallel, which has nothing to offload."""
     run_s: float
-    """Of a run of so many steps as were asked for, with atoll; at its end all that was not sent yet is."""
+    """Seconds of the whole run with atoll, including its last exchange."""
 
 
-def outlook(model: Model, method: Method, workers: int, link: Link, steps: int = 0) -> Outlook:
-    """What to expect of a method on this link, and of a run of so many steps."""
+def forecast(model: Model, method: Method, workers: int, link: Link, steps: int = 0) -> Forecast:
+    """Return what to expect of a method on a link, and of a run of `steps` inner steps if they are known."""
     check_whole("workers", workers)
     check_whole("steps", steps, least=0)
     rates = np.array([link.bits_per_s])
     layered = float(steady_utilisation(model, method, workers, rates, latency_s=link.latency_s, layered=True)[0])
-    with_atoll, of_run = (float(busy(model, method, workers, rates, link, n)[0]) for n in (0, steps))
+    with_atoll, of_run = (float(utilisation(model, method, workers, rates, link, n)[0]) for n in (0, steps))
     period_s = method.period * model.step_s
-    return Outlook(
+    return Forecast(
         method=method,
         utilisation=layered,
         utilisation_with_atoll=with_atoll,
@@ -70,15 +69,17 @@ def outlook(model: Model, method: Method, workers: int, link: Link, steps: int =
     )
 
 
-def busy(model: Model, method: Method, workers: int, rates: Array, link: Link, steps: int = 0) -> Array:
-    """[rates]: the part of its time in which a worker computes as atoll sends, on lines like this one of other rates.
+def utilisation(model: Model, method: Method, workers: int, rates: Array, link: Link, steps: int = 0) -> Array:
+    """Return the part of its time in which a worker computes as atoll sends, [rates].
 
-    Over a run of so many steps; with none, once it is under way.
+    The link gives latency and goodput, not the rate. With `steps` it is that of a whole run, else that of a run under
+    way.
     """
     latency_s, goodput = link.latency_s, link.goodput
     if not steps:
         return steady_utilisation(model, method, workers, rates, latency_s=latency_s, layered=False, goodput=goodput)
-    return steps * model.step_s / steady.run_s(model, method, workers, goodput * rates, steps, latency_s=latency_s)
+    job = method.job(model, workers, steps)
+    return steps * model.step_s / simulate.run_s(job, goodput * rates, latency_s=latency_s)
 
 
 def steady_utilisation(
@@ -91,14 +92,15 @@ def steady_utilisation(
     layered: bool,
     goodput: float = GOODPUT,
 ) -> Array:
-    """[rates]: the part of its time in which a worker computes once a run is under way, all workers being alike.
+    """Return the part of its time in which a worker computes once a run is under way, [rates].
 
-    Layer by layer on a line that carries nothing else, or after the step as atoll does it, with `goodput` of the rate;
-    see `plan.steady`.
+    With `layered`, every layer is sent as soon as it can be and gets all of the rate; otherwise a fragment is sent
+    after the step, as atoll does it, and gets `goodput` of the rate.
     """
     period_s = method.period * model.step_s
     carried = rates if layered else goodput * rates
-    waited_s = steady.waited_s(model, method, workers, carried, latency_s=latency_s, layered=layered)
+    job, layers = method.job(model, workers, 0), method.layers(model) if layered else None
+    waited_s = simulate.steady_wait_s(job, carried, latency_s=latency_s, layers=layers, layer_count=model.layers)
     return period_s / (period_s + waited_s)
 
 
@@ -112,15 +114,15 @@ def bandwidth_needed(
     layered: bool = False,
     goodput: float = GOODPUT,
 ) -> float:
-    """Bits per second from which on `steady_utilisation` is at least `level`, to 0.1 %.
+    """Return the bits per second from which on `steady_utilisation` is at least `level`, to 0.1 %.
 
-    Infinite where latency alone prevents it, nearly or altogether; 0 for one worker, who needs no line.
+    It is infinite where latency alone prevents that, and 0 for one worker, which needs no line.
     """
     if workers == 1:
         return 0.0
     low, high = LEAST_BITS_PER_S, MOST_BITS_PER_S
     while high / low > 1.001:
-        rates = np.geomspace(low, high, _POINTS)
+        rates = np.geomspace(low, high, _RATES_AT_ONCE)
         reached = steady_utilisation(
             model, method, workers, rates, latency_s=latency_s, layered=layered, goodput=goodput
         )

@@ -1,6 +1,6 @@
-"""Where to start tuning: the Scaling Laws for DiLoCo paper's fits, as defaults for a model of a given size.
+"""Suggests settings for a model of a given size, by the fits of the Scaling Laws for DiLoCo paper.
 
-They are for its recipe: AdamW (0.9, 0.99), 1000 steps of warm-up and a cosine to 5 %, a clip of 1, 20 tokens a
+The fits are for its recipe: AdamW (0.9, 0.99), 1000 steps of warm-up and a cosine to 5 %, a clip of 1, 20 tokens a
 parameter, sequences of 2048, outer Nesterov at 0.9, a period of 30. Measured from 35 million to 2.4 billion parameters,
 checked at 4 and 10 billion, with 1, 2, 4 and 8 workers; beyond, they are a guess. The loss has no floor in these fits:
 at 10 billion parameters it comes out 3 % below what was measured.
@@ -13,18 +13,18 @@ from typing import NamedTuple
 from atoll._util.checks import check_whole
 
 SEQUENCE = 2048
-"""Tokens of a sequence."""
+"""Tokens of a sequence in the paper."""
 TOKENS_PER_PARAMETER = 20
-"""Of a whole run, unless it is given: Chinchilla's."""
+"""Tokens of a whole run per parameter, unless they are given (Chinchilla)."""
 SMALLEST, LARGEST = 35_000_000, 10_000_000_000
 """Parameters between which the fits were measured or checked."""
 MOST_WORKERS = 8
 HIGHEST_LEARNING_RATE = 3e-3
-"""Of the inner optimizer: below 80 million parameters the fit goes above, and for small models past all use."""
+"""Cap on the inner learning rate: below 80 million parameters the fit exceeds it, for small models by far."""
 
 
 class _Power(NamedTuple):
-    """scale * parameters ** exponent."""
+    """Computes scale * parameters ** exponent."""
 
     scale: float
     exponent: float
@@ -48,44 +48,44 @@ _OUTER_LEARNING_RATES = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
 
 
 def _joint(workers: int) -> _Fits:
-    """The fits over sizes and workers together, for numbers of workers that were not measured."""
+    """Return the joint fits over sizes and workers, for numbers of workers that were not measured."""
     return _Fits(_Power(19.226 * workers**0.0116, -0.0985), _Power(0.00709 * workers**0.3399, 0.4695))
 
 
 def learning_rate(parameters: int, workers: int) -> float:
-    """The peak of the inner learning rate, to two digits: what a run uses that gives none, and what a plan says."""
+    """Return the peak inner learning rate, to two digits; runs whose file gives none use it."""
     return float(f"{min(HIGHEST_LEARNING_RATE, _fitted_rate(parameters, workers)):.2g}")
 
 
 def _fitted_rate(parameters: int, workers: int) -> float:
-    """The joint fit. The one for 8 workers alone falls so fast with size that at 1 billion it is a sixth of this."""
+    """Return the joint fit: the one for 8 workers alone falls too fast with size, to a sixth of this at 1 billion."""
     return _Power(22256.0 * workers**0.2929, -0.8827).at(parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """Settings to begin with, and the loss that they should come to."""
+    """Holds suggested settings, and the loss to expect with them."""
 
     learning_rate: float
-    """Peak of the inner optimizer's; see `learning_rate`."""
+    """Peak inner learning rate; see `learning_rate`."""
     batch_sequences: int
-    """Sequences of 2048 tokens in a step of all workers together; each has its part of them."""
+    """Sequences of 2048 tokens in a step of all workers together."""
     batch_tokens: int
     """The same in tokens."""
     outer_learning_rate: float
-    """Of Nesterov with a momentum of 0.9."""
+    """For Nesterov with a momentum of 0.9."""
     loss: float
-    """Nats per token on C4, in the end."""
+    """Final loss on C4, nats per token."""
     tokens: int
-    """How many to train on, of all workers together: 20 a parameter."""
+    """Tokens to train on, all workers together: 20 a parameter."""
     outside: str
-    """In what way this is beyond what was measured, in words; empty if it is not."""
+    """How this is beyond what was measured, in words; empty if it is not."""
     doubt: str
-    """Where the learning rate is not what the fit says, in words; empty if it is."""
+    """Why the learning rate is not what the fit says, in words; empty if it is."""
 
 
 def defaults(parameters: int, workers: int) -> Defaults:
-    """Settings for a model of so many parameters on so many workers, by the fits for that number where there are."""
+    """Return settings for a model of this size, by the fits for this number of workers where there are any."""
     check_whole("parameters", parameters, why="it counts what is trained")
     check_whole("workers", workers)
     fits = _BY_WORKERS.get(workers) or _joint(workers)
@@ -103,7 +103,7 @@ def defaults(parameters: int, workers: int) -> Defaults:
 
 
 def _outer_learning_rate(workers: int) -> float:
-    """The best that was measured; between two numbers of workers by their logarithm, beyond eight as for eight."""
+    """Interpolate the best measured rates over the logarithm of workers; beyond eight workers return that of eight."""
     below = max(known for known in _OUTER_LEARNING_RATES if known <= workers)
     above = min((known for known in _OUTER_LEARNING_RATES if known >= workers), default=below)
     low, high = _OUTER_LEARNING_RATES[below], _OUTER_LEARNING_RATES[above]

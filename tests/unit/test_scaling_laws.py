@@ -5,10 +5,9 @@ import math
 import pytest
 
 from atoll.errors import ConfigError
-from atoll.plan.laws import defaults, learning_rate
-from atoll.plan.measured import _BY_WORKERS, Penalty, penalty
-from atoll.plan.method import METHODS, Method, Model
-from atoll.plan.planner import in_fragments
+from atoll.plan.loss_penalty import _BY_WORKERS, Penalty, penalty
+from atoll.plan.method import METHODS, Method, Model, in_fragments
+from atoll.plan.scaling_laws import defaults, learning_rate
 from atoll.settings.model_presets import preset
 
 BILLION = 10**9

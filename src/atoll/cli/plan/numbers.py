@@ -1,4 +1,4 @@
-"""Numbers as people type them."""
+"""Parses numbers as people type them."""
 
 import math
 import re
@@ -9,7 +9,7 @@ _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
 def count(name: str, text: str, most: int = 10**18, like: str = "10e9, 10B or 350M") -> int:
-    """'10e9', '10B' or '350M' as a whole number."""
+    """Parse '10e9', '10B' or '350M' as a whole number from 1 to `most`; `like` is an example for the error."""
     match = re.fullmatch(r"\s*([+-]?[0-9_.]+(?:[eE][+-]?[0-9]+)?)\s*([kMBGT]?)\s*", text)
     try:
         value = float(match[1]) * _PREFIXES[match[2]] if match else math.nan
@@ -22,7 +22,7 @@ def count(name: str, text: str, most: int = 10**18, like: str = "10e9, 10B or 35
 
 
 def number(name: str, text: str, must: str) -> float:
-    """'0.95' as it is; `must` says what it has to be."""
+    """Parse '0.95'; `must` tells the error what the number has to be."""
     try:
         return float(text)
     except ValueError:
@@ -30,7 +30,7 @@ def number(name: str, text: str, must: str) -> float:
 
 
 def seconds(name: str, text: str) -> float:
-    """'0.8', '0.8 s' or '800ms' in seconds."""
+    """Parse '0.8', '0.8 s' or '800ms' as seconds."""
     match = re.fullmatch(r"\s*([+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(s|ms|)\s*", text)
     try:
         value = float(match[1]) * (1e-3 if match[2] == "ms" else 1.0) if match else math.nan
@@ -42,7 +42,7 @@ def seconds(name: str, text: str) -> float:
 
 
 def size(name: str, text: str) -> float:
-    """'80GB' in bytes."""
+    """Parse '80GB' as bytes."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*(GB|MB|TB)\s*", text)
     try:
         value = float(match[1]) * {"MB": 1e6, "GB": 1e9, "TB": 1e12}[match[2]] if match else 0.0

@@ -1,4 +1,4 @@
-"""What `atoll plan` is asked about: a model by its numbers, a preset, or that of a run file."""
+"""Finds what `atoll plan` is to plan: a model by its numbers, a preset, or the model and method of a run file."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -6,24 +6,24 @@ from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
-from atoll.cli.plan.options import Options
-from atoll.cli.plan.parse import count
+from atoll.cli.plan.numbers import count
+from atoll.cli.plan.options import PlanOptions
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError
 from atoll.plan.link import Link, parse_link
-from atoll.plan.method import Method
-from atoll.plan.planner import LONGEST_PERIOD, MOST_WORKERS, OWN, Fragmented
+from atoll.plan.method import RUN_FILE_METHOD, FragmentedMethod, Method
+from atoll.plan.planner import LONGEST_PERIOD, MOST_WORKERS
 from atoll.settings.config import RunConfig, load, parse
 from atoll.settings.model_presets import ModelConfig, preset
 from atoll.settings.toml import parse_toml, read
 
 MOST_LAYERS = 256
-"""So that any table takes a few seconds; few models have more."""
+"""The most that can be planned in a few seconds; few models have more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """What is trained, before the time of a step is known."""
+class Workload:
+    """Holds what is trained, before the time of a step is known."""
 
     parameters: int
     layers: int
@@ -31,37 +31,38 @@ class Subject:
     rest: int = 0
     """Parameters outside layers, if known."""
     config: RunConfig | None = None
-    """For a run file or a preset."""
+    """The run file, or one made of a preset; None for a model by its numbers."""
     vocabulary: int = 0
     method: Method | None = None
     """The run file's own."""
     tokens: int | None = None
+    """Tokens of a step of one worker."""
     steps: int | None = None
     link: Link | None = None
-    suited: Callable[[Method], Method | None] = lambda method: method
-    """What an advised method becomes beside the run file's settings; None if it cannot go with them."""
+    adapt: Callable[[Method], Method | None] = lambda method: method
+    """Returns what a recommended method becomes beside the run file's settings; None if it conflicts with them."""
     left_out: tuple[str, ...] = ()
-    """Settings of the run file that nobody plans, by dotted key."""
+    """Settings of the run file that the figures do not include, by dotted key."""
 
 
-def subject_of(options: Options) -> Subject:
-    """The one that was asked about; ConfigError if it is none, or two."""
+def workload_of(options: PlanOptions) -> Workload:
+    """Return what the options describe; ConfigError unless they describe exactly one workload."""
     given = [options.run is not None, options.preset is not None, options.params is not None]
     if sum(given) != 1:
         which = "only one of them" if any(given) else "--params 10e9 --layers 48, --preset 1B, or a run file"
         raise ConfigError(f"say what is trained: {which}")
     if options.run is not None:
-        return _of_run(options)
-    workers = 2 if options.workers is None else _typed_workers(options.workers)
+        return _run_file_workload(options)
+    workers = 2 if options.workers is None else _parse_workers(options.workers)
     if options.preset is not None:
         shape = _preset(options.preset)
         config = parse({"model": {"preset": options.preset, "vocabulary": shape.vocabulary}})
         if options.layers is not None:
             raise ConfigError("layers: a preset has its own; for others give --params and --layers")
-        return Subject(
+        return Workload(
             parameters=shape.parameters,
             layers=shape.layers,
-            rest=shape.parameters - shape.layers * _of_a_layer(shape),
+            rest=shape.parameters - shape.layers * _layer_parameters(shape),
             workers=workers,
             config=config,
             vocabulary=shape.vocabulary,
@@ -69,15 +70,15 @@ def subject_of(options: Options) -> Subject:
     if options.layers is None:
         raise ConfigError("layers: give --layers, the number of blocks of the model; fragments are made of them")
     layers = count("layers", options.layers, MOST_LAYERS, "48")
-    return Subject(parameters=count("params", options.params or ""), layers=layers, workers=workers)
+    return Workload(parameters=count("params", options.params or ""), layers=layers, workers=workers)
 
 
-def typed_period(options: Options) -> int | None:
-    """Inner steps, if any were given."""
+def period_option(options: PlanOptions) -> int | None:
+    """Return --period as a number, if it is given."""
     return None if options.period is None else count("period", options.period, LONGEST_PERIOD, "100")
 
 
-def _typed_workers(text: str) -> int:
+def _parse_workers(text: str) -> int:
     return count("workers", text, MOST_WORKERS, "8")
 
 
@@ -85,25 +86,25 @@ def _preset(name: str) -> ModelConfig:
     try:
         return preset(name)
     except ConfigError as error:
-        told = str(error).partition(": for another shape")[0]  # which is advice for who writes Python
+        told = str(error).partition(": for another shape")[0]  # the rest is advice for Python code
         more = " For" if told.endswith("?") else "; for"
         raise ConfigError(f"{told}{more} another model give --params and --layers") from None
 
 
-def _of_a_layer(shape: ModelConfig) -> int:
-    """Parameters of one block."""
+def _layer_parameters(shape: ModelConfig) -> int:
+    """Return the parameters of one block."""
     return replace(shape, layers=2).parameters - replace(shape, layers=1).parameters
 
 
-def _of_run(options: Options) -> Subject:
+def _run_file_workload(options: PlanOptions) -> Workload:
     assert options.run is not None
     if options.layers is not None:
         raise ConfigError("layers: a run file has its own; change it with --set model.layers=...")
     if "study" in parse_toml(read(options.run), str(options.run)):
         raise ConfigError(f"{options.run}: this is a study, and a plan is for one run: atoll init run.toml makes one")
-    period = typed_period(options)
+    period = period_option(options)
     overrides = list(options.changes)
-    overrides += [] if options.workers is None else [f"sync.workers={_typed_workers(options.workers)}"]
+    overrides += [] if options.workers is None else [f"sync.workers={_parse_workers(options.workers)}"]
     overrides += [] if period is None else [f"sync.period={period}"]
     config = load(options.run, overrides)
     vocabulary = _vocabulary(config)
@@ -117,7 +118,7 @@ def _of_run(options: Options) -> Subject:
     tokens = config.train.batch * sequence
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     rest = sum(size for name, size in sizes.items() if not any(name.startswith(f"{block}.") for block in blocks))
-    return Subject(
+    return Workload(
         parameters=sum(sizes.values()),
         layers=max(len(blocks), 1),
         rest=rest if blocks else 0,
@@ -128,18 +129,18 @@ def _of_run(options: Options) -> Subject:
         tokens=tokens,
         steps=config.train.steps,
         link=replace(parse_link(config.link.emulate), goodput=1.0) if config.link.emulate else None,
-        suited=_suited(config),
+        adapt=_adapter(config),
         left_out=config.unplanned(),
     )
 
 
-def _suited(config: RunConfig) -> Callable[[Method], Method | None]:
-    """Makes of a method what it is beside a run file's settings: its memory, and what must be turned off for it."""
+def _adapter(config: RunConfig) -> Callable[[Method], Method | None]:
+    """Return a function that adapts a method to a run file's settings, with the switches it must turn off."""
     sync = config.sync
     velocities = len(config.outer_optimizer().slot_names)
     known: dict[tuple[str | int, ...], tuple[str, ...] | None] = {}
 
-    def suited(method: Method) -> Method | None:
+    def adapt(method: Method) -> Method | None:
         given = method.settings()
         which = given["sync.method"], given["sync.codec"]
         if which not in known:
@@ -153,11 +154,11 @@ def _suited(config: RunConfig) -> Callable[[Method], Method | None]:
         codec = Codec(method.codec.format, stochastic, feedback)
         return replace(method, codec=codec, velocities=velocities, offload=offload, resets=off)
 
-    return suited
+    return adapt
 
 
 def _turned_off(config: RunConfig, given: dict[str, str | int]) -> tuple[str, ...] | None:
-    """The fewest switches that must be off for these settings; None if that is not enough: others cannot be unset."""
+    """Return the fewest switches that must be off for these settings; None if other settings conflict with them."""
     switches = [f"sync.{name}" for name in ("stochastic", "feedback", "offload") if getattr(config.sync, name)]
     for off in chain.from_iterable(combinations(switches, n) for n in range(len(switches) + 1)):
         try:
@@ -169,7 +170,7 @@ def _turned_off(config: RunConfig, given: dict[str, str | int]) -> tuple[str, ..
 
 
 def _vocabulary(config: RunConfig) -> int:
-    """The tokenizer's, as far as that is known without the text."""
+    """Return the size of the tokenizer's vocabulary, as far as it is known without the text."""
     from atoll.settings.sections import BPE_VOCABULARY
     from atoll.train.data.tokenizer import Bytes, open_tokenizer
 
@@ -180,12 +181,12 @@ def _vocabulary(config: RunConfig) -> int:
             return config.data.vocabulary or BPE_VOCABULARY
         case path:
             if not Path(path).expanduser().exists():
-                raise ConfigError(f"data.tokenizer: {path} is not there")
+                raise ConfigError(f"data.tokenizer: there is no file {path}")
             return open_tokenizer(Path(path).expanduser()).vocabulary
 
 
 def _empty_model(config: RunConfig, vocabulary: int) -> tuple[Any, int]:
-    """The model without values, and the tokens of a sequence."""
+    """Build the model on the meta device; return it and the tokens of a sequence."""
     import torch
 
     from atoll.train.model import hub
@@ -206,7 +207,7 @@ def _check_layers(layers: int) -> None:
 
 
 def _own_method(config: RunConfig, model: Any, blocks: Sequence[str]) -> Method | None:
-    """What the run file says, with the fragments that this model has."""
+    """Return the run file's method with the fragments of this model."""
     from atoll.core.fragments import Whole, split
     from atoll.outer.presets import Sync
 
@@ -214,7 +215,7 @@ def _own_method(config: RunConfig, model: Any, blocks: Sequence[str]) -> Method 
     if sync is None:
         return None
     fragments = split(model, sync.fragments if isinstance(sync, Sync) else Whole())
-    # What is outside blocks is looked up before the first of them, and its gradient is complete when theirs are.
+    # Parameters outside blocks are used before the first block, and their gradients are complete with its own.
     layers = tuple(
         tuple(n for n, block in enumerate(blocks, 1) if any(p.startswith(f"{block}.") for p in fragment.parameters))
         or (1,)
@@ -222,15 +223,22 @@ def _own_method(config: RunConfig, model: Any, blocks: Sequence[str]) -> Method 
     )
     values = tuple(fragment.numel for fragment in fragments)
     if not isinstance(sync, Sync):
-        return Fragmented(name=OWN, period=1, codec=sync.codec, gradients=True, own_layers=layers, own_values=values)
-    return Fragmented(
-        name=OWN,
+        return FragmentedMethod(
+            name=RUN_FILE_METHOD,
+            period=1,
+            codec=sync.codec,
+            gradients=True,
+            fragment_layers=layers,
+            fragment_values=values,
+        )
+    return FragmentedMethod(
+        name=RUN_FILE_METHOD,
         period=sync.period,
-        delay=min(sync.delays),  # who applies first waits first, and the others for it
+        delay=min(sync.delays),  # the worker that applies first waits first, and the others wait for it
         codec=sync.codec,
         eager=sync.eager,
         velocities=len(sync.outer.slot_names),
         offload=config.sync.offload,
-        own_layers=layers,
-        own_values=values,
+        fragment_layers=layers,
+        fragment_values=values,
     )
