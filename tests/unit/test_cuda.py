@@ -20,7 +20,6 @@ from atoll import (
     Streaming,
     Sync,
     checkpoint,
-    config,
     connect,
     kernels,
     local,
@@ -31,6 +30,7 @@ from atoll.core.fragments import Balanced
 from atoll.core.outer import SGD, Adam, Blend, Momentum, Nesterov, OuterOptimizer, weighted_mean
 from atoll.errors import NonFiniteError
 from atoll.outer.stats import Applied
+from atoll.settings import config
 from atoll.settings.model_presets import preset
 from atoll.train.data.batches import Batches, held_out
 from atoll.train.model import head

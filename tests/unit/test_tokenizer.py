@@ -148,11 +148,11 @@ def test_a_tokenizer_without_a_separator_is_refused(tmp_path: Path) -> None:
     [
         (b"{", "cannot be read"),
         (b"\xff", "cannot be read"),
-        (b"[" * 100_000, r"is no tokenizer\.json of the package tokenizers"),
-        (b'{"version":' * 100_000, r"is no tokenizer\.json of the package tokenizers"),
-        (b"{}", r"is no tokenizer\.json of the package tokenizers"),
-        (b"[]", r"is no tokenizer\.json of the package tokenizers"),
-        (json.dumps({"atoll": "words"}).encode(), r"is no tokenizer\.json of the package tokenizers"),
+        (b"[" * 100_000, r"is not a tokenizer\.json of the package tokenizers"),
+        (b'{"version":' * 100_000, r"is not a tokenizer\.json of the package tokenizers"),
+        (b"{}", r"is not a tokenizer\.json of the package tokenizers"),
+        (b"[]", r"is not a tokenizer\.json of the package tokenizers"),
+        (json.dumps({"atoll": "words"}).encode(), r"is not a tokenizer\.json of the package tokenizers"),
     ],
 )
 def test_damaged_tokenizers_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
