@@ -8,7 +8,7 @@ After every inner step, on every worker, in this order:
             eager: local = anchor + what the worker's own newest delta will do to it
 
 The clock is `step()`, never an optimizer hook: a loss scaler that skips an optimizer step must not shift one
-worker's schedule. The inner optimizer and its state are never touched.
+worker's schedule. The inner optimizer is never stepped; its state is dropped only when a worker is rolled back.
 
 Every operation is a generator, so that one caller can take several workers through it in turn (`Crew`). It yields
 twice: when all that can be refused is prepared and nothing of this step has been done, and when it has sent, before it
