@@ -212,6 +212,12 @@ def test_the_table_of_results_is_that_of_the_raw_metrics(monkeypatch: pytest.Mon
     assert "\n".join(papers.table(results)) in page
     for books in ("books-c6b298e9", "books-3bf087d0-51.2M"):
         assert "\n".join(papers.table(papers.load(papers.RESULTS / books))) in page
+    fresh = papers.load(papers.RESULTS / "books-c6b298e9")
+    base, streaming, eager = (fresh[n] for n in ("data-parallel", "streaming-30-lr0.7-m0.6", "eager-30-lr0.8-m0.5"))
+    above = [f"{100 * (one.end.loss / base.end.loss - 1):.2f}" for one in (streaming, eager)]
+    fewer = mean(base.end.bytes_sent) / mean(streaming.end.bytes_sent)
+    assert f"Streaming-30 ends {above[0]} % and Eager-30 {above[1]} % above" in page
+    assert f"at a {fewer:.0f}th of its payload bytes" in page
     for cost in papers.costs_of_4_bits(results):
         assert cost in " ".join(page.split())
     readme = plain("README.md")
