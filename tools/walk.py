@@ -3,7 +3,8 @@
     python tools/walk.py delta      # one Streaming fragment, from outer.step() to the wire and back to the model
     python tools/walk.py run        # `atoll train` of a small run, from the command line to the last checkpoint
 
-Functions are those of this package that Python calls meanwhile, in all threads; what runs at import is left out.
+Functions are those of this package that Python calls meanwhile, in all threads; what runs at import is left out. Of a
+delta's way, `*` marks the functions that hold its values themselves: the delta, its payload, or a mean of such.
 """
 
 import argparse
@@ -30,8 +31,10 @@ PACKAGE = str(Path(atoll.__file__).parent) + os.sep
 class Walk:
     """Notes calls into the package."""
 
-    def __init__(self) -> None:
-        self.functions: dict[tuple[str, str], None] = {}  # file and qualified name, in the order of their first call
+    def __init__(self, held_bytes: int = 0) -> None:
+        self.functions: dict[tuple[str, str], bool] = {}
+        """File and qualified name, in the order of their first call; whether the function held the values."""
+        self._held_bytes = held_bytes  # a buffer of at least this size holds them
         self.crossings: Counter[tuple[str, str]] = Counter()
         """From one file to another, how often."""
 
@@ -48,13 +51,17 @@ class Walk:
             threading.setprofile(None)
 
     def _called(self, frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or not frame.f_code.co_filename.startswith(PACKAGE):
+        if event not in ("call", "return") or not frame.f_code.co_filename.startswith(PACKAGE):
             return
         name = frame.f_code.co_qualname
         if name.endswith(("<module>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>")):
             return
         here = frame.f_code.co_filename.removeprefix(PACKAGE)
-        self.functions.setdefault((here, name))
+        if event == "return":
+            if self._held_bytes and any(bytes_of(value) >= self._held_bytes for value in frame.f_locals.values()):
+                self.functions[here, name] = True
+            return
+        self.functions.setdefault((here, name), False)
         caller = frame.f_back
         while caller and not caller.f_code.co_filename.startswith(PACKAGE):
             caller = caller.f_back
@@ -65,8 +72,8 @@ class Walk:
     def files(self) -> dict[str, list[str]]:
         """Functions by file, both in the order of their first call."""
         found: dict[str, list[str]] = {}
-        for file, name in self.functions:
-            found.setdefault(file, []).append(name)
+        for (file, name), held in self.functions.items():
+            found.setdefault(file, []).append(f"{name}*" if held else name)
         return found
 
     def tell(self) -> None:
@@ -75,6 +82,20 @@ class Walk:
             print(f"{file}\n    {', '.join(names)}")
         calls = sum(self.crossings.values())
         print(f"{len(self.files)} files, {len(self.functions)} functions, {calls} calls from file to file")
+        if self._held_bytes:
+            held = [file for (file, _), marked in self.functions.items() if marked]
+            print(f"{len(set(held))} files and {len(held)} functions of them hold the values")
+
+
+def bytes_of(value: object) -> int:
+    """Return the size of a buffer, or of the largest in a collection; 0 for anything else."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, bytes | bytearray | memoryview):
+        return memoryview(value).nbytes
+    if isinstance(value, list | tuple):
+        return max(map(bytes_of, value), default=0)
+    return 0
 
 
 def _worker(number: int, address: str, walk: Walk | None = None) -> None:
@@ -110,7 +131,7 @@ def delta() -> Walk:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     other = multiprocessing.get_context("spawn").Process(target=_worker, args=(1, address), daemon=True)
     other.start()
-    walk = Walk()
+    walk = Walk(held_bytes=20_000)  # its 4-bit payload has 45 kB
     _worker(0, address, walk)
     other.join()
     return walk
