@@ -21,7 +21,7 @@ from atoll.runs.layout import ABOUT, METRICS, RUN
 from atoll.settings import config, study
 from atoll.settings.config import RunConfig
 from atoll.settings.model_presets import preset
-from atoll.settings.sections import DataSection
+from atoll.settings.run_settings import DataSection
 from atoll.train.data import cache, corpus, tokens
 from atoll.train.data.corpus import MOST_ROW, documents
 from atoll.train.data.tokenizer import open_tokenizer

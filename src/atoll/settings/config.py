@@ -17,7 +17,7 @@ from atoll.errors import ConfigError
 from atoll.settings import toml as runfile
 from atoll.settings.conflicts import Conflict, conflicts, given_faults
 from atoll.settings.model_presets import ModelConfig, preset
-from atoll.settings.sections import (
+from atoll.settings.run_settings import (
     DataSection,
     Device,
     FaultSection,
