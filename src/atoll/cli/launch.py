@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 
 from atoll._util.disk import locked
-from atoll._util.parent_death import PATIENCE_S
+from atoll._util.signals import PATIENCE_S
 from atoll.cli.processes import ProcessExit, ProcessSpec, count_cores, supervise
 from atoll.errors import AtollError, ConfigError, printable
 from atoll.runs.layout import LOG, RUN, worker_folder
@@ -27,7 +27,7 @@ HERE = "127.0.0.1"
 LOCK = ".launch"
 _PORTS = range(20_000, 32_768)
 _TORCHRUN = (
-    "from atoll._util.parent_death import exit_with_parent; exit_with_parent(); "
+    "from atoll._util.signals import exit_with_parent; exit_with_parent(); "
     "from torch.distributed.run import main; main()"
 )
 TORCHRUN_AFTERMATH = r"[EW]\d{4} .* torch/distributed/elastic/"
@@ -86,10 +86,9 @@ def launch(options: LaunchOptions) -> Path:
 
 def checked(options: LaunchOptions, address: str) -> RunConfig:
     """Load the run that all workers will read; refuses it once, instead of in every worker."""
-    workers = [] if options.workers is None else [f"sync.workers={options.workers}"]
-    config = load(options.file, [*options.changes, *workers, f"link.address={address}"])
-    given = {"out": options.out and str(options.out), "name": options.name, "link.emulate": options.link}
-    config = config.changed(**{key: value for key, value in given.items() if value is not None})
+    where = {"out": options.out and str(options.out), "name": options.name}
+    links = {"sync.workers": options.workers, "link.address": address, "link.emulate": options.link}
+    config = load(options.file, options.changes, {**where, **links})
     if config.link.emulate is not None:
         from atoll.plan.link import parse_link  # imports torch, which this process needs for nothing else
 

@@ -93,8 +93,7 @@ class RunConfig(Section):
 
     def changed(self, **changes: Any) -> "RunConfig":
         """Returns a checked copy with other values, like `changed(**{"train.steps": 5})`; None leaves a setting out."""
-        overrides = [runfile.Override(key, value) for key, value in changes.items()]
-        return _checked(runfile.overridden(self._table(), overrides), "changed settings")
+        return parse(self._table(), where="changed settings", options=changes)
 
     def _table(self) -> runfile.Table:
         return self.model_dump(mode="json", exclude_none=True)
@@ -227,12 +226,13 @@ def _fragments_of(text: str) -> "FragmentPolicy":
 # ---------------------------------------------------------------------- reading
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load(path: str | Path, overrides: Sequence[str] = (), options: Mapping[str, Any] | None = None) -> RunConfig:
     """Reads a run file; a run without a name gets that of the file.
 
     Args:
         path: the run file.
         overrides: settings like "sync.period=50" that replace those of the file.
+        options: settings by dotted key that replace both; a value of None does not.
 
     Raises:
         ConfigError: lists everything that is wrong with the file.
@@ -241,7 +241,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     table = runfile.parse_toml(runfile.read(path), str(path))
     if "study" in table:
         raise ConfigError(f"{path}: this is a study, with several runs: atoll compare {path}")
-    return parse({"name": name_of(path)} | table, overrides, str(path))
+    given = {key: value for key, value in (options or {}).items() if value is not None}
+    return parse({"name": name_of(path)} | table, overrides, str(path), given)
 
 
 def name_of(path: Path) -> str:
@@ -252,18 +253,29 @@ def name_of(path: Path) -> str:
         return "run"
 
 
-def parse(source: str | Mapping[str, Any], overrides: Sequence[str] = (), where: str = "run.toml") -> RunConfig:
-    """Checks a TOML text or a table and returns its run; `where` is the name of the source in errors."""
-    given = [runfile.Override.parse(text) for text in overrides]
+def parse(
+    source: str | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    where: str = "run.toml",
+    options: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """Checks a TOML text or a table and returns its run.
+
+    Args:
+        source: a TOML text or a table.
+        overrides: settings like "sync.period=50" that replace those of the source.
+        where: the name of the source in errors.
+        options: settings by dotted key that replace both; None leaves a setting out.
+
+    Raises:
+        ConfigError: lists everything that is wrong with the source.
+    """
     table = runfile.parse_toml(source, where) if isinstance(source, str) else source
-    return _checked(runfile.overridden(table, given), where, overrides)
-
-
-def _checked(table: runfile.Table, where: str, overrides: Sequence[str] = ()) -> RunConfig:
-    run = validated(table)
+    given = [runfile.Override(key, value) for key, value in (options or {}).items()]
+    run = validated(runfile.overridden(table, [*map(runfile.Override.parse, overrides), *given]))
     if isinstance(run, RunConfig):
         return run
-    raise runfile.refusal(blamed(where, run, overrides), run)
+    raise runfile.refusal(blamed(where, run, [*overrides, *(f"{key}={value}" for key, value in given)]), run)
 
 
 def blamed(where: str, problems: Sequence[str], overrides: Sequence[str]) -> str:
