@@ -22,8 +22,8 @@ import secrets
 import shutil
 import struct
 import warnings
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
@@ -313,15 +313,10 @@ def versions() -> dict[str, str]:
 # ---------------------------------------------------------------------- all folders of one root
 
 
-@contextmanager
-def _save_lock(root: Path) -> Iterator[None]:
+def _save_lock(root: Path) -> AbstractContextManager[None]:
     """Hold the root's lock, which its holder's death releases: temporary folders are then leftovers."""
-
-    def refuse() -> None:
-        raise CheckpointError(f"{root} is in use by another save: give each worker its own", path=root)
-
-    with locked(root / ".lock", refuse):
-        yield
+    busy = CheckpointError(f"{root} is in use by another save: give each worker its own", path=root)
+    return locked(root / ".lock", busy)
 
 
 def _step_folders(root: Path) -> list[Path]:

@@ -10,8 +10,7 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -64,7 +63,9 @@ def launch(options: LaunchOptions) -> Path:
     place = Path(config.out).expanduser() / config.name
     if not options.resume:
         _refuse_begun(place, config.sync.workers)
-    with _run_lock(place):
+    place.mkdir(parents=True, exist_ok=True)
+    busy = AtollError(f"{place} is being trained by another `atoll launch`: wait for it, or choose another --name")
+    with locked(place / LOCK, busy):  # a second launch would add errors to the logs of the first
         jobs = plan(options, config, address)
         count = f"{len(jobs)} workers" if len(jobs) > 1 else "1 worker"
         where = f"each writes to {place}/worker-K, its output to {LOG} there"
@@ -101,18 +102,6 @@ def _refuse_begun(place: Path, workers: int) -> None:
         if (folder / RUN).exists():
             advice = "continue it with --resume, choose another --name, or delete it"
             raise ConfigError(f"{folder} holds a run already: {advice}", setting="name", value=place.name)
-
-
-@contextmanager
-def _run_lock(place: Path) -> Iterator[None]:
-    """Lock a run's folder: a second launch would add errors to the logs of the first."""
-
-    def refuse() -> None:
-        raise AtollError(f"{place} is being trained by another `atoll launch`: wait for it, or choose another --name")
-
-    place.mkdir(parents=True, exist_ok=True)
-    with locked(place / LOCK, refuse):
-        yield
 
 
 def _port(wanted: int | None) -> int:

@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
+import tomlkit
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from atoll.errors import ConfigError
@@ -89,7 +90,7 @@ class RunConfig(Section):
 
     def to_toml(self) -> str:
         """Returns a run file with every setting that is not left out; `parse` gives the same value back."""
-        return runfile.dump(self._table())
+        return tomlkit.dumps(self._table())
 
     def changed(self, **changes: Any) -> "RunConfig":
         """Returns a checked copy with other values, like `changed(**{"train.steps": 5})`; None leaves a setting out."""

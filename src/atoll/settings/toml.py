@@ -14,7 +14,6 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-import tomlkit
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
@@ -154,7 +153,8 @@ def problems(
             example = f"write [{key}] on a line, and its settings below it"
             lines[place] = f"{key}: must be a table, got {shown(error['input'])}: {example}"
         else:
-            lines[place] = f"{key}: {_misfit(owner, str(place[-1]), _at(table, place))}"
+            name, inner = str(place[-1]), table if len(place) == 1 else table[str(place[0])]
+            lines[place] = f"{key}: {_misfit(owner, name, inner[name])}"
     return lines
 
 
@@ -170,12 +170,6 @@ def section(model: type[BaseModel], name: object) -> type[BaseModel] | None:
     field = model.model_fields.get(str(name))
     kind = field.annotation if field else None
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
-
-
-def _at(table: Any, place: Keys) -> Any:
-    for key in place:
-        table = table[key]
-    return table
 
 
 def _meant(place: Keys, model: type[BaseModel], what: str) -> str:
@@ -258,11 +252,6 @@ def shortened(text: str, most: int = 80) -> str:
 
 
 # ---------------------------------------------------------------------- out
-
-
-def dump(table: Mapping[str, Any]) -> str:
-    """Returns the table as TOML."""
-    return tomlkit.dumps(table)
 
 
 def template(model: type[BaseModel], title: str) -> str:
