@@ -107,30 +107,27 @@ def _refuse_begun(place: Path, workers: int) -> None:
 def _port(wanted: int | None) -> int:
     if wanted is None:
         return free_ports(1)[0]
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port of an ended process is free
-        try:
-            probe.bind((HERE, wanted))
-        except OSError as fault:
-            problem = f"--port {wanted}: cannot be used on {HERE}: {fault.strerror}"
-            advice = "choose another, or leave it out for a free one"
-            raise ConfigError(f"{problem}; {advice}", setting="port", value=wanted) from None
+    if (fault := _port_fault(wanted)) is not None:
+        problem = f"--port {wanted}: cannot be used on {HERE}: {fault.strerror}"
+        raise ConfigError(f"{problem}; choose another, or leave it out for a free one", setting="port", value=wanted)
     return wanted
 
 
 def free_ports(count: int) -> list[int]:
     """Return free ports, all different, below those that the kernel gives to outgoing connections."""
-    free = (port for port in random.sample(_PORTS, len(_PORTS)) if _is_free(port))
+    free = (port for port in random.sample(_PORTS, len(_PORTS)) if _port_fault(port) is None)
     return list(islice(free, count))
 
 
-def _is_free(port: int) -> bool:
+def _port_fault(port: int) -> OSError | None:
+    """Return why no process can listen on a port; None if one can."""
     with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port of an ended process is free
         try:
             probe.bind((HERE, port))
-        except OSError:
-            return False
-    return True
+        except OSError as fault:
+            return fault
+    return None
 
 
 # ---------------------------------------------------------------------- the processes

@@ -7,16 +7,15 @@ one line that begins with its key. Torch is only imported where a preset is need
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from fractions import Fraction
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import tomlkit
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, TypeAdapter, ValidationError
 
 from atoll.errors import ConfigError
 from atoll.settings import toml as runfile
-from atoll.settings.conflicts import Conflict, conflicts, given_faults
+from atoll.settings.conflicts import conflicts, given_faults
 from atoll.settings.model_presets import ModelConfig, preset
 from atoll.settings.run_settings import (
     DataSection,
@@ -49,14 +48,8 @@ _TITLE = """\
 #   atoll train run.toml --resume                  continue after an interruption"""
 
 
-class _ConflictError(ValueError):
-    def __init__(self, conflicts: Sequence[Conflict]) -> None:
-        super().__init__("; ".join(f"{conflict.keys[0]}: {conflict.why}" for conflict in conflicts))
-        self.conflicts = conflicts
-
-
 class RunConfig(Section):
-    """Holds everything that decides what a run does; made by `load`, `parse` or `changed`."""
+    """Holds everything that decides what a run does; made and checked by `load`, `parse` or `changed`."""
 
     name: Name = Field(default="run", examples=["run"])
     """Folder of the run, under out; left out: the name of this file, without .toml."""
@@ -79,12 +72,6 @@ class RunConfig(Section):
     faults: FaultSection = FaultSection()
     link: LinkSection = LinkSection()
     log: LogSection = LogSection()
-
-    @model_validator(mode="after")
-    def _settings_agree(self) -> Self:
-        if found := list(conflicts(self)):
-            raise _ConflictError(found)
-        return self
 
     # ------------------------------------------------------------------ as text, and with changes
 
@@ -289,23 +276,18 @@ def blamed(where: str, problems: Sequence[str], overrides: Sequence[str]) -> str
 
 def validated(table: runfile.Table) -> RunConfig | list[str]:
     """Returns the run of a table, or a line for every wrong setting and every conflict between right ones."""
+    wrong: dict[runfile.Keys, str] = {}
     try:
-        return RunConfig.model_validate(table)
+        run = RunConfig.model_validate(table)
     except ValidationError as error:
-        errors = error.errors(include_url=False)
-    wrong = runfile.problems((e for e in errors if e["loc"]), RunConfig, table)
-    if wrong:
-        try:
-            RunConfig.model_validate(runfile.without(table, wrong))
-            errors = []
-        except ValidationError as rest:
-            errors = rest.errors(include_url=False)
+        wrong = runfile.problems(error.errors(include_url=False), RunConfig, table)
+        run = RunConfig.model_validate(runfile.without(table, wrong))
     bad = tuple(f"{'.'.join(map(str, place))}." for place in wrong)
     lines = list(wrong.values())
-    for conflict in chain.from_iterable(e["ctx"]["error"].conflicts for e in errors):
+    for conflict in conflicts(run):
         if not any(f"{key}.".startswith(bad) for key in conflict.keys):
             lines.append(f"{conflict.keys[0]}: {conflict.why}")
-    return lines
+    return lines or run
 
 
 def template() -> str:
@@ -324,8 +306,5 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
     """Returns every setting by its dotted key."""
     flat: dict[str, Any] = {}
     for name, value in config.model_dump().items():
-        if runfile.section(RunConfig, name):
-            flat |= {f"{name}.{inner}": v for inner, v in value.items()}
-        else:
-            flat[name] = value
+        flat |= {f"{name}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {name: value}
     return flat
