@@ -37,8 +37,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from atoll._util.checks import config_error
-from atoll._util.disk import locked, parse_json, read_limited, sha256_of, whole_folder
-from atoll._util.tensor_tree import MAX_DEPTH, decode, encode, unshared
+from atoll._util.disk import DEEPEST, locked, parse_json, read_limited, sha256_of, whole_folder
+from atoll._util.tensor_tree import decode, encode, unshared
 from atoll._util.units import bytes_text
 from atoll.errors import CheckpointError
 
@@ -268,7 +268,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{file} is missing or no plain file: copy the whole checkpoint again", path=file)
     sealed = read_limited(path, MOST_MANIFEST)
     try:
-        manifest = parse_json(sealed, deepest=3 * MAX_DEPTH + 9)  # a dict takes three levels
+        manifest = parse_json(sealed, deepest=3 * DEEPEST + 9)  # a dict takes three levels
     except ValueError as fault:
         raise CheckpointError(f"{path} is damaged: it is no longer JSON ({fault})", path=path) from fault
     # Format and version come before the digest, which another format or version may compute in another way.

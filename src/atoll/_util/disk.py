@@ -20,7 +20,7 @@ from atoll._util.units import bytes_text
 from atoll.errors import AtollError
 
 DEEPEST: Final = 100
-"""Most levels that JSON or TOML may nest, far below Python's recursion limit."""
+"""Most levels that JSON, TOML or the state of a checkpoint may nest, far below Python's recursion limit."""
 
 
 @contextmanager
