@@ -13,7 +13,7 @@ import time
 import torch
 
 from atoll.settings.model_presets import preset
-from atoll.settings.sections import DataSection
+from atoll.settings.run_settings import DataSection
 from atoll.train.data.batches import Batches
 from atoll.train.data.tokens import prepare
 from atoll.train.model.decoder import Decoder

@@ -1,7 +1,7 @@
 """Shows the way through the code: files, functions and calls from file to file.
 
     python tools/walk.py delta      # one Streaming fragment, from outer.step() to the wire and back to the model
-    python tools/walk.py run        # `atoll train` of a small run, from the command line to the last checkpoint
+    python tools/walk.py run        # `atoll train RUN.toml` of a few steps, from the command line to the export
 
 Functions are those of this package that Python calls meanwhile, in all threads; what runs at import is left out. Of a
 delta's way, `*` marks the functions that hold its values themselves: the delta, its payload, or a mean of such.
@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -56,16 +56,16 @@ class Walk:
         name = frame.f_code.co_qualname
         if name.endswith(("<module>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>")):
             return
+        callers = [code for code in _codes(frame.f_back) if code.co_filename.startswith(PACKAGE)]
+        if any(code.co_name == "<module>" for code in callers):  # a class body, or what a module calls at its import
+            return
         here = frame.f_code.co_filename.removeprefix(PACKAGE)
         if event == "return":
             if self._held_bytes and any(bytes_of(value) >= self._held_bytes for value in frame.f_locals.values()):
                 self.functions[here, name] = True
             return
         self.functions.setdefault((here, name), False)
-        caller = frame.f_back
-        while caller and not caller.f_code.co_filename.startswith(PACKAGE):
-            caller = caller.f_back
-        if caller and (there := caller.f_code.co_filename.removeprefix(PACKAGE)) != here:
+        if callers and (there := callers[0].co_filename.removeprefix(PACKAGE)) != here:
             self.crossings[there, here] += 1
 
     @property
@@ -78,9 +78,10 @@ class Walk:
 
     def tell(self) -> None:
         """Print the chain and what it comes to."""
-        for file, names in self.files.items():
-            print(f"{file}\n    {', '.join(names)}")
         calls = sum(self.crossings.values())
+        for file, names in self.files.items():
+            into = sum(count for (_, there), count in self.crossings.items() if there == file)
+            print(f"{file} ({into} calls from other files)\n    {', '.join(names)}")
         print(f"{len(self.files)} files, {len(self.functions)} functions, {calls} calls from file to file")
         if self._held_bytes:
             held = [file for (file, _), marked in self.functions.items() if marked]
@@ -96,6 +97,13 @@ def bytes_of(value: object) -> int:
     if isinstance(value, list | tuple):
         return max(map(bytes_of, value), default=0)
     return 0
+
+
+def _codes(frame: FrameType | None) -> Iterator[CodeType]:
+    """Yield the code of a frame and of those that called it."""
+    while frame:
+        yield frame.f_code
+        frame = frame.f_back
 
 
 def _worker(number: int, address: str, walk: Walk | None = None) -> None:
@@ -138,26 +146,29 @@ def delta() -> Walk:
 
 
 def run() -> Walk:
-    """The command itself, in this process."""
-    from atoll.cli.main import main
-
+    """The command itself, in this process, of a run file as `atoll init` writes it."""
     walk = Walk()
+    settings = ["data.source=text.txt", "train.steps=12", "sync.period=4", "log.view=lines"]
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        text = "".join(f"line {n} of a text that is long enough to be split\n" for n in range(5000))
+        text = "".join(f"line {n} of a text that is long enough to be split\n\n" for n in range(5000))
         Path("text.txt").write_text(text, encoding="utf-8")
-        settings = [
-            "--set", "data.source=text.txt", "--set", "data.tokenizer=bytes", "--set", "train.steps=12",
-            "--set", "sync.period=4", "--set", "model.preset=tiny",
-        ]  # fmt: skip
-        sys.argv = ["atoll", "train", "--method", "streaming", "--out", "run", *settings]
+        _command("init")
         with walk.noted():
-            try:
-                main()
-            except SystemExit as end:
-                if end.code:
-                    raise
+            _command("train", "run.toml", *(part for setting in settings for part in ("--set", setting)))
     return walk
+
+
+def _command(*arguments: str) -> None:
+    """Run `atoll` with these arguments."""
+    from atoll.cli.main import main
+
+    sys.argv = ["atoll", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        if end.code:
+            raise
 
 
 if __name__ == "__main__":

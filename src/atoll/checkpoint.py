@@ -22,8 +22,8 @@ import secrets
 import shutil
 import struct
 import warnings
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
@@ -37,8 +37,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from atoll._util.checks import config_error
-from atoll._util.disk import locked, parse_json, read_limited, sha256_of, whole_folder
-from atoll._util.tensor_tree import MAX_DEPTH, decode, encode, unshared
+from atoll._util.disk import DEEPEST, locked, parse_json, read_limited, sha256_of, whole_folder
+from atoll._util.tensor_tree import decode, encode, unshared
 from atoll._util.units import bytes_text
 from atoll.errors import CheckpointError
 
@@ -268,7 +268,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{file} is missing or no plain file: copy the whole checkpoint again", path=file)
     sealed = read_limited(path, MOST_MANIFEST)
     try:
-        manifest = parse_json(sealed, deepest=3 * MAX_DEPTH + 9)  # a dict takes three levels
+        manifest = parse_json(sealed, deepest=3 * DEEPEST + 9)  # a dict takes three levels
     except ValueError as fault:
         raise CheckpointError(f"{path} is damaged: it is no longer JSON ({fault})", path=path) from fault
     # Format and version come before the digest, which another format or version may compute in another way.
@@ -313,15 +313,10 @@ def versions() -> dict[str, str]:
 # ---------------------------------------------------------------------- all folders of one root
 
 
-@contextmanager
-def _save_lock(root: Path) -> Iterator[None]:
+def _save_lock(root: Path) -> AbstractContextManager[None]:
     """Hold the root's lock, which its holder's death releases: temporary folders are then leftovers."""
-
-    def refuse() -> None:
-        raise CheckpointError(f"{root} is in use by another save: give each worker its own", path=root)
-
-    with locked(root / ".lock", refuse):
-        yield
+    busy = CheckpointError(f"{root} is in use by another save: give each worker its own", path=root)
+    return locked(root / ".lock", busy)
 
 
 def _step_folders(root: Path) -> list[Path]:

@@ -41,8 +41,8 @@ MUTANTS = [
            'if data.vocabulary is not None and data.tokenizer != "bpe":', "if False:"),
     Mutant("clusters for one worker", "settings/conflicts.py", 'if data.split == "clusters" and run.sync.workers == 1:',
            "if False:"),
-    Mutant("diloco is streaming", "settings/sections.py", '"diloco": presets.DiLoCo', '"diloco": presets.Streaming'),
-    Mutant("a period that is given is ignored", "settings/sections.py", "return self.period or cast(", "return cast("),
+    Mutant("diloco is streaming", "settings/run_settings.py", '"diloco": presets.DiLoCo', '"diloco": presets.Streaming'),
+    Mutant("a period that is given is ignored", "settings/run_settings.py", "return self.period or cast(", "return cast("),
     # what a run is
     Mutant("an alpha that is given is ignored", "settings/config.py", "preset.merge if given.alpha is None else",
            "preset.merge if not given.alpha else"),

@@ -122,9 +122,9 @@ MUTANTS = [
            "10 / steps if train.weight_decay is None", tests=RECIPE),
     Mutant("warm-up over a fifth", "train/step/recipe.py", "min(1000, steps // 10) if train.warmup",
            "min(1000, steps // 5) if train.warmup", tests=RECIPE),
-    Mutant("clipping of the recipe is off", "settings/sections.py", "clip: Amount = 1.0", "clip: Amount = 0.0", tests=RECIPE),
-    Mutant("the recipe's cosine ends at 10 %", "settings/sections.py", "final_lr: Chance = 0.05", "final_lr: Chance = 0.1",
+    Mutant("clipping of the recipe is off", "settings/run_settings.py", "clip: Amount = 1.0", "clip: Amount = 0.0", tests=RECIPE),
+    Mutant("the recipe's cosine ends at 10 %", "settings/run_settings.py", "final_lr: Chance = 0.05", "final_lr: Chance = 0.1",
            tests=RECIPE),
-    Mutant("the recipe has torch's betas", "settings/sections.py", "betas: Betas = (0.9, 0.99)", "betas: Betas = (0.9, 0.999)",
+    Mutant("the recipe has torch's betas", "settings/run_settings.py", "betas: Betas = (0.9, 0.99)", "betas: Betas = (0.9, 0.999)",
            tests=RECIPE),
 ]  # fmt: skip

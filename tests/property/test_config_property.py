@@ -18,7 +18,7 @@ from atoll.link.local import local
 from atoll.settings import toml as runfile
 from atoll.settings.config import RunConfig, differences, load, parse
 from atoll.settings.model_presets import PRESETS
-from atoll.settings.sections import CodecName, Compute, Method, Outer
+from atoll.settings.run_settings import CodecName, Compute, Method, Outer
 
 FULL = """
 name = "all"

@@ -20,7 +20,7 @@ from atoll.outer.presets import DataParallel, Delayed, DiLoCo, Eager, Streaming,
 from atoll.settings import toml as runfile
 from atoll.settings.config import RunConfig, differences, load, parse, template
 from atoll.settings.model_presets import PRESETS
-from atoll.settings.sections import CodecName
+from atoll.settings.run_settings import CodecName
 
 
 def refusal(text: str, *overrides: str) -> str:

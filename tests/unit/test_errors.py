@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from atoll import checkpoint, connect, local
+from atoll import DataParallel, DiLoCo, checkpoint, connect, local
 from atoll.errors import AtollError, CheckpointError, ConfigError, DataError, LinkError
 from atoll.link.base import RoundId
 from atoll.link.local import Faults
@@ -32,6 +32,22 @@ def test_a_config_error_names_the_setting_and_its_value(
         make()
     assert (caught.value.setting, caught.value.value) == (setting, value)
     assert setting in str(caught.value) and repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "problem", "allowed"),
+    [
+        (lambda: DiLoCo(20), "too many positional arguments", "DiLoCo(period=500); it takes period"),  # type: ignore[call-arg]
+        (lambda: DiLoCo(perod=20), "unexpected keyword argument 'perod'", "it takes period, fragments"),  # type: ignore[call-arg]
+        (lambda: DataParallel("bf16"), "too many positional arguments", "DataParallel(codec='fp32')"),  # type: ignore[call-arg]
+    ],
+)
+def test_a_preset_called_with_wrong_arguments_says_which_it_takes(
+    call: Callable[[], object], problem: str, allowed: str
+) -> None:
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert problem in str(caught.value) and allowed in str(caught.value)
 
 
 def test_a_checkpoint_error_has_the_path(tmp_path: object) -> None:

@@ -20,7 +20,7 @@ from unittest.mock import ANY
 import pytest
 from typer.testing import CliRunner
 
-from atoll._util.parent_death import EXIT_WITH_PARENT
+from atoll._util.signals import EXIT_WITH_PARENT
 from atoll.cli import main as cli
 from atoll.cli.launch import (
     TORCHRUN_AFTERMATH,
@@ -73,7 +73,7 @@ SAVES = WAITS + "signal.signal(signal.SIGINT, saying('got INT', None))\nprint('r
 SAVES += "print('saved', flush=True)\nsys.exit(130)"
 SAVES_ON_TERM = WAITS + "signal.signal(signal.SIGTERM, saying('saved on TERM', 130))\nforever()"
 DEAF_TO_INT = WAITS + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nforever()"
-FOLLOWS = "from atoll._util.parent_death import exit_with_parent\nexit_with_parent(patience_s=1)\n"
+FOLLOWS = "from atoll._util.signals import exit_with_parent\nexit_with_parent(patience_s=1)\n"
 DEAF = WAITS + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nforever()"
 
 
@@ -381,9 +381,7 @@ def test_killed_itself_it_leaves_nobody_behind_and_workers_save(start: Start, tm
 
 def test_who_has_no_supervisor_follows_nobody() -> None:
     """Neither by a pipe that ends, nor, said to be supervised, by a standard input that is none."""
-    script = (
-        "import os, time; from atoll._util.parent_death import exit_with_parent; exit_with_parent(); time.sleep(0.2); "
-    )
+    script = "import os, time; from atoll._util.signals import exit_with_parent; exit_with_parent(); time.sleep(0.2); "
     script += "print(os.environ.get(%r))"
     for environment_, stdin in (({}, subprocess.PIPE), ({EXIT_WITH_PARENT: "1"}, subprocess.DEVNULL)):
         line = [sys.executable, "-c", script % EXIT_WITH_PARENT]

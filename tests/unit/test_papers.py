@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from atoll.settings.sections import DataSection
+from atoll.settings.run_settings import DataSection
 from atoll.train.data.tokens import prepare
 
 ROOT = Path(__file__).resolve().parents[2]

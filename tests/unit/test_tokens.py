@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from atoll.errors import ConfigError, DataError
-from atoll.settings.sections import DataSection
+from atoll.settings.run_settings import DataSection
 from atoll.train.data import tokens as tokens_module
 from atoll.train.data.cache import MANIFEST
 from atoll.train.data.corpus import documents
@@ -396,7 +396,7 @@ def test_a_cache_that_is_a_file_is_refused(corpus: str, tmp_path: Path) -> None:
 
 CHILD = """
 import sys
-from atoll.settings.sections import DataSection
+from atoll.settings.run_settings import DataSection
 from atoll.train.data.tokens import prepare
 
 def tell(stage, done, total):

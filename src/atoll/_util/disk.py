@@ -20,7 +20,7 @@ from atoll._util.units import bytes_text
 from atoll.errors import AtollError
 
 DEEPEST: Final = 100
-"""Most levels that JSON or TOML may nest, far below Python's recursion limit."""
+"""Most levels that JSON, TOML or the state of a checkpoint may nest, far below Python's recursion limit."""
 
 
 @contextmanager
@@ -163,13 +163,15 @@ def _refuse_constant(name: str) -> None:
 
 
 @contextmanager
-def locked(path: Path, busy: Callable[[], object]) -> Iterator[None]:
-    """Hold the lock of a file; if another process has it, call `busy`, which may raise, and wait."""
+def locked(path: Path, busy: Callable[[], object] | Exception) -> Iterator[None]:
+    """Hold the lock of a file; if another process has it, raise `busy`, or call it and wait."""
     # Not through a symlink, whose target may belong to others, and without blocking on a pipe.
     with open(path, "r+b", buffering=0, opener=_lock_file) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if isinstance(busy, Exception):
+                raise busy from None
             busy()
             fcntl.flock(lock, fcntl.LOCK_EX)
         try:

@@ -1,6 +1,13 @@
-"""Records Ctrl-C and SIGTERM, so that training ends between two steps and no KeyboardInterrupt is lost."""
+"""Records Ctrl-C and SIGTERM, so that training ends between two steps, and ends a child when its supervisor dies.
 
+A supervised child's standard input is a pipe that is never written to and whose other end only the supervisor holds.
+When the supervisor dies, even by kill -9, the kernel closes that end, and the child reads the end of the file. This is
+portable, free of races, and depends on no process id that may have been reused.
+"""
+
+import os
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +16,10 @@ from types import FrameType
 
 ONE_S = 0.5
 """Seconds within which signals count as one: some programs send their children what these got already."""
+EXIT_WITH_PARENT = "ATOLL_FOLLOWS_STDIN"
+"""Environment variable of a child whose standard input ends with its supervisor."""
+PATIENCE_S = 300.0
+"""Seconds that a process has to save after it was asked to stop; then it is killed."""
 _AGAIN_S = 0.02
 _IMPORTS_S = 15.0  # after which an import is interrupted nevertheless
 
@@ -110,3 +121,36 @@ def interruptible() -> Iterator[Interrupts]:
         _active.clear()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+# ---------------------------------------------------------------------- supervised processes
+
+
+@contextmanager
+def parent_pipe() -> Iterator[int]:
+    """Yield a file descriptor for the children's standard input, which ends with this process or context."""
+    read, write = os.pipe()
+    try:
+        yield read
+    finally:
+        os.close(write)
+        os.close(read)
+
+
+def exit_with_parent(patience_s: float = PATIENCE_S) -> None:
+    """End this process when its supervisor dies: by SIGTERM, so that it saves, and then by SIGKILL.
+
+    Does nothing in a process without a supervisor. Processes that this one starts must be ended by it: torchrun passes
+    SIGTERM on to its ranks.
+    """
+    if not os.environ.pop(EXIT_WITH_PARENT, None) or not stat.S_ISFIFO(os.fstat(0).st_mode):
+        return
+
+    def wait() -> None:
+        while os.read(0, 1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(patience_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="follow", daemon=True).start()

@@ -7,15 +7,15 @@ that names its type: dict (as pairs, to keep int keys), tuple, tensor, bytes, in
 import math
 import struct
 from collections.abc import Mapping, MutableMapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from atoll._util.disk import DEEPEST
 from atoll.errors import CheckpointError
 
-MAX_DEPTH: Final = 100  # levels of nesting, far below Python's recursion limit
 _DTYPE_NAMES = """
     bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 bfloat16 float16 float32 float64 complex64
     float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu
@@ -25,8 +25,8 @@ _DTYPES = frozenset(getattr(torch, name) for name in _DTYPE_NAMES.split())
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int = 0) -> Any:
     """Encode `value` as JSON; its tensors and bytes go to `tensors`, and their names there into the JSON."""
-    if depth > MAX_DEPTH:
-        raise CheckpointError(f"{path} is nested more than {MAX_DEPTH} levels deep: does it contain itself?")
+    if depth > DEEPEST:
+        raise CheckpointError(f"{path} is nested more than {DEEPEST} levels deep: does it contain itself?")
     kind = type(value)  # exact types: an IntEnum or a named tuple would come back as something else
     if value is None or kind is bool:
         return value
@@ -87,8 +87,8 @@ def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def decode(node: Any, tensors: MutableMapping[str, Tensor], depth: int = 0) -> Any:
     """Decode what `encode` made; each tensor is taken out of `tensors`."""
-    if depth > MAX_DEPTH:
-        raise ValueError(f"the tree is nested more than {MAX_DEPTH} levels deep")
+    if depth > DEEPEST:
+        raise ValueError(f"the tree is nested more than {DEEPEST} levels deep")
     if isinstance(node, list):
         return [decode(item, tensors, depth + 1) for item in node]
     if not isinstance(node, dict):

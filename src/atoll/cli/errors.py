@@ -20,25 +20,24 @@ class Commands(TyperGroup):
         return super().parse_args(ctx, [arg for arg in args if arg != "--debug"])
 
     def invoke(self, ctx: Any) -> Any:  # noqa: D102 - typer's
-        with _one_line_errors(debug=ctx.obj), interruptible():  # already here: importing torch takes seconds
-            return super().invoke(ctx)
+        try:
+            with interruptible():  # already here: importing torch takes seconds
+                return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            if ctx.obj:
+                raise
+            typer.echo(printable(str(stop)) or "interrupted", err=True)
+            raise SystemExit(130) from None
+        except Exception as error:
+            message = None if ctx.obj else _message(error)
+            if message is None:
+                raise
+            from rich.console import Console
+            from rich.text import Text
 
-
-@contextmanager
-def _one_line_errors(*, debug: bool) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        if debug:
-            raise
-        typer.echo(printable(str(stop)) or "interrupted", err=True)
-        raise SystemExit(130) from None
-    except Exception as error:
-        message = None if debug else _message(error)
-        if message is None:
-            raise
-        _print_error(message)
-        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
+            line = Text.assemble(("error: ", "bold red"), printable(message))
+            Console(stderr=True).print(line, soft_wrap=True)
+            raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
 
 
 @contextmanager
@@ -75,10 +74,3 @@ _ADVICE = {
     errno.EPERM: _CLOSED,
     errno.EROFS: _CLOSED,
 }
-
-
-def _print_error(message: str) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), printable(message)), soft_wrap=True)

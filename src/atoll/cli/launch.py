@@ -10,14 +10,13 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from atoll._util.disk import locked
-from atoll._util.parent_death import PATIENCE_S
+from atoll._util.signals import PATIENCE_S
 from atoll.cli.processes import ProcessExit, ProcessSpec, count_cores, supervise
 from atoll.errors import AtollError, ConfigError, printable
 from atoll.runs.layout import LOG, RUN, worker_folder
@@ -27,7 +26,7 @@ HERE = "127.0.0.1"
 LOCK = ".launch"
 _PORTS = range(20_000, 32_768)
 _TORCHRUN = (
-    "from atoll._util.parent_death import exit_with_parent; exit_with_parent(); "
+    "from atoll._util.signals import exit_with_parent; exit_with_parent(); "
     "from torch.distributed.run import main; main()"
 )
 TORCHRUN_AFTERMATH = r"[EW]\d{4} .* torch/distributed/elastic/"
@@ -64,7 +63,9 @@ def launch(options: LaunchOptions) -> Path:
     place = Path(config.out).expanduser() / config.name
     if not options.resume:
         _refuse_begun(place, config.sync.workers)
-    with _run_lock(place):
+    place.mkdir(parents=True, exist_ok=True)
+    busy = AtollError(f"{place} is being trained by another `atoll launch`: wait for it, or choose another --name")
+    with locked(place / LOCK, busy):  # a second launch would add errors to the logs of the first
         jobs = plan(options, config, address)
         count = f"{len(jobs)} workers" if len(jobs) > 1 else "1 worker"
         where = f"each writes to {place}/worker-K, its output to {LOG} there"
@@ -86,10 +87,9 @@ def launch(options: LaunchOptions) -> Path:
 
 def checked(options: LaunchOptions, address: str) -> RunConfig:
     """Load the run that all workers will read; refuses it once, instead of in every worker."""
-    workers = [] if options.workers is None else [f"sync.workers={options.workers}"]
-    config = load(options.file, [*options.changes, *workers, f"link.address={address}"])
-    given = {"out": options.out and str(options.out), "name": options.name, "link.emulate": options.link}
-    config = config.changed(**{key: value for key, value in given.items() if value is not None})
+    where = {"out": options.out and str(options.out), "name": options.name}
+    links = {"sync.workers": options.workers, "link.address": address, "link.emulate": options.link}
+    config = load(options.file, options.changes, {**where, **links})
     if config.link.emulate is not None:
         from atoll.plan.link import parse_link  # imports torch, which this process needs for nothing else
 
@@ -104,45 +104,30 @@ def _refuse_begun(place: Path, workers: int) -> None:
             raise ConfigError(f"{folder} holds a run already: {advice}", setting="name", value=place.name)
 
 
-@contextmanager
-def _run_lock(place: Path) -> Iterator[None]:
-    """Lock a run's folder: a second launch would add errors to the logs of the first."""
-
-    def refuse() -> None:
-        raise AtollError(f"{place} is being trained by another `atoll launch`: wait for it, or choose another --name")
-
-    place.mkdir(parents=True, exist_ok=True)
-    with locked(place / LOCK, refuse):
-        yield
-
-
 def _port(wanted: int | None) -> int:
     if wanted is None:
         return free_ports(1)[0]
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port of an ended process is free
-        try:
-            probe.bind((HERE, wanted))
-        except OSError as fault:
-            problem = f"--port {wanted}: cannot be used on {HERE}: {fault.strerror}"
-            advice = "choose another, or leave it out for a free one"
-            raise ConfigError(f"{problem}; {advice}", setting="port", value=wanted) from None
+    if (fault := _port_fault(wanted)) is not None:
+        problem = f"--port {wanted}: cannot be used on {HERE}: {fault.strerror}"
+        raise ConfigError(f"{problem}; choose another, or leave it out for a free one", setting="port", value=wanted)
     return wanted
 
 
 def free_ports(count: int) -> list[int]:
     """Return free ports, all different, below those that the kernel gives to outgoing connections."""
-    free = (port for port in random.sample(_PORTS, len(_PORTS)) if _is_free(port))
+    free = (port for port in random.sample(_PORTS, len(_PORTS)) if _port_fault(port) is None)
     return list(islice(free, count))
 
 
-def _is_free(port: int) -> bool:
+def _port_fault(port: int) -> OSError | None:
+    """Return why no process can listen on a port; None if one can."""
     with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port of an ended process is free
         try:
             probe.bind((HERE, port))
-        except OSError:
-            return False
-    return True
+        except OSError as fault:
+            return fault
+    return None
 
 
 # ---------------------------------------------------------------------- the processes

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from atoll._util.parent_death import exit_with_parent
+from atoll._util.signals import exit_with_parent
 from atoll.cli.errors import Commands, saying
 from atoll.cli.plan.command import plan
 from atoll.errors import ConfigError, printable
@@ -162,18 +162,12 @@ def train(
     """
     from atoll.settings.config import load
 
-    settings = {
-        "out": out and str(out),
-        "name": name,
-        "log.view": view,
-        "link.address": address,
-        "link.emulate": link,
-    }
     file = run
     if run.is_dir():
         file, folder = _find_run(run, worker, resume=resume, moved=bool(out or name))
-        settings |= {"out": str(folder.parent), "name": folder.name}
-    config = load(file, changes or ()).changed(**{key: value for key, value in settings.items() if value is not None})
+        out, name = folder.parent, folder.name
+    where = {"out": out and str(out), "name": name}
+    config = load(file, changes or (), {**where, "log.view": view, "link.address": address, "link.emulate": link})
 
     place = Path(config.out).expanduser() / config.name
     if worker is not None:

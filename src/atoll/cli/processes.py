@@ -23,8 +23,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from atoll._util.parent_death import EXIT_WITH_PARENT, PATIENCE_S, parent_pipe
-from atoll._util.signals import Interrupts
+from atoll._util.signals import EXIT_WITH_PARENT, PATIENCE_S, Interrupts, parent_pipe
 from atoll.errors import printable
 
 POLL_S = 0.05

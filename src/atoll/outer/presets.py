@@ -4,8 +4,11 @@ A `Sync` is checked when it is made, so nothing downstream checks it again. Pres
 them: `Streaming(period=50, codec="int8")`, `DiLoCo(codec="e3m0")`, `Eager(fragments=Blocks())`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import get_args
+from functools import wraps
+from inspect import signature
+from typing import ParamSpec, TypeVar, get_args
 
 from atoll.core.codec import Codec
 from atoll.core.fragments import Blocks, FragmentPolicy, Whole
@@ -114,6 +117,28 @@ def _codec(codec: Codec | str) -> Codec:
     return Codec(codec) if isinstance(codec, str) else codec
 
 
+_Arguments = ParamSpec("_Arguments")
+_Preset = TypeVar("_Preset")
+
+
+def _preset(function: Callable[_Arguments, _Preset]) -> Callable[_Arguments, _Preset]:
+    """Makes a call with wrong arguments, `DiLoCo(20)`, say which ones the preset takes."""
+    parameters = signature(function).parameters
+    example = next(f"{name}={parameter.default!r}" for name, parameter in parameters.items())
+
+    @wraps(function)
+    def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Preset:
+        try:
+            signature(function).bind(*args, **kwargs)
+        except TypeError as error:
+            allowed = f"name what you set, as in {function.__name__}({example}); it takes {', '.join(parameters)}"
+            raise TypeError(f"{function.__name__}(): {error}; {allowed}") from None
+        return function(*args, **kwargs)
+
+    return checked
+
+
+@_preset
 def DiLoCo(  # noqa: N802 - presets read like the papers' names
     *,
     period: int = 500,
@@ -123,10 +148,20 @@ def DiLoCo(  # noqa: N802 - presets read like the papers' names
     merge: Merge = Blend(0.0),
     outer: OuterOptimizer = Nesterov(0.7, 0.9),
 ) -> Sync:
-    """Return DiLoCo (arXiv 2311.08105): everything at once, every `period` inner steps, and everybody waits."""
+    """Return DiLoCo (arXiv 2311.08105): everything at once, every `period` inner steps, and everybody waits.
+
+    Args:
+        period: Inner steps between two rounds (H).
+        fragments: What is synchronised together; `Whole()` is the paper's.
+        delay: Inner steps between a send and its apply, 0 to period; a tuple has one per worker.
+        codec: How a delta travels, a `Codec` or its name.
+        merge: How an applied round reaches the live parameters; `Blend(0.0)` replaces them.
+        outer: The outer optimizer.
+    """
     return Sync(period=period, fragments=fragments, delay=delay, codec=_codec(codec), merge=merge, outer=outer)
 
 
+@_preset
 def Streaming(  # noqa: N802
     *,
     period: int = 100,
@@ -136,10 +171,20 @@ def Streaming(  # noqa: N802
     merge: Merge = Blend(0.5),
     outer: OuterOptimizer = Nesterov(0.4, 0.9),
 ) -> Sync:
-    """Return Streaming DiLoCo (arXiv 2501.18512): fragments in turn, in 4 bits, while training goes on."""
+    """Return Streaming DiLoCo (arXiv 2501.18512): fragments in turn, in 4 bits, while training goes on.
+
+    Args:
+        period: Inner steps between two sends of the same fragment (H).
+        fragments: What is synchronised together; `Blocks()` puts up to three blocks of the model in a fragment.
+        delay: Inner steps between a send and its apply (tau), 0 to period; a tuple has one per worker.
+        codec: How a delta travels, a `Codec` or its name.
+        merge: How an applied round reaches the live parameters; `Blend(0.5)` keeps half of a worker's own progress.
+        outer: The outer optimizer.
+    """
     return Sync(period=period, fragments=fragments, delay=delay, codec=_codec(codec), merge=merge, outer=outer)
 
 
+@_preset
 def Eager(  # noqa: N802
     *,
     period: int = 30,
@@ -147,10 +192,18 @@ def Eager(  # noqa: N802
     codec: Codec | str = "e3m0",
     outer: OuterOptimizer = Nesterov(0.4, 0.9),
 ) -> Sync:
-    """Return Eager Updates (arXiv 2502.12996): exchanges hide behind a period; a worker uses its own delta at once."""
+    """Return Eager Updates (arXiv 2502.12996): exchanges hide behind a period; a worker uses its own delta at once.
+
+    Args:
+        period: Inner steps between two sends of the same fragment (H); a round is applied one period after its send.
+        fragments: What is synchronised together.
+        codec: How a delta travels, a `Codec` or its name.
+        outer: The outer optimizer: Nesterov, Momentum or SGD.
+    """
     return Sync(period=period, fragments=fragments, delay=period, codec=_codec(codec), merge=EagerMerge(), outer=outer)
 
 
+@_preset
 def Delayed(  # noqa: N802
     *,
     period: int = 30,
@@ -158,10 +211,22 @@ def Delayed(  # noqa: N802
     codec: Codec | str = "e3m0",
     outer: OuterOptimizer = Nesterov(0.4, 0.9),
 ) -> Sync:
-    """Return the baseline that Eager beats: every round is applied one period late."""
+    """Return the baseline that Eager beats: every round is applied one period late.
+
+    Args:
+        period: Inner steps between two sends of the same fragment (H); a round is applied one period after its send.
+        fragments: What is synchronised together.
+        codec: How a delta travels, a `Codec` or its name.
+        outer: The outer optimizer.
+    """
     return Sync(period=period, fragments=fragments, delay=period, codec=_codec(codec), merge=Blend(0.0), outer=outer)
 
 
+@_preset
 def DataParallel(*, codec: Codec | str = "fp32") -> Gradients:  # noqa: N802
-    """Return the data-parallel baseline: gradients are averaged on every step, before the inner optimizer uses them."""
+    """Return the data-parallel baseline: gradients are averaged on every step, before the inner optimizer uses them.
+
+    Args:
+        codec: How a gradient travels, a `Codec` or its name.
+    """
     return Gradients(codec=_codec(codec))

@@ -7,17 +7,17 @@ one line that begins with its key. Torch is only imported where a preset is need
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from fractions import Fraction
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+import tomlkit
+from pydantic import Field, TypeAdapter, ValidationError
 
 from atoll.errors import ConfigError
 from atoll.settings import toml as runfile
-from atoll.settings.conflicts import Conflict, conflicts, given_faults
+from atoll.settings.conflicts import conflicts, given_faults
 from atoll.settings.model_presets import ModelConfig, preset
-from atoll.settings.sections import (
+from atoll.settings.run_settings import (
     DataSection,
     Device,
     FaultSection,
@@ -48,14 +48,8 @@ _TITLE = """\
 #   atoll train run.toml --resume                  continue after an interruption"""
 
 
-class _ConflictError(ValueError):
-    def __init__(self, conflicts: Sequence[Conflict]) -> None:
-        super().__init__("; ".join(f"{conflict.keys[0]}: {conflict.why}" for conflict in conflicts))
-        self.conflicts = conflicts
-
-
 class RunConfig(Section):
-    """Holds everything that decides what a run does; made by `load`, `parse` or `changed`."""
+    """Holds everything that decides what a run does; made and checked by `load`, `parse` or `changed`."""
 
     name: Name = Field(default="run", examples=["run"])
     """Folder of the run, under out; left out: the name of this file, without .toml."""
@@ -79,22 +73,15 @@ class RunConfig(Section):
     link: LinkSection = LinkSection()
     log: LogSection = LogSection()
 
-    @model_validator(mode="after")
-    def _settings_agree(self) -> Self:
-        if found := list(conflicts(self)):
-            raise _ConflictError(found)
-        return self
-
     # ------------------------------------------------------------------ as text, and with changes
 
     def to_toml(self) -> str:
         """Returns a run file with every setting that is not left out; `parse` gives the same value back."""
-        return runfile.dump(self._table())
+        return tomlkit.dumps(self._table())
 
     def changed(self, **changes: Any) -> "RunConfig":
         """Returns a checked copy with other values, like `changed(**{"train.steps": 5})`; None leaves a setting out."""
-        overrides = [runfile.Override(key, value) for key, value in changes.items()]
-        return _checked(runfile.overridden(self._table(), overrides), "changed settings")
+        return parse(self._table(), where="changed settings", options=changes)
 
     def _table(self) -> runfile.Table:
         return self.model_dump(mode="json", exclude_none=True)
@@ -227,12 +214,13 @@ def _fragments_of(text: str) -> "FragmentPolicy":
 # ---------------------------------------------------------------------- reading
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load(path: str | Path, overrides: Sequence[str] = (), options: Mapping[str, Any] | None = None) -> RunConfig:
     """Reads a run file; a run without a name gets that of the file.
 
     Args:
         path: the run file.
         overrides: settings like "sync.period=50" that replace those of the file.
+        options: settings by dotted key that replace both; a value of None does not.
 
     Raises:
         ConfigError: lists everything that is wrong with the file.
@@ -241,7 +229,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     table = runfile.parse_toml(runfile.read(path), str(path))
     if "study" in table:
         raise ConfigError(f"{path}: this is a study, with several runs: atoll compare {path}")
-    return parse({"name": name_of(path)} | table, overrides, str(path))
+    given = {key: value for key, value in (options or {}).items() if value is not None}
+    return parse({"name": name_of(path)} | table, overrides, str(path), given)
 
 
 def name_of(path: Path) -> str:
@@ -252,18 +241,29 @@ def name_of(path: Path) -> str:
         return "run"
 
 
-def parse(source: str | Mapping[str, Any], overrides: Sequence[str] = (), where: str = "run.toml") -> RunConfig:
-    """Checks a TOML text or a table and returns its run; `where` is the name of the source in errors."""
-    given = [runfile.Override.parse(text) for text in overrides]
+def parse(
+    source: str | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    where: str = "run.toml",
+    options: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """Checks a TOML text or a table and returns its run.
+
+    Args:
+        source: a TOML text or a table.
+        overrides: settings like "sync.period=50" that replace those of the source.
+        where: the name of the source in errors.
+        options: settings by dotted key that replace both; None leaves a setting out.
+
+    Raises:
+        ConfigError: lists everything that is wrong with the source.
+    """
     table = runfile.parse_toml(source, where) if isinstance(source, str) else source
-    return _checked(runfile.overridden(table, given), where, overrides)
-
-
-def _checked(table: runfile.Table, where: str, overrides: Sequence[str] = ()) -> RunConfig:
-    run = validated(table)
+    given = [runfile.Override(key, value) for key, value in (options or {}).items()]
+    run = validated(runfile.overridden(table, [*map(runfile.Override.parse, overrides), *given]))
     if isinstance(run, RunConfig):
         return run
-    raise runfile.refusal(blamed(where, run, overrides), run)
+    raise runfile.refusal(blamed(where, run, [*overrides, *(f"{key}={value}" for key, value in given)]), run)
 
 
 def blamed(where: str, problems: Sequence[str], overrides: Sequence[str]) -> str:
@@ -276,23 +276,18 @@ def blamed(where: str, problems: Sequence[str], overrides: Sequence[str]) -> str
 
 def validated(table: runfile.Table) -> RunConfig | list[str]:
     """Returns the run of a table, or a line for every wrong setting and every conflict between right ones."""
+    wrong: dict[runfile.Keys, str] = {}
     try:
-        return RunConfig.model_validate(table)
+        run = RunConfig.model_validate(table)
     except ValidationError as error:
-        errors = error.errors(include_url=False)
-    wrong = runfile.problems((e for e in errors if e["loc"]), RunConfig, table)
-    if wrong:
-        try:
-            RunConfig.model_validate(runfile.without(table, wrong))
-            errors = []
-        except ValidationError as rest:
-            errors = rest.errors(include_url=False)
+        wrong = runfile.problems(error.errors(include_url=False), RunConfig, table)
+        run = RunConfig.model_validate(runfile.without(table, wrong))
     bad = tuple(f"{'.'.join(map(str, place))}." for place in wrong)
     lines = list(wrong.values())
-    for conflict in chain.from_iterable(e["ctx"]["error"].conflicts for e in errors):
+    for conflict in conflicts(run):
         if not any(f"{key}.".startswith(bad) for key in conflict.keys):
             lines.append(f"{conflict.keys[0]}: {conflict.why}")
-    return lines
+    return lines or run
 
 
 def template() -> str:
@@ -311,8 +306,5 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
     """Returns every setting by its dotted key."""
     flat: dict[str, Any] = {}
     for name, value in config.model_dump().items():
-        if runfile.section(RunConfig, name):
-            flat |= {f"{name}.{inner}": v for inner, v in value.items()}
-        else:
-            flat[name] = value
+        flat |= {f"{name}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {name: value}
     return flat

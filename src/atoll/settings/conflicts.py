@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from atoll.settings.model_presets import PRESETS
-from atoll.settings.sections import LEAST_BPE_VOCABULARY, FaultSection, ModelSection, SyncSection
+from atoll.settings.run_settings import LEAST_BPE_VOCABULARY, FaultSection, ModelSection, SyncSection
 
 if TYPE_CHECKING:
     from atoll.outer.presets import Sync

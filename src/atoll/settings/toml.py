@@ -14,17 +14,19 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-import tomlkit
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from atoll._util.disk import DEEPEST, is_deeper, read_limited
 from atoll.errors import ConfigError
-from atoll.settings.sections import Allowed
+from atoll.settings.run_settings import Allowed
 
 MOST_BYTES = 2**20
 """Largest run file in bytes, which is read whole."""
 _COMMENT, _WIDTH = 30, 118  # columns of a template
+_TOO_DEEP = f"not valid TOML: brackets or dots are nested too deeply, at most {DEEPEST} levels are read"
+_KEY = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
+_LONG_KEY = re.compile(rf"(?:^|[\[{{,])[ \t]*(?:{_KEY}[ \t]*+\.[ \t]*+){{{DEEPEST}}}", re.MULTILINE)
 Table = dict[str, Any]
 Keys = tuple[int | str, ...]
 """Place of a setting: its section and its name, or one of them."""
@@ -53,12 +55,9 @@ def read(path: Path, missing: str | None = None) -> str:
 def parse_toml(text: str, where: str) -> Table:
     """Returns the table of a TOML text; ConfigError shows the line that is wrong."""
     try:
-        table = tomllib.loads(text)
-        if is_deeper(table, DEEPEST):  # by dots in a key, which nest as brackets do
-            raise RecursionError
-        return table
+        return _loads(text)
     except RecursionError:
-        raise ConfigError(f"{where}: not valid TOML: brackets or dots are nested too deeply") from None
+        raise ConfigError(f"{where}: {_TOO_DEEP}") from None
     except ValueError as error:  # TOMLDecodeError is one; a number of thousands of digits raises another
         if not (found := re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", str(error), re.DOTALL)):
             raise ConfigError(f"{where}: not valid TOML: {str(error).partition(';')[0]}") from None
@@ -67,6 +66,16 @@ def parse_toml(text: str, where: str) -> Table:
         hint = "; text needs quotes" if reason == "Invalid value" else ""
         place = f"line {number}, column {column}"
         raise ConfigError(f"{where}: not valid TOML at {place}: {reason}{hint}: {line}") from None
+
+
+def _loads(text: str) -> Table:
+    """Parses TOML; RecursionError if brackets, or dots in a key, nest too deeply."""
+    if _LONG_KEY.search(text):  # tomllib would take a time that grows with the square of the dots
+        raise RecursionError
+    table = tomllib.loads(text)
+    if is_deeper(table, DEEPEST):
+        raise RecursionError
+    return table
 
 
 class Override(NamedTuple):
@@ -83,8 +92,10 @@ class Override(NamedTuple):
         if not raw or not all(key.split(".")) or key.count(".") > DEEPEST:
             raise ConfigError(f"{shown(text)}: must be KEY=VALUE, such as sync.period=50")
         try:
-            table = tomllib.loads(f"value = {raw}")
-        except (ValueError, RecursionError):
+            table = _loads(f"value = {raw}")
+        except RecursionError:
+            raise ConfigError(f"{key}: {_TOO_DEEP}") from None
+        except ValueError:
             if raw[0] in "[{\"'":
                 raise ConfigError(
                     f"{key}: not valid TOML: {shortened(raw)}; text inside brackets needs quotes"
@@ -142,7 +153,8 @@ def problems(
             example = f"write [{key}] on a line, and its settings below it"
             lines[place] = f"{key}: must be a table, got {shown(error['input'])}: {example}"
         else:
-            lines[place] = f"{key}: {_misfit(owner, str(place[-1]), _at(table, place))}"
+            name, inner = str(place[-1]), table if len(place) == 1 else table[str(place[0])]
+            lines[place] = f"{key}: {_misfit(owner, name, inner[name])}"
     return lines
 
 
@@ -160,12 +172,6 @@ def section(model: type[BaseModel], name: object) -> type[BaseModel] | None:
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
-def _at(table: Any, place: Keys) -> Any:
-    for key in place:
-        table = table[key]
-    return table
-
-
 def _meant(place: Keys, model: type[BaseModel], what: str) -> str:
     """Suggests the key that was meant, in this section before others; else lists those of this section."""
     home, name = str(place[0]) if len(place) > 1 else "", str(place[-1])
@@ -180,7 +186,7 @@ def _meant(place: Keys, model: type[BaseModel], what: str) -> str:
 
 
 def _misfit(owner: type[BaseModel], name: str, value: Any) -> str:
-    """Says what the setting must be, what it is, and the word that was meant or what the setting is for."""
+    """Says what the setting must be and what it is; then which word was meant, or what the setting is for."""
     kinds = _kinds(owner, name)
     line = f"must be {' or '.join(kind.text for kind in kinds)}, got {shown(value)}"
     options = [option for kind in kinds for option in kind.options]
@@ -246,11 +252,6 @@ def shortened(text: str, most: int = 80) -> str:
 
 
 # ---------------------------------------------------------------------- out
-
-
-def dump(table: Mapping[str, Any]) -> str:
-    """Returns the table as TOML."""
-    return tomlkit.dumps(table)
 
 
 def template(model: type[BaseModel], title: str) -> str:

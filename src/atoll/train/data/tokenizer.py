@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from atoll._util.disk import parse_json, read_limited
 from atoll.errors import ConfigError, DataError
-from atoll.settings.sections import LEAST_BPE_VOCABULARY
+from atoll.settings.run_settings import LEAST_BPE_VOCABULARY
 from atoll.train.data.corpus import missing, need
 
 FILE: Final = "tokenizer.json"

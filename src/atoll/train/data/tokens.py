@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from atoll._util.disk import sha256_of
 from atoll.errors import ConfigError, DataError
-from atoll.settings.sections import BPE_VOCABULARY, DataSection
+from atoll.settings.run_settings import BPE_VOCABULARY, DataSection
 from atoll.train.data.cache import MANIFEST, Meter, OnProgress, build_once, check, no_progress
 from atoll.train.data.clusters import assign
 from atoll.train.data.corpus import documents, identity, missing, text_bytes

@@ -18,7 +18,7 @@ from atoll._util.units import bytes_text, count_text, loss_text, seconds_text
 from atoll.errors import ConfigError, printable
 from atoll.runs.events import End, Event, Resumed, Sink, Start, Step
 from atoll.runs.sinks import Metrics
-from atoll.settings.sections import View
+from atoll.settings.run_settings import View
 from atoll.train.data.cache import OnProgress, no_progress
 from atoll.train.progress.sentences import computing_share, end_line, event_line, run_title, time_left, with_name
 from atoll.train.progress.summary import RunSummary, mean, mean_and_spread, sparkline

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from atoll.core.fragments import find_blocks
 from atoll.errors import ConfigError
-from atoll.settings.sections import TrainSection
+from atoll.settings.run_settings import TrainSection
 from atoll.train.ranks import fsdp
 
 

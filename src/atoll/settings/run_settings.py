@@ -5,6 +5,7 @@ setting ends with it. `settings/conflicts.py` checks what depends on several set
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -28,28 +29,15 @@ class Allowed:
 # ---------------------------------------------------------------------- kinds of values
 
 
-def _text(value: str) -> str:
-    if not value.strip() or re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", value):
-        raise ValueError("empty, or with characters that no name or path has")
-    return value
+def _matches(pattern: str) -> AfterValidator:
+    """Accepts texts that match a pattern of Python, which knows more than pydantic's."""
 
+    def check(value: str) -> str:
+        if not re.fullmatch(pattern, value):
+            raise ValueError(f"does not match {pattern}")
+        return value
 
-def _source(value: str) -> str:
-    if value.startswith("hf:") and not re.fullmatch(r"hf:[^:\s]+(:[^:\s]+)?", value):
-        raise ValueError("a dataset's name is missing")
-    return value
-
-
-def _preset(value: str) -> str:
-    if value not in PRESETS:
-        raise ValueError("no preset has this name")
-    return value
-
-
-def _tokenizer(value: str) -> str:
-    if value not in ("bytes", "bpe") and not re.search(r"[/\\]|\.json$", value):
-        raise ValueError("neither a known tokenizer nor a path")
-    return value
+    return AfterValidator(check)
 
 
 def _address(value: str) -> str:
@@ -90,23 +78,24 @@ Decay = Annotated[
 Betas = Annotated[
     tuple[Decay, Decay], Field(strict=False), Allowed("a pair like [0.9, 0.99], each at least 0 and below 1")
 ]
-Text = Annotated[str, AfterValidator(_text), Allowed("text in quotes, not empty")]
+_TEXT = _matches(r"(?=.*\S)[^\x00-\x1f\x7f\ud800-\udfff]+")  # other characters are in no name and no path
+Text = Annotated[str, _TEXT, Allowed("text in quotes, not empty")]
 Name = Annotated[
     str,
     Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=100),
     Allowed("letters, digits, - _ and . only, at most 100, not starting with - or ."),
 ]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"), Allowed("auto, cpu, cuda (a GPU) or cuda:N")]
-Preset = Annotated[str, AfterValidator(_preset), Allowed(f"one of {', '.join(PRESETS)}", tuple(PRESETS))]
+Preset = Annotated[str, _matches("|".join(PRESETS)), Allowed(f"one of {', '.join(PRESETS)}", tuple(PRESETS))]
 _SOURCE = Allowed('"stdlib", a path, a glob, a folder, "hf:NAME" or "hf:NAME:CONFIG"', ("stdlib",))
-Source = Annotated[str, AfterValidator(_text), AfterValidator(_source), _SOURCE]
+Source = Annotated[str, _TEXT, _matches(r"hf:[^:\s]+(:[^:\s]+)?|(?!hf:).*"), _SOURCE]
 Sources = Annotated[tuple[Source, ...], Field(strict=False, min_length=1), Allowed("a list of such")]
 Address = Annotated[str, AfterValidator(_address), Allowed('HOST:PORT, like "10.0.0.1:29500" or "[fd00::1]:29500"')]
 Seconds = Annotated[float, Field(gt=0, lt=1e6), Allowed("a number of seconds above 0, below 10^6")]
 Tokenizer = Annotated[
     str,
-    AfterValidator(_text),
-    AfterValidator(_tokenizer),
+    _TEXT,
+    _matches(r"bytes|bpe|.*[/\\].*|.*\.json"),
     Allowed("bytes, bpe or the path of a tokenizer.json", ("bytes", "bpe")),
 ]
 Fragments = Annotated[
@@ -293,10 +282,13 @@ class SyncSection(Section):
         """Returns the library's preset of the method: its values are the defaults of this section."""
         from atoll.outer import presets  # imports torch
 
-        if self.method == "data-parallel":
-            return presets.DataParallel()
-        methods = {"diloco": presets.DiLoCo, "streaming": presets.Streaming, "eager": presets.Eager}
-        methods["delayed"] = presets.Delayed
+        methods: dict[str, Callable[[], Sync | Gradients]] = {
+            "data-parallel": presets.DataParallel,
+            "diloco": presets.DiLoCo,
+            "streaming": presets.Streaming,
+            "eager": presets.Eager,
+            "delayed": presets.Delayed,
+        }
         return methods[self.method]() if self.method in methods else None
 
     @property
