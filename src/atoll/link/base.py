@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from atoll.core.allreduce import Reduction
-from atoll.core.guard import UNKNOWN, Size, outliers
+from atoll.core.outliers import UNKNOWN, Size, outliers
 
 LEFT_OUT = "left out"
 """Stands for a term that one of two workers does not have."""

@@ -17,7 +17,7 @@ MOST_TERMS = 512
 """For frozen parameters: those of a model that has more are compared several together, so that messages stay small."""
 
 
-def check_arguments(model: object, sync: object, link: Link, weight: float, outlier_ratio: float | None) -> None:
+def check_arguments(model: object, sync: object, link: Link, weight: float) -> None:
     """Raise a ConfigError for what an OuterLoop cannot be made of."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -29,10 +29,6 @@ def check_arguments(model: object, sync: object, link: Link, weight: float, outl
         )
     if not hasattr(weight, "__float__") or not 0 < weight <= 1e18:
         raise ConfigError(f"weight of worker {link.worker} must be a number above 0, at most 1e18, got {weight!r}")
-    if outlier_ratio is not None and not (hasattr(outlier_ratio, "__float__") and 1 < outlier_ratio <= 1e9):
-        raise ConfigError(
-            f"outlier_ratio must be a number above 1, at most 1e9, or None for no limit, got {outlier_ratio!r}"
-        )
 
 
 def warn_of_buffers(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from atoll._util.device_values import DeviceValues
 from atoll.core.codec import Codec
 from atoll.core.flat import Window, pieces
-from atoll.core.outer import Adam, OuterOptimizer, blend, weighted_mean
+from atoll.core.outer_step import Adam, OuterOptimizer, blend, weighted_mean
 from atoll.errors import NonFiniteError
 from atoll.kernels import fused
 from atoll.link.base import Contribution, Round

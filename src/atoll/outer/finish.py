@@ -24,14 +24,14 @@ def prepare(loop: "OuterLoop") -> None:
     if loop._schedule is None:
         return
     loop._watch.stepped(loop.link, judge_last=True)
-    loop._recovery.settle(range(len(loop.fragments)), loop.steps)
+    loop._roll_backs.settle(range(len(loop.fragments)), loop.steps)
     check_coverage(loop.model, loop._windows)
     spoilt = False
     for fragment, replica in enumerate(loop._rounds.replicas):
         round_id = RoundId(loop.steps, fragment, last=True)
         loop._rounds.offload.use_only(fragment)
         delta = replica.delta()
-        spoilt |= loop._recovery.is_spoilt({round_id: loop._rounds.prepare(round_id, delta=delta)})
+        spoilt |= loop._roll_backs.is_spoilt({round_id: loop._rounds.prepare(round_id, delta=delta)})
         loop._sending[round_id] = Flight(delta=loop._rounds.offload.kept(delta))
     if loop.link.on_any_rank(spoilt):
         loop._sending = {round_id: Flight() for round_id in loop._sending}
@@ -45,7 +45,7 @@ def send(loop: "OuterLoop") -> None:
     rounds, steps = loop._rounds, loop.steps
     rest, loop._sending = loop._sending, {}
     if any(flight.delta is None for flight in rest.values()):
-        loop._recovery.give_up(loop.steps)
+        loop._roll_backs.give_up(loop.steps)
     for round_id, flight in rounds.waiting():
         last, replica = rest[RoundId(steps, round_id.fragment, last=True)], rounds.replicas[round_id.fragment]
         loop._rounds.offload.use_only(round_id.fragment)
@@ -53,7 +53,7 @@ def send(loop: "OuterLoop") -> None:
         lost = rounds.apply(round_id, steps, merging=False)
         rounds.unsent_work(round_id, flight, delta, lost=lost is not None)
         last.delta = loop._rounds.offload.kept(delta)
-    if loop._recovery.leave_outliers():
+    if loop._roll_backs.leave_outliers():
         rest = {round_id: Flight() for round_id in rest}
     for round_id, last in rest.items():
         replica = rounds.replicas[round_id.fragment]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from atoll.core.flat import fingerprint, pieces
-from atoll.core.guard import DUST, Norms, Size
-from atoll.core.outer import SGD, Adam, Blend, LinearOuter, eager_start
+from atoll.core.outer_step import SGD, Adam, Blend, LinearOuter, eager_start
+from atoll.core.outliers import DUST, Norms, Size
 from atoll.link.base import Contribution, Member, Offer, Round
 from atoll.outer.backend import Backend
 from atoll.outer.presets import Sync

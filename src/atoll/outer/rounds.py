@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.flat import CPU
-from atoll.core.guard import Size
+from atoll.core.outliers import Size
 from atoll.errors import NonFiniteError
 from atoll.link.base import Contribution, Member, Offer, Pending, Round, RoundId
 from atoll.outer.exchange import Exchange
