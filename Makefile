@@ -19,6 +19,7 @@ check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/limits.py
 
 # The pages of docs/ and the API reference, as a site in build/site; a broken link or an unknown name is an error.
 docs: $(READY)

@@ -83,6 +83,20 @@ class Faults:
         return self.present(worker, step) and int(step * speed) > int((step - 1) * speed)
 
 
+@dataclass(slots=True)
+class _LocalRound:
+    """Holds what the workers have posted to one round."""
+
+    offers: dict[int, Offer | None] = field(default_factory=dict)
+    reductions: dict[int, Reduction] = field(default_factory=dict)
+    reduced: Tensor | None = None
+    """The encoded mean of a two-shot round, once the first worker has asked for it."""
+    last_s: float = 0.0
+    """When a worker last posted to it."""
+    taken: set[int] = field(default_factory=set)
+    """Workers that have the result."""
+
+
 class _LocalStore:
     """Holds the contributions that the workers of one process leave for each other."""
 
@@ -95,12 +109,8 @@ class _LocalStore:
         self.joined: dict[int, float] = {}
         self.threads: dict[int, threading.Thread] = {}
         self.gone: dict[int, str] = {}
-        self.rounds: dict[RoundId, dict[int, Offer | None]] = {}
-        self.reductions: dict[RoundId, dict[int, Reduction]] = {}
+        self.rounds: dict[RoundId, _LocalRound] = {}
         self.dealt: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # by fragment: its last reduced round
-        self.reduced: dict[RoundId, Tensor] = {}
-        self.last_s: dict[RoundId, float] = {}  # when a worker last posted to a round
-        self.taken: dict[RoundId, set[int]] = {}
 
     def join(self, worker: int, terms: Mapping[str, str], weight: float) -> None:
         with self.changed:
@@ -130,9 +140,9 @@ class _LocalStore:
         with self.changed:
             self.check_open(worker)
             self.threads[worker] = threading.current_thread()
-            self.rounds.setdefault(round_id, {})[worker] = offer if arrives else None
-            self.reductions.setdefault(round_id, {})[worker] = reduction
-            self.last_s[round_id] = time.perf_counter()
+            posted = self.rounds.setdefault(round_id, _LocalRound())
+            posted.offers[worker], posted.reductions[worker] = offer if arrives else None, reduction
+            posted.last_s = time.perf_counter()
             self.changed.notify_all()
 
     def take(self, worker: int, round_id: RoundId, reduction: Reduction, opened_s: float) -> Round:
@@ -140,31 +150,28 @@ class _LocalStore:
         with self.changed:
             self.check_open(worker)
             posted = self.rounds[round_id]
-            self.wait_for(round_id, worker, lambda: [w for w in members if w not in posted])
-            offers = [offer for _, offer in sorted(posted.items()) if offer is not None]
-        arrived = [
-            c for offer in offers if (c := offer.settled()) is not None
-        ]  # outside the lock: this may wait for a GPU
+            self.wait_for(round_id, worker, lambda: [w for w in members if w not in posted.offers])
+            offers = [offer for _, offer in sorted(posted.offers.items()) if offer is not None]
+        # Outside the lock, for this may wait for a GPU.
+        arrived = [sent for offer in offers if (sent := offer.settled()) is not None]
         with self.changed:
             self.check_open(worker)
             counted, outliers = split_outliers(arrived, reduction)
             payloads, who = tuple(c.payload for c in counted), tuple(c.member for c in counted)
-            if counted and shots(len(members)) == 2 and round_id not in self.reduced:
+            if counted and shots(len(members)) == 2 and posted.reduced is None:
                 here = [payload.to(reduction.device) for payload in payloads]
-                self.reduced[round_id] = mean_between(self.reducers(round_id), here, [m.weight for m in who])
-            if round_id in self.reduced and reduction.residual is not None:  # an absent worker saves it, too
+                posted.reduced = mean_between(self.reducers(round_id), here, [m.weight for m in who])
+            if posted.reduced is not None and reduction.residual is not None:  # an absent worker saves it, too
                 reduction.residual.note(tuple(round_id), tuple(members))
-            transfer = TransferStats(opened_s, self.last_s[round_id])
-            completed = Round(round_id, who, payloads, self.reduced.get(round_id), outliers, transfer=transfer)
-            self.taken.setdefault(round_id, set()).add(worker)
-            if len(self.taken[round_id] | self.gone.keys()) == self.workers:
-                del self.rounds[round_id], self.reductions[round_id], self.taken[round_id], self.last_s[round_id]
-                self.reduced.pop(round_id, None)
-            return completed
+            posted.taken.add(worker)
+            if len(posted.taken | self.gone.keys()) == self.workers:
+                del self.rounds[round_id]
+            transfer = TransferStats(opened_s, posted.last_s)
+            return Round(round_id, who, payloads, posted.reduced, outliers, transfer=transfer)
 
     def reducers(self, round_id: RoundId) -> dict[int, Reduction]:
         """Return the members of a round about to be reduced; one that was absent learns of the round before."""
-        reductions = {member: self.reductions[round_id][member] for member in self.members(round_id.step)}
+        reductions = {member: self.rounds[round_id].reductions[member] for member in self.members(round_id.step)}
         before = self.dealt.get(round_id.fragment)
         for reduction in reductions.values():
             if before is not None and reduction.residual is not None:
