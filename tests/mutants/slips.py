@@ -19,13 +19,13 @@ MUTANTS = [
         "None",
     ),
     Mutant(
-        "names of compiled copies differ", "outer/agreement.py", "(plain_name(name), parameter)", "(name, parameter)"
+        "names of compiled copies differ", "outer/agreement.py", "[(plain_name(name), described)", "[(name, described)"
     ),
     Mutant(
         "groups hide all but their first",
         "outer/agreement.py",
-        "for (name, _), words in zip(group, what, strict=True)",
-        "for (name, _), words in zip(group[:1], what[:1], strict=True)",
+        "for name, described in group)",
+        "for name, described in group[:1])",
     ),
     Mutant(
         "checksum of the first eight bytes",

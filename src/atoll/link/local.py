@@ -20,6 +20,8 @@ from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Link, Offer, Pending, Round, RoundId, TransferStats, describe_differences, split_outliers
 
 Result = TypeVar("Result")
+ENDED = "its work has ended"
+"""Why the link of a worker is closed that `run_local` has run to its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,7 @@ class _LocalStore:
         self.threads: dict[int, threading.Thread] = {}
         self.gone: dict[int, str] = {}
         self.rounds: dict[RoundId, _LocalRound] = {}
+        self.newest: dict[int, RoundId] = {}  # by worker: the round it has posted to last
         self.dealt: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # by fragment: its last reduced round
 
     def join(self, worker: int, terms: Mapping[str, str], weight: float) -> None:
@@ -143,6 +146,7 @@ class _LocalStore:
             posted = self.rounds.setdefault(round_id, _LocalRound())
             posted.offers[worker], posted.reductions[worker] = offer if arrives else None, reduction
             posted.last_s = time.perf_counter()
+            self.newest[worker] = round_id
             self.changed.notify_all()
 
     def take(self, worker: int, round_id: RoundId, reduction: Reduction, opened_s: float) -> Round:
@@ -185,17 +189,39 @@ class _LocalStore:
         deadline = time.monotonic() + self.timeout_s
         while absent := missing():
             for other in absent:
+                if self.gone.get(other) == ENDED or self.is_past(other, round_id):
+                    problem = "all workers must make the same number of steps and then call finish()"
+                    whose = f"{self.progress(other)}, {self.progress(worker)}"
+                    raise LinkError(f"{problem}: {whose}", worker=other, round_id=round_id)
                 if other in self.gone:
                     problem = f"{at}: worker {other} left without sending: {self.gone[other]}"
                     raise LinkError(problem, worker=other, round_id=round_id)
                 if self.threads.get(other) is threading.current_thread():
                     problem = f"{at}: worker {worker} waits for worker {other}, which the same thread steps"
-                    advice = "step them together with atoll.Lockstep(loops).step()"
+                    call = "finish()" if round_id and round_id.last else "step()"
+                    advice = f"step them together with atoll.Lockstep(loops).{call}"
                     raise LinkError(f"{problem}: {advice}", worker=other, round_id=round_id)
             if not self.changed.wait(deadline - time.monotonic()):
                 names = f"worker{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
                 problem = f"{at}: nothing from {names} in {self.timeout_s:g} s"
+                if round_id and round_id.last:
+                    problem += f": {self.progress(absent[0])}; call finish() on every worker"
                 raise LinkError(problem, worker=absent[0], round_id=round_id)
+
+    def is_past(self, worker: int, round_id: RoundId | None) -> bool:
+        """Return whether a worker that has not posted to a round never will: it has made more steps, or fewer."""
+        newest = self.newest.get(worker)
+        if newest is None or round_id is None:
+            return False
+        return newest.step > round_id.step or (newest.last and not round_id.last)
+
+    def progress(self, worker: int) -> str:
+        """Describe how far a worker has come, as far as its rounds tell."""
+        newest = self.newest.get(worker)
+        if newest is not None and newest.last:
+            return f"worker {worker} called finish() after step {newest.step}"
+        sent = "nothing" if newest is None else f"step {newest.step} last"
+        return f"worker {worker} sent {sent} and {'ended' if worker in self.gone else 'has not called finish()'}"
 
     def check_open(self, worker: int) -> None:
         if worker in self.gone:
@@ -293,7 +319,7 @@ def run_local(work: Callable[[LocalLink], Result], links: list[LocalLink]) -> li
             link.close(f"{type(error).__name__}: {error}")
             raise
         finally:
-            link.close("its work has ended; all workers must make the same number of steps")
+            link.close(ENDED)
 
     with ThreadPoolExecutor(len(links), thread_name_prefix="atoll-worker") as pool:
         futures = [pool.submit(worker, link) for link in links]

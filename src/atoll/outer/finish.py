@@ -3,6 +3,7 @@
 These are the phases of `OuterLoop.finish()`.
 """
 
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,8 @@ def prepare(loop: "OuterLoop") -> None:
     loop._begin()
     if loop._schedule is None:
         return
+    if loop.link.workers > 1:
+        _warn_of_period(loop._schedule, loop.steps)
     loop._watch.stepped(loop.link, judge_last=True)
     loop._roll_backs.settle(range(len(loop.fragments)), loop.steps)
     check_coverage(loop.model, loop._windows)
@@ -75,6 +78,17 @@ def apply(loop: "OuterLoop") -> None:
         replica.window.write(replica.anchor)
     loop._watch.merged = True
     loop._rounds.drop(loop.steps + loop._schedule.period)
+
+
+def _warn_of_period(schedule: Schedule, steps: int) -> None:
+    """Warn if a run ends before every fragment was sent; alike on all workers, so that Python prints it once."""
+    unsent = sum(schedule.first_send(fragment) > steps for fragment in range(schedule.fragments))
+    if steps and unsent:
+        warnings.warn(
+            f"finish() after {steps} steps, before the first send of {unsent} of {schedule.fragments} fragments: they "
+            f"are only averaged now; choose a period shorter than the run, not {schedule.period}",
+            stacklevel=3,
+        )
 
 
 def _measured(last: Flight, replica: FragmentReplica) -> Tensor:

@@ -34,6 +34,7 @@ from atoll.outer.agreement import (
     live_checksums,
     starting_terms,
     terms_of,
+    trained_terms,
     warn_of_buffers,
 )
 from atoll.outer.backend import backend_for
@@ -160,7 +161,7 @@ class OuterLoop:
         if not self.steps:  # from there on, rounds compare
             anchors = [replica.anchor for replica in self._rounds.replicas]
             here |= starting_terms(anchors or [window.read() for window in self._windows])
-        self.link.join({**self._terms(), **here}, self._rounds.exchange.member.weight)
+        self.link.join({**self._terms(), **trained_terms(self._windows), **here}, self._rounds.exchange.member.weight)
         self._status = "joined"
         self._rounds.reopen()
 
