@@ -11,14 +11,15 @@ demo: $(READY)
 
 # One thread a process, or they would fight over two cores; three processes, for many tests wait for others.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup -m 'not slow and not processes and not thorough' --cov=atoll.core --cov-report= -q
-	$(BIN)/python -m coverage report --include='src/atoll/core/*' --show-missing --skip-covered --fail-under=100
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup -m 'not slow and not processes and not thorough' --cov=atoll.core --cov=atoll.outer --cov=atoll.link.local --cov-report= -q
+	$(BIN)/python -m coverage report --include='src/atoll/core/*,src/atoll/outer/*,src/atoll/link/local.py' --show-missing --skip-covered --fail-under=100
 
 check: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/limits.py
 
 # The pages of docs/ and the API reference, as a site in build/site; a broken link or an unknown name is an error.
 docs: $(READY)

@@ -3,7 +3,7 @@
     python benchmarks/explosion.py [--workers 2 3 4 5] [--steps 300] [--scale 1e6]
 
 A small decoder learns the bytes of Python's own source. After a third of the steps, in the middle of a period, noise of
-the given scale is added to all parameters of worker 1. Its delta is left out by `OuterLoop`'s default `outlier_ratio`.
+the given scale is added to all parameters of worker 1. Its delta is left out by the default `atoll.Guard()`.
 """
 
 import argparse

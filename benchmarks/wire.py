@@ -29,7 +29,7 @@ import torch
 import atoll
 from atoll.core.allreduce import Reduction, sent_bytes, shots
 from atoll.core.codec import Codec
-from atoll.core.outer import weighted_mean
+from atoll.core.outer_step import weighted_mean
 from atoll.link.base import Contribution, Member, RoundId
 from atoll.link.net.wire import HEADER_BYTES
 from sites import LINE, Sites, bits_per_second

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 import atoll
-from atoll import DataParallel, Delayed, DiLoCo, Eager, Lockstep, Nesterov, OuterLoop, Streaming
+from atoll import DataParallel, Delayed, DiLoCo, Eager, Guard, Lockstep, Nesterov, OuterLoop, Streaming
 from atoll.core.codec import Codec
 from atoll.core.fragments import Balanced, Blocks, Patterns, Whole
-from atoll.core.outer import SGD, Adam, Blend, Momentum
+from atoll.core.outer_step import SGD, Adam, Blend, Momentum
 from atoll.link.base import Link
 from atoll.link.local import Absence, Faults
 from atoll.link.shaped import Shape, shaped
@@ -118,7 +118,7 @@ def digest(loops: Sequence[OuterLoop]) -> str:
 
 def run(sync: Sync | Gradients, workers: int = 2, faults: Faults | None = None, *, finish: bool = True) -> str:
     """The digest of a run in one process."""
-    loops = loops_on(atoll.local(workers, faults=faults), sync, leave_out_nonfinite=faults is not None)
+    loops = loops_on(atoll.local(workers, faults=faults), sync, guard=Guard(leave_out_nonfinite=faults is not None))
     train(loops, 1, STEPS)
     if finish:
         Lockstep(loops).finish()

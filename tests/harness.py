@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from atoll import Delayed, DiLoCo, Eager, Lockstep, OuterLoop, Streaming, Sync, local
+from atoll import Delayed, DiLoCo, Eager, Guard, Lockstep, OuterLoop, Streaming, Sync, local
 from atoll.core.codec import Codec
 from atoll.core.fragments import Patterns
-from atoll.core.outer import Adam
+from atoll.core.outer_step import Adam
 from atoll.link.base import RoundId
 from atoll.link.local import Faults, LocalLink, run_local
 from atoll.outer.presets import Gradients
@@ -138,7 +138,7 @@ def tolerant(problem: Problem, sync: Sync | Gradients, observed: list[Applied] |
             Toy(problem.start, problem.sizes, problem.dtype),
             sync,
             link,
-            leave_out_nonfinite=True,
+            guard=Guard(leave_out_nonfinite=True),
             observer=observed.append if observed is not None and link.worker == 0 else None,
         )
         for link in local(problem.workers, timeout_s=30)

@@ -11,7 +11,7 @@ from atoll.version import __version__ as __version__
 if TYPE_CHECKING:
     from atoll.core.codec import Codec
     from atoll.core.fragments import Balanced, Blocks, Patterns, Whole
-    from atoll.core.outer import SGD, Adam, Blend, EagerMerge, Momentum, Nesterov
+    from atoll.core.outer_step import SGD, Adam, Blend, EagerMerge, Momentum, Nesterov
     from atoll.errors import AtollError, CheckpointError, ConfigError, DataError, LinkError, NonFiniteError
     from atoll.link.local import Absence, Faults, local, run_local
     from atoll.link.net.link import connect
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from atoll.outer.lockstep import Lockstep
     from atoll.outer.loop import OuterLoop
     from atoll.outer.presets import DataParallel, Delayed, DiLoCo, Eager, Streaming, Sync
+    from atoll.outer.roll_back import Guard
 
 _HOMES = {
     "core.codec": ("Codec",),
     "core.fragments": ("Balanced", "Blocks", "Patterns", "Whole"),
-    "core.outer": ("SGD", "Adam", "Blend", "EagerMerge", "Momentum", "Nesterov"),
+    "core.outer_step": ("SGD", "Adam", "Blend", "EagerMerge", "Momentum", "Nesterov"),
     "errors": ("AtollError", "CheckpointError", "ConfigError", "DataError", "LinkError", "NonFiniteError"),
     "link.local": ("Absence", "Faults", "local", "run_local"),
     "link.net.link": ("connect",),
@@ -31,6 +32,7 @@ _HOMES = {
     "outer.lockstep": ("Lockstep",),
     "outer.loop": ("OuterLoop",),
     "outer.presets": ("DataParallel", "Delayed", "DiLoCo", "Eager", "Streaming", "Sync"),
+    "outer.roll_back": ("Guard",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = ("checkpoint",)
@@ -53,6 +55,7 @@ __all__ = [
     "Eager",
     "EagerMerge",
     "Faults",
+    "Guard",
     "LinkError",
     "Lockstep",
     "Momentum",

@@ -19,7 +19,7 @@ MUTANTS = [
     Mutant("a lost eager delta is forgotten", "outer/rounds.py", "if lost and lost.offer else None", "if False else None"),
     Mutant("a joiner keeps its random parameters", "outer/fragment.py",
            "        self.merge.forget()\n        self.window.write(self.anchor)\n", "        self.merge.forget()\n"),
-    Mutant("a joiner keeps its old momentum", "outer/fragment.py", "            self.own.zero_()\n", "            pass\n"),
+    Mutant("a joiner keeps its old momentum", "outer/fragment.py", "        self.own.zero_()\n", ""),
     Mutant("residual kept when the payload is lost", "outer/fragment.py", "self.residual.add_(undo)", "pass"),
     Mutant("residual undone under eager too", "outer/fragment.py", "undo = self.residual - lost if self.merge.own is None else None",
            "undo = self.residual - lost", ("outer/rounds.py", "        payload = lost.offer.payload if lost and lost.offer else None\n",

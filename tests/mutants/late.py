@@ -13,13 +13,13 @@ TESTS = [
 ]
 
 MUTANTS = [
-    Mutant("rolled back, a worker puts in zeros", "outer/recovery.py", ".left_out = fragment in sending",
+    Mutant("rolled back, a worker puts in zeros", "outer/roll_back.py", ".left_out = fragment in sending",
            ".left_out = False"),
     Mutant("who is left out is never asked", "outer/fragment.py", "now = wait or self.left_out or self",
            "now = wait or self"),
     Mutant("what could not be sent is forgotten by a save", "outer/rounds.py", 'Unsendable() if state.get("unsent") else None',
            "None"),
-    Mutant("rolled back twice for one loss", "outer/recovery.py", "if flight.offer and not flight.forgotten]",
+    Mutant("rolled back twice for one loss", "outer/roll_back.py", "if flight.offer and not flight.forgotten]",
            "if flight.offer]"),
     Mutant("an offer is waited for where it is made", "outer/fragment.py", "encoding.settled() if encoding is not None and now else encoding",
            "encoding.settled() if encoding is not None else encoding"),

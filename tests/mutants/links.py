@@ -33,7 +33,7 @@ MUTANTS = [
     Mutant("who has left is waited for", "link/local.py", "if other in self.gone:", "if False:",
            tests=("tests/unit/test_local.py::test_a_worker_that_fails_takes_the_others_down_with_its_reason",)),
     Mutant("rounds that all have taken are kept for ever", "link/local.py",
-           "if len(self.taken[round_id] | self.gone.keys()) == self.workers:", "if False:"),
+           "if len(posted.taken | self.gone.keys()) == self.workers:", "if False:"),
     Mutant("a thread waits for itself", "link/local.py", "if self.threads.get(other) is threading.current_thread():",
            "if False:"),
     Mutant("the error of another hides the cause", "link/local.py",

@@ -19,13 +19,13 @@ MUTANTS = [
         "None",
     ),
     Mutant(
-        "names of compiled copies differ", "outer/agreement.py", "(plain_name(name), parameter)", "(name, parameter)"
+        "names of compiled copies differ", "outer/agreement.py", "[(plain_name(name), described)", "[(name, described)"
     ),
     Mutant(
         "groups hide all but their first",
         "outer/agreement.py",
-        "for (name, _), words in zip(group, what, strict=True)",
-        "for (name, _), words in zip(group[:1], what[:1], strict=True)",
+        "for name, described in group)",
+        "for name, described in group[:1])",
     ),
     Mutant(
         "checksum of the first eight bytes",
@@ -100,15 +100,15 @@ MUTANTS = [
         "or distributed.get_world_size() > 0:",
     ),
     Mutant("a group of one refused", "link/net/torchrun.py", " or distributed.get_world_size() == 1:", ":"),
-    Mutant("rolled back for ever", "outer/recovery.py", "if self.in_a_row > 1 and", "if False and"),
+    Mutant("rolled back for ever", "outer/roll_back.py", "if self.in_a_row > 1 and", "if False and"),
     Mutant(
         "one good round does not count",
         "outer/loop.py",
-        "            self._recovery.in_a_row = 0\n        self._rounds.send",
+        "            self._roll_backs.in_a_row = 0\n        self._rounds.send",
         "            pass\n        self._rounds.send",
     ),
     Mutant(
-        "the optimizer is not reset", "outer/recovery.py", "            self._on_roll_back()\n", "            pass\n"
+        "the optimizer is not reset", "outer/roll_back.py", "            self._on_roll_back()\n", "            pass\n"
     ),
     Mutant("the last error is not told", "link/net/link.py", 'getattr(sys, "last_value", None)', "None"),
     Mutant(

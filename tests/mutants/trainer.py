@@ -87,7 +87,7 @@ MUTANTS = [
            'batches.weights() if config.data.weighting == "examples" else [1.0] * config.sync.workers',
            "batches.weights()", tests=EQUAL_SHARDS),
     # roll-backs
-    Mutant("optimizer not reset after a roll-back", "outer/recovery.py", "        self._optimizers.reset()\n", "",
+    Mutant("optimizer not reset after a roll-back", "outer/roll_back.py", "        self._optimizers.reset()\n", "",
            tests=ROLLED_BACK),
     Mutant("a worker steps on what is not finite", "train/trainer.py", "worker.loop.roll_back()", "pass",
            tests=ROLLED_BACK),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from amount import examples
 from atoll import DataParallel, Delayed, DiLoCo, Eager, Nesterov, OuterLoop, Streaming
 from atoll.core.codec import BLOCK, Codec
-from atoll.core.outer import Blend
+from atoll.core.outer_step import Blend
 from atoll.link.local import Absence, Faults
 from harness import Problem, by_part, snapshot, train, train_data_parallel, train_in_threads
 from oracle import codecs, reference

@@ -19,7 +19,7 @@ from atoll.core import allreduce as shots_module
 from atoll.core.allreduce import MOST_PARTS_EACH, PART_BYTES, Reduction, mean_between, part_of, sent_bytes, shots
 from atoll.core.codec import BLOCK, Codec
 from atoll.core.flat import PIECE
-from atoll.core.outer import weighted_mean
+from atoll.core.outer_step import weighted_mean
 from atoll.errors import ConfigError
 
 PLAIN = ["fp64", "fp32", "bf16", "fp16"]

@@ -8,7 +8,7 @@ import pytest
 
 from atoll.core.codec import Codec
 from atoll.core.fragments import Blocks, Whole
-from atoll.core.outer import Blend
+from atoll.core.outer_step import Blend
 from atoll.errors import ConfigError
 from atoll.outer.presets import Gradients, Sync
 from atoll.plan import cost

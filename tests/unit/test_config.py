@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from atoll.core.codec import Codec
 from atoll.core.fragments import Balanced, Blocks, Whole
-from atoll.core.outer import SGD, Adam, Blend, EagerMerge, Momentum, Nesterov
+from atoll.core.outer_step import SGD, Adam, Blend, EagerMerge, Momentum, Nesterov
 from atoll.errors import ConfigError
 from atoll.link.local import Absence, Faults
 from atoll.outer.presets import DataParallel, Delayed, DiLoCo, Eager, Streaming, Sync

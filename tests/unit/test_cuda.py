@@ -15,6 +15,7 @@ from atoll import (
     Delayed,
     DiLoCo,
     Eager,
+    Guard,
     Lockstep,
     OuterLoop,
     Streaming,
@@ -27,7 +28,7 @@ from atoll import (
 from atoll.core.codec import Codec
 from atoll.core.flat import fingerprint
 from atoll.core.fragments import Balanced
-from atoll.core.outer import SGD, Adam, Blend, Momentum, Nesterov, OuterOptimizer, weighted_mean
+from atoll.core.outer_step import SGD, Adam, Blend, Momentum, Nesterov, OuterOptimizer, weighted_mean
 from atoll.errors import NonFiniteError
 from atoll.outer.stats import Applied
 from atoll.settings import config
@@ -200,7 +201,7 @@ def test_rolled_back_and_lent_with_offload() -> None:
             model("cuda", torch.float32),
             Streaming(period=4, fragments=Balanced(count=2)),
             local(1)[0],
-            leave_out_nonfinite=True,
+            guard=Guard(leave_out_nonfinite=True),
             offload=offload,
         )
         walk([outer], 9)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from atoll import DataParallel, DiLoCo, Lockstep, OuterLoop, Streaming, Sync, connect, local
+from atoll import DataParallel, DiLoCo, Guard, Lockstep, OuterLoop, Streaming, Sync, connect, local
 from atoll.core.allreduce import Reduction
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError, LinkError
@@ -69,7 +69,7 @@ def make(problem: Problem, sync: Sync | Gradients, link: Link) -> OuterLoop:
         sync,
         link,
         weight=problem.all_weights[link.worker],
-        leave_out_nonfinite=True,
+        guard=Guard(leave_out_nonfinite=True),
     )
 
 

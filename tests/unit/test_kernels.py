@@ -22,7 +22,7 @@ from atoll import Delayed, DiLoCo, Eager, Lockstep, OuterLoop, Streaming, Sync, 
 from atoll.core.codec import BLOCK, Codec
 from atoll.core.flat import PIECE, fingerprint, joined_sums, words_of
 from atoll.core.fragments import Balanced
-from atoll.core.outer import SGD, Momentum, Nesterov, OuterOptimizer, blend, weighted_mean
+from atoll.core.outer_step import SGD, Momentum, Nesterov, OuterOptimizer, blend, weighted_mean
 from atoll.errors import NonFiniteError
 from atoll.kernels import codec as coding
 from atoll.kernels import outer as stepping

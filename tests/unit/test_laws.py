@@ -11,7 +11,7 @@ from atoll import DataParallel, DiLoCo, Eager, Lockstep, Nesterov, OuterLoop, St
 from atoll.core import allreduce
 from atoll.core.allreduce import MOST_PARTS_EACH
 from atoll.core.codec import BLOCK, Codec
-from atoll.core.outer import SGD, Blend, EagerMerge, Momentum
+from atoll.core.outer_step import SGD, Blend, EagerMerge, Momentum
 from atoll.link.base import RoundId
 from atoll.link.local import Absence, Faults
 from harness import (

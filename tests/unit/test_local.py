@@ -1,9 +1,12 @@
 """The link inside one process: agreement, faults as data, and errors instead of hangs."""
 
+import re
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -40,8 +43,7 @@ def test_rounds_are_forgotten_once_everybody_has_them() -> None:
             for p in pending:
                 p.wait()
         # No public door shows this; a leak would hold every payload of a run.
-        board = links[0]._store
-        assert not board.rounds and not board.taken and not board.reduced
+        assert not links[0]._store.rounds
 
 
 def test_lost_payloads_follow_the_seed() -> None:
@@ -124,8 +126,24 @@ def test_workers_with_different_models_are_told_so() -> None:
     problem = Problem(workers=2)
     a = OuterLoop(Toy(problem.start, (5, 5)), DiLoCo(period=5), links[0])
     b = OuterLoop(Toy(problem.start, (2, 8)), DiLoCo(period=5), links[1])
-    with pytest.raises(LinkError, match="differ in layout of fragment 0: 2 parameters of float64, 10 values, anchor"):
+    with pytest.raises(
+        LinkError, match="differ in layout of fragment 0: 2 parameters of float64, 10 values, an"
+    ) as met:
         Lockstep([a, b]).step()
+    named = "trained parameter 'parts.0.values' (make the same model on all): (2,) float64 against (5,) float64"
+    assert str(met.value).endswith(f"; {named}; and 1 more")
+
+
+def test_workers_with_different_depths_get_one_line_each_of_fragments_and_parameters() -> None:
+    loops = [
+        OuterLoop(Toy(np.zeros(sum(sizes)), sizes), Streaming(fragments=by_part(len(sizes))), link)
+        for link, sizes in zip(local(2), ((3,) * 6, (4,) * 7), strict=True)
+    ]
+    with pytest.raises(LinkError) as met:
+        Lockstep(loops).step()
+    message = str(met.value)
+    assert message.count("layout of fragment") == message.count("trained parameter ") == 1
+    assert len(message) < 700 and re.search(r"and \d+ more$", message)
 
 
 def test_workers_with_parameters_of_different_dtypes_are_told_so() -> None:
@@ -212,6 +230,70 @@ def test_a_worker_that_fails_takes_the_others_down_with_its_reason() -> None:
         run_local(work, local(3))
     assert len(seen) == 2
     assert all("worker 1 left without sending: ValueError: out of coffee" in message for message in seen)
+
+
+FEWER = "all workers must make the same number of steps and then call finish"
+
+
+@pytest.mark.parametrize(
+    ("steps", "finishes", "message"),
+    [
+        (
+            (12, 10),
+            True,
+            r"worker 1 called finish\(\) after step 10, worker 0 sent step 12 last and has not called finish\(\)",
+        ),
+        ((13, 11), True, r"worker \d called finish\(\) after step 1\d, worker \d "),
+        (
+            (12, 9),
+            True,
+            r"worker 1 sent step 9 last and ended, worker 0 sent step 12 last and has not called finish\(\)",
+        ),
+        ((10, 10), False, r"worker 1 sent step 9 last and ended, worker 0 called finish\(\) after step 10"),
+        ((4, 0), False, r"worker 1 sent nothing and ended, worker 0 sent step 3 last and has not called finish\(\)"),
+    ],
+)
+def test_workers_that_make_different_numbers_of_steps_or_do_not_finish_are_told_so_at_once(
+    steps: tuple[int, int], finishes: bool, message: str
+) -> None:
+    """Worker 1 makes fewer steps than worker 0, or does not call finish()."""
+    problem = Problem(workers=2)
+
+    def work(link: LocalLink) -> None:
+        loop = OuterLoop(Toy(problem.start, problem.sizes), DiLoCo(period=3), link)
+        loop.join()
+        for _ in range(steps[link.worker]):
+            inner_step(loop, 0.1)
+            loop.step()
+        if finishes or link.worker == 0:
+            loop.finish()
+
+    with pytest.raises(LinkError, match=rf"^{FEWER}\(\): {message}") as met:
+        run_local(work, local(2, timeout_s=60))
+    assert met.value.round_id is not None
+
+
+def test_who_waits_in_finish_for_a_worker_that_goes_on_without_it_is_told_so() -> None:
+    loops = Problem(workers=2).loops(DiLoCo(period=3), local(2, timeout_s=0.1))
+    train(loops, 4, 0.1)
+    with ThreadPoolExecutor(1) as pool:
+        error = pool.submit(loops[0].finish).exception()
+    assert "worker 1 in 0.1 s: worker 1 sent step 3 last and has not called finish(); call finish() on" in str(error)
+    loops = Problem(workers=2).loops(DiLoCo(period=3), local(2, timeout_s=0.1))
+    train(loops, 4, 0.1)
+    with pytest.raises(LinkError, match=r"which the same thread steps: .*Lockstep\(loops\)\.finish\(\)"):
+        loops[0].finish()
+
+
+@pytest.mark.parametrize(("steps", "unsent"), [(3, "4 of 4"), (7, "1 of 4"), (8, None), (0, None)])
+def test_a_run_that_ends_before_every_fragment_was_sent_says_so(steps: int, unsent: str | None) -> None:
+    loops = Problem(workers=2).loops(Streaming(period=5, fragments=by_part(4)))
+    train(loops, steps, 0.1)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        Lockstep(loops).finish()
+    found = [str(warning.message) for warning in seen]
+    assert found == [] if unsent is None else (len(found) == 1 and f"before the first send of {unsent} fra" in found[0])
 
 
 def test_a_worker_that_never_comes_is_named() -> None:

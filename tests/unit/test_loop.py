@@ -11,7 +11,7 @@ import atoll
 from atoll import DataParallel, Delayed, DiLoCo, Eager, Lockstep, Nesterov, OuterLoop, Streaming, Sync, local
 from atoll.core.codec import Codec
 from atoll.core.fragments import Balanced, Blocks
-from atoll.core.outer import SGD, Adam, Blend, EagerMerge
+from atoll.core.outer_step import SGD, Adam, Blend, EagerMerge
 from atoll.errors import AtollError, ConfigError, NonFiniteError
 from atoll.link.base import RoundId
 from atoll.link.local import Absence, Faults

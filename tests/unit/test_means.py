@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.core.codec import Codec
-from atoll.core.outer import SGD
+from atoll.core.outer_step import SGD
 
 
 class Vector(nn.Module):
@@ -24,7 +24,7 @@ class Workers:
         self.models = [Vector(values) for _ in range(workers)]
         method = atoll.DiLoCo(**{"period": 1, "codec": codec, "outer": SGD(1.0), **sync})
         self.loops = [
-            atoll.OuterLoop(model, method, link, outlier_ratio=None)
+            atoll.OuterLoop(model, method, link, guard=atoll.Guard(outlier_ratio=None))
             for model, link in zip(self.models, atoll.local(workers), strict=True)
         ]
         self.crew = atoll.Lockstep(self.loops)

@@ -6,7 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.core.outer import SGD, Adam, Blend, Momentum, Nesterov, OuterOptimizer, blend, eager_start, weighted_mean
+from atoll.core.outer_step import (
+    SGD,
+    Adam,
+    Blend,
+    Momentum,
+    Nesterov,
+    OuterOptimizer,
+    blend,
+    eager_start,
+    weighted_mean,
+)
 from atoll.errors import ConfigError
 
 START = torch.linspace(-1, 1, 7, dtype=torch.float64)

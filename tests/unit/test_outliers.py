@@ -11,7 +11,7 @@ from torch import nn
 
 import atoll
 from atoll.core.fragments import Balanced
-from atoll.core.guard import SMALLEST, Norms, Size, outliers
+from atoll.core.outliers import SMALLEST, Norms, Size, outliers
 from atoll.errors import ConfigError, LinkError
 from atoll.link.local import Absence, Faults
 from atoll.outer.presets import Sync
@@ -250,7 +250,7 @@ def test_what_explodes_just_before_the_end_is_left_out_of_the_last_exchange_too(
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_without_an_outlier_the_guard_changes_no_bit(workers: int) -> None:
-    runs = [Run(next(syncs("e3m0")), workers, outlier_ratio=ratio) for ratio in (10.0, None)]
+    runs = [Run(next(syncs("e3m0")), workers, guard=atoll.Guard(outlier_ratio=ratio)) for ratio in (10.0, None)]
     for run in runs:
         run.train(25)
     for mine, theirs in zip(*(run.models[0].parameters() for run in runs), strict=True):
@@ -268,7 +268,7 @@ def test_all_may_grow_together(sync: Sync) -> None:
 
 
 def test_with_the_guard_off_an_explosion_counts() -> None:
-    run = Run(next(syncs("fp32")), 2, outlier_ratio=None)
+    run = Run(next(syncs("fp32")), 2, guard=atoll.Guard(outlier_ratio=None))
     run.train(40, spoil=35)
     assert run.held_out() > 1e3
 
@@ -276,13 +276,13 @@ def test_with_the_guard_off_an_explosion_counts() -> None:
 @pytest.mark.parametrize("ratio", [1.0, 0, -3, float("nan"), float("inf"), 1e200, "10"])
 def test_a_ratio_that_makes_no_sense_is_refused(ratio: object) -> None:
     with pytest.raises(ConfigError, match="outlier_ratio must be a number above 1"):
-        Run(next(syncs("fp32")), 2, outlier_ratio=ratio)
+        atoll.Guard(outlier_ratio=ratio)  # type: ignore[arg-type]
 
 
 def test_workers_with_different_ratios_are_refused() -> None:
     links = atoll.local(2)
     loops = [
-        atoll.OuterLoop(nn.Linear(2, 2), atoll.DiLoCo(period=2), link, outlier_ratio=ratio)
+        atoll.OuterLoop(nn.Linear(2, 2), atoll.DiLoCo(period=2), link, guard=atoll.Guard(outlier_ratio=ratio))
         for link, ratio in zip(links, (10.0, None), strict=True)
     ]
     loops[0].join()
@@ -294,7 +294,7 @@ def test_a_ratio_may_be_a_whole_number() -> None:
     for link, ratio in zip(atoll.local(2), (10, 10.0), strict=True):
         model = nn.Linear(2, 2)
         nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
-        atoll.OuterLoop(model, atoll.DiLoCo(period=2), link, outlier_ratio=ratio).join()
+        atoll.OuterLoop(model, atoll.DiLoCo(period=2), link, guard=atoll.Guard(outlier_ratio=ratio)).join()
 
 
 def test_a_lost_payload_is_not_a_past_and_no_outlier() -> None:
@@ -343,7 +343,7 @@ def test_a_worker_that_is_rolled_back_has_a_fresh_optimizer_and_others_keep_thei
 
 
 def test_a_nan_does_not_stay_in_the_moments() -> None:
-    run = Run(next(syncs("fp32")), 2, leave_out_nonfinite=True)
+    run = Run(next(syncs("fp32")), 2, guard=atoll.Guard(leave_out_nonfinite=True))
     run.train(60, spoil=12, scale=float("nan"))
     assert run.loops[1].counters.roll_backs == 1
     assert run.loops[1].counters.rounds_left_out == 1

@@ -16,7 +16,7 @@ from torch import Tensor, distributed, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 
-from atoll import DataParallel, DiLoCo, Eager, Lockstep, OuterLoop, Streaming, Sync, checkpoint, connect, local
+from atoll import DataParallel, DiLoCo, Eager, Guard, Lockstep, OuterLoop, Streaming, Sync, checkpoint, connect, local
 from atoll.core.flat import checksum
 from atoll.core.fragments import Balanced
 from atoll.errors import AtollError, ConfigError, LinkError, NonFiniteError
@@ -526,7 +526,7 @@ class TestRolledBackAgainAndAgain:
         models[1].load_state_dict(models[0].state_dict())
         inner = [Momentum(model.parameters()) for model in models]
         loops = [
-            OuterLoop(model, sync, link, leave_out_nonfinite=True, on_roll_back=optimizer.forget)
+            OuterLoop(model, sync, link, guard=Guard(leave_out_nonfinite=True, on_roll_back=optimizer.forget))
             for model, link, optimizer in zip(models, local(2), inner, strict=True)
         ]
         with_inner(loops, inner, 20, spoilt=2)

@@ -10,7 +10,7 @@ import torch
 
 from atoll.core.allreduce import Reduction
 from atoll.core.codec import Codec
-from atoll.core.guard import Size
+from atoll.core.outliers import Size
 from atoll.link.base import Contribution, Member, RoundId
 from atoll.link.net import wire
 from atoll.link.net.wire import CODECS, HEADER_BYTES, BadMessage, MessageKind, MessageSpec, pack, unpack

@@ -16,7 +16,7 @@ from torch import Tensor
 from atoll._util.checks import check_whole
 from atoll.core.codec import BLOCK, Codec
 from atoll.core.flat import CPU, pieces
-from atoll.core.outer import weighted_mean
+from atoll.core.outer_step import weighted_mean
 
 ONE_SHOT_MEMBERS = 3
 """Up to here one shot costs no more bytes than 1.5 times two, takes one latency instead of two, and rounds once."""

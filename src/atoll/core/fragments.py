@@ -178,7 +178,7 @@ def _split_by_blocks(model: nn.Module, policy: Blocks) -> list[_Group]:
         raise ConfigError(
             f"{policy!r} needs repeated blocks, an nn.ModuleList or nn.Sequential whose members are all of one type, "
             f"and found none with trained parameters in {type(model).__name__}: put the layers in an nn.ModuleList of "
-            f"their own, or use Balanced(count=...) or Patterns(groups=...) from atoll.core.fragments"
+            f"their own, or use atoll.Balanced(count=...) or atoll.Patterns(groups=...)"
         )
     if policy.count is not None and policy.count > len(blocks):
         raise ConfigError(

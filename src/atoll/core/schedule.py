@@ -45,10 +45,14 @@ class Schedule:
         """Return the inner steps by which this fragment trails fragment 0 (t_p): 0 to period - 1."""
         return fragment * self.period // self.fragments
 
+    def first_send(self, fragment: int) -> int:
+        """Return the step after which this fragment is first sent: it has trained a full period then."""
+        return self.period + self.offset(fragment)
+
     def is_send(self, fragment: int, step: int) -> bool:
-        """Whether this fragment is sent after this step; every fragment trains a full period before its first."""
-        since = step - self.offset(fragment)
-        return since >= self.period and since % self.period == 0
+        """Return whether this fragment is sent after this step."""
+        since = step - self.first_send(fragment)
+        return since >= 0 and since % self.period == 0
 
     def due(self, step: int) -> Due:
         """Return what is sent and applied after this step, the same for every worker with this schedule."""

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atoll.core.codec import BLOCK, TOO_LARGE, Codec, nearest_limit
-from atoll.core.outer import shares_of
+from atoll.core.outer_step import shares_of
 from atoll.kernels.launch import TYPES, launch
 from atoll.kernels.live import Live, addresses
 

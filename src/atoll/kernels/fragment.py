@@ -10,7 +10,7 @@ from torch import Tensor
 
 from atoll.core.codec import Codec
 from atoll.core.flat import PIECE, Window, joined_sums, local_part, words_of
-from atoll.core.outer import OuterOptimizer, Slots
+from atoll.core.outer_step import OuterOptimizer, Slots
 from atoll.kernels import codec as coding
 from atoll.kernels import outer as stepping
 from atoll.kernels.fingerprint import sums_of_pieces

@@ -1,11 +1,11 @@
-"""Computes outer step and blend as `core.outer`, bit for bit: one pass over anchor, velocity and parameters."""
+"""Computes outer step and blend as `core.outer_step`, bit for bit: one pass over anchor, velocity and parameters."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from atoll.core.codec import BLOCK
-from atoll.core.outer import SGD, Adam, Momentum, Nesterov, OuterOptimizer
+from atoll.core.outer_step import SGD, Adam, Momentum, Nesterov, OuterOptimizer
 from atoll.kernels.launch import TYPES, launch
 from atoll.kernels.live import Live, addresses
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from atoll.core.allreduce import Reduction
-from atoll.core.guard import UNKNOWN, Size, outliers
+from atoll.core.outliers import UNKNOWN, Size, outliers
 
 LEFT_OUT = "left out"
 """Stands for a term that one of two workers does not have."""
@@ -162,8 +162,13 @@ def split_outliers(
 
 
 def describe_differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
-    """Describe at most three differing terms, as "period: 5 against 6; codec: ..."; None if all are equal."""
+    """Describe at most three differing terms, as "period: 5 against 6; codec: ..."; None if all are equal.
+
+    Of fragments' layouts and of parameters only the first that differs is described.
+    """
     differ = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
-    shown = [f"{key}: {mine.get(key, LEFT_OUT)} against {theirs.get(key, LEFT_OUT)}" for key in differ]
-    more = [f"and {len(differ) - _MAX_DIFFERENCES} more"] if len(differ) > _MAX_DIFFERENCES else []
-    return "; ".join(shown[:_MAX_DIFFERENCES] + more) or None
+    firsts = {" ".join(key.split()[:2]).rstrip("s"): key for key in reversed(differ)}  # "layout of", "frozen parameter"
+    chosen = [key for key in differ if key in firsts.values()][:_MAX_DIFFERENCES]
+    shown = [f"{key}: {mine.get(key, LEFT_OUT)} against {theirs.get(key, LEFT_OUT)}" for key in chosen]
+    more = [f"and {len(differ) - len(chosen)} more"] if len(differ) > len(chosen) else []
+    return "; ".join(shown + more) or None

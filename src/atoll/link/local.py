@@ -20,6 +20,8 @@ from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Link, Offer, Pending, Round, RoundId, TransferStats, describe_differences, split_outliers
 
 Result = TypeVar("Result")
+ENDED = "its work has ended"
+"""Why the link of a worker is closed that `run_local` has run to its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,20 @@ class Faults:
         return self.present(worker, step) and int(step * speed) > int((step - 1) * speed)
 
 
+@dataclass(slots=True)
+class _LocalRound:
+    """Holds what the workers have posted to one round."""
+
+    offers: dict[int, Offer | None] = field(default_factory=dict)
+    reductions: dict[int, Reduction] = field(default_factory=dict)
+    reduced: Tensor | None = None
+    """The encoded mean of a two-shot round, once the first worker has asked for it."""
+    last_s: float = 0.0
+    """When a worker last posted to it."""
+    taken: set[int] = field(default_factory=set)
+    """Workers that have the result."""
+
+
 class _LocalStore:
     """Holds the contributions that the workers of one process leave for each other."""
 
@@ -95,12 +111,9 @@ class _LocalStore:
         self.joined: dict[int, float] = {}
         self.threads: dict[int, threading.Thread] = {}
         self.gone: dict[int, str] = {}
-        self.rounds: dict[RoundId, dict[int, Offer | None]] = {}
-        self.reductions: dict[RoundId, dict[int, Reduction]] = {}
+        self.rounds: dict[RoundId, _LocalRound] = {}
+        self.newest: dict[int, RoundId] = {}  # by worker: the round it has posted to last
         self.dealt: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # by fragment: its last reduced round
-        self.reduced: dict[RoundId, Tensor] = {}
-        self.last_s: dict[RoundId, float] = {}  # when a worker last posted to a round
-        self.taken: dict[RoundId, set[int]] = {}
 
     def join(self, worker: int, terms: Mapping[str, str], weight: float) -> None:
         with self.changed:
@@ -130,9 +143,10 @@ class _LocalStore:
         with self.changed:
             self.check_open(worker)
             self.threads[worker] = threading.current_thread()
-            self.rounds.setdefault(round_id, {})[worker] = offer if arrives else None
-            self.reductions.setdefault(round_id, {})[worker] = reduction
-            self.last_s[round_id] = time.perf_counter()
+            posted = self.rounds.setdefault(round_id, _LocalRound())
+            posted.offers[worker], posted.reductions[worker] = offer if arrives else None, reduction
+            posted.last_s = time.perf_counter()
+            self.newest[worker] = round_id
             self.changed.notify_all()
 
     def take(self, worker: int, round_id: RoundId, reduction: Reduction, opened_s: float) -> Round:
@@ -140,31 +154,28 @@ class _LocalStore:
         with self.changed:
             self.check_open(worker)
             posted = self.rounds[round_id]
-            self.wait_for(round_id, worker, lambda: [w for w in members if w not in posted])
-            offers = [offer for _, offer in sorted(posted.items()) if offer is not None]
-        arrived = [
-            c for offer in offers if (c := offer.settled()) is not None
-        ]  # outside the lock: this may wait for a GPU
+            self.wait_for(round_id, worker, lambda: [w for w in members if w not in posted.offers])
+            offers = [offer for _, offer in sorted(posted.offers.items()) if offer is not None]
+        # Outside the lock, for this may wait for a GPU.
+        arrived = [sent for offer in offers if (sent := offer.settled()) is not None]
         with self.changed:
             self.check_open(worker)
             counted, outliers = split_outliers(arrived, reduction)
             payloads, who = tuple(c.payload for c in counted), tuple(c.member for c in counted)
-            if counted and shots(len(members)) == 2 and round_id not in self.reduced:
+            if counted and shots(len(members)) == 2 and posted.reduced is None:
                 here = [payload.to(reduction.device) for payload in payloads]
-                self.reduced[round_id] = mean_between(self.reducers(round_id), here, [m.weight for m in who])
-            if round_id in self.reduced and reduction.residual is not None:  # an absent worker saves it, too
+                posted.reduced = mean_between(self.reducers(round_id), here, [m.weight for m in who])
+            if posted.reduced is not None and reduction.residual is not None:  # an absent worker saves it, too
                 reduction.residual.note(tuple(round_id), tuple(members))
-            transfer = TransferStats(opened_s, self.last_s[round_id])
-            completed = Round(round_id, who, payloads, self.reduced.get(round_id), outliers, transfer=transfer)
-            self.taken.setdefault(round_id, set()).add(worker)
-            if len(self.taken[round_id] | self.gone.keys()) == self.workers:
-                del self.rounds[round_id], self.reductions[round_id], self.taken[round_id], self.last_s[round_id]
-                self.reduced.pop(round_id, None)
-            return completed
+            posted.taken.add(worker)
+            if len(posted.taken | self.gone.keys()) == self.workers:
+                del self.rounds[round_id]
+            transfer = TransferStats(opened_s, posted.last_s)
+            return Round(round_id, who, payloads, posted.reduced, outliers, transfer=transfer)
 
     def reducers(self, round_id: RoundId) -> dict[int, Reduction]:
         """Return the members of a round about to be reduced; one that was absent learns of the round before."""
-        reductions = {member: self.reductions[round_id][member] for member in self.members(round_id.step)}
+        reductions = {member: self.rounds[round_id].reductions[member] for member in self.members(round_id.step)}
         before = self.dealt.get(round_id.fragment)
         for reduction in reductions.values():
             if before is not None and reduction.residual is not None:
@@ -178,17 +189,39 @@ class _LocalStore:
         deadline = time.monotonic() + self.timeout_s
         while absent := missing():
             for other in absent:
+                if self.gone.get(other) == ENDED or self.is_past(other, round_id):
+                    problem = "all workers must make the same number of steps and then call finish()"
+                    whose = f"{self.progress(other)}, {self.progress(worker)}"
+                    raise LinkError(f"{problem}: {whose}", worker=other, round_id=round_id)
                 if other in self.gone:
                     problem = f"{at}: worker {other} left without sending: {self.gone[other]}"
                     raise LinkError(problem, worker=other, round_id=round_id)
                 if self.threads.get(other) is threading.current_thread():
                     problem = f"{at}: worker {worker} waits for worker {other}, which the same thread steps"
-                    advice = "step them together with atoll.Lockstep(loops).step()"
+                    call = "finish()" if round_id and round_id.last else "step()"
+                    advice = f"step them together with atoll.Lockstep(loops).{call}"
                     raise LinkError(f"{problem}: {advice}", worker=other, round_id=round_id)
             if not self.changed.wait(deadline - time.monotonic()):
                 names = f"worker{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
                 problem = f"{at}: nothing from {names} in {self.timeout_s:g} s"
+                if round_id and round_id.last:
+                    problem += f": {self.progress(absent[0])}; call finish() on every worker"
                 raise LinkError(problem, worker=absent[0], round_id=round_id)
+
+    def is_past(self, worker: int, round_id: RoundId | None) -> bool:
+        """Return whether a worker that has not posted to a round never will: it has made more steps, or fewer."""
+        newest = self.newest.get(worker)
+        if newest is None or round_id is None:
+            return False
+        return newest.step > round_id.step or (newest.last and not round_id.last)
+
+    def progress(self, worker: int) -> str:
+        """Describe how far a worker has come, as far as its rounds tell."""
+        newest = self.newest.get(worker)
+        if newest is not None and newest.last:
+            return f"worker {worker} called finish() after step {newest.step}"
+        sent = "nothing" if newest is None else f"step {newest.step} last"
+        return f"worker {worker} sent {sent} and {'ended' if worker in self.gone else 'has not called finish()'}"
 
     def check_open(self, worker: int) -> None:
         if worker in self.gone:
@@ -286,7 +319,7 @@ def run_local(work: Callable[[LocalLink], Result], links: list[LocalLink]) -> li
             link.close(f"{type(error).__name__}: {error}")
             raise
         finally:
-            link.close("its work has ended; all workers must make the same number of steps")
+            link.close(ENDED)
 
     with ThreadPoolExecutor(len(links), thread_name_prefix="atoll-worker") as pool:
         futures = [pool.submit(worker, link) for link in links]

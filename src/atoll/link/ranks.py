@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 from atoll.core.allreduce import Reduction
-from atoll.core.guard import Size
+from atoll.core.outliers import Size
 from atoll.errors import AtollError, LinkError
 from atoll.link.base import Link, Member, Offer, Pending, Round, RoundId, TransferStats, describe_differences
 

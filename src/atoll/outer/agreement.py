@@ -14,10 +14,10 @@ from atoll.link.base import Link, describe_differences
 from atoll.outer.presets import Gradients, Sync
 
 MOST_TERMS = 512
-"""For frozen parameters: those of a model that has more are compared several together, so that messages stay small."""
+"""For parameters: those of a model that has more are compared several together, so that messages stay small."""
 
 
-def check_arguments(model: object, sync: object, link: Link, weight: float, outlier_ratio: float | None) -> None:
+def check_arguments(model: object, sync: object, link: Link, weight: float) -> None:
     """Raise a ConfigError for what an OuterLoop cannot be made of."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -29,10 +29,6 @@ def check_arguments(model: object, sync: object, link: Link, weight: float, outl
         )
     if not hasattr(weight, "__float__") or not 0 < weight <= 1e18:
         raise ConfigError(f"weight of worker {link.worker} must be a number above 0, at most 1e18, got {weight!r}")
-    if outlier_ratio is not None and not (hasattr(outlier_ratio, "__float__") and 1 < outlier_ratio <= 1e9):
-        raise ConfigError(
-            f"outlier_ratio must be a number above 1, at most 1e9, or None for no limit, got {outlier_ratio!r}"
-        )
 
 
 def warn_of_buffers(model: nn.Module) -> None:
@@ -61,19 +57,31 @@ def starting_terms(starts: Iterable[Tensor]) -> dict[str, str]:
     return {key: f"checksum {zlib.crc32(sums.encode()):08x}"}
 
 
+def trained_terms(windows: Sequence[Window]) -> dict[str, str]:
+    """Return shapes and dtypes of the trained parameters by name, so that an error can name the first that differs."""
+    parameters = [named for window in windows for named in zip(window.names, window.parameters(), strict=True)]
+    described = [(name, f"{tuple(local_part(p).shape)} {p.dtype}") for name, p in parameters]
+    return _terms_by_name("trained", described, "make the same model on all")
+
+
 def frozen_terms(model: nn.Module) -> dict[str, str]:
     """Return checksums of the frozen parameters by name: a LoRA trained over another model is another LoRA."""
-    parameters = [(plain_name(name), parameter) for name, parameter in frozen(model).items()]
+    parameters = frozen(model).items()
+    described = [(n, f"{tuple(local_part(p).shape)} {p.dtype} checksum {checksum(p):08x}") for n, p in parameters]
+    return _terms_by_name("frozen", described, "load the same on all")
+
+
+def _terms_by_name(kind: str, parameters: Sequence[tuple[str, str]], advice: str) -> dict[str, str]:
+    """Return a term for each parameter, or for several together where there are many."""
     size = -(-len(parameters) // MOST_TERMS) or 1
     terms = {}
     for at in range(0, len(parameters), size):
-        group = parameters[at : at + size]
-        what = [f"{tuple(local_part(p).shape)} {p.dtype} checksum {checksum(p):08x}" for _, p in group]
+        group = [(plain_name(name), described) for name, described in parameters[at : at + size]]
         if len(group) == 1:
-            terms[f"frozen parameter {group[0][0]!r} (load the same on all)"] = what[0].replace("torch.", "")
+            terms[f"{kind} parameter {group[0][0]!r} ({advice})"] = group[0][1].replace("torch.", "")
         else:
-            exact = "; ".join(f"{name} {words}" for (name, _), words in zip(group, what, strict=True))
-            key = f"frozen parameters from {group[0][0]!r} to {group[-1][0]!r} (load the same on all)"
+            exact = "; ".join(f"{name} {described}" for name, described in group)
+            key = f"{kind} parameters from {group[0][0]!r} to {group[-1][0]!r} ({advice})"
             terms[key] = f"{len(group)}, checksum {zlib.crc32(exact.encode()):08x}"
     return terms
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from atoll._util.device_values import DeviceValues
 from atoll.core.codec import Codec
 from atoll.core.flat import Window, pieces
-from atoll.core.outer import Adam, OuterOptimizer, blend, weighted_mean
+from atoll.core.outer_step import Adam, OuterOptimizer, blend, weighted_mean
 from atoll.errors import NonFiniteError
 from atoll.kernels import fused
 from atoll.link.base import Contribution, Round
@@ -114,7 +114,7 @@ class Backend:
         self.window.write(local)
 
 
-class KernelBackend(Backend):
+class KernelBackend(Backend):  # pragma: no cover (needs Triton: tests/unit/test_kernels.py, test_cuda.py)
     """Computes with Triton kernels: one pass over memory where torch takes several."""
 
     def __init__(self, window: Window, codec: Codec, kernels: "Fused") -> None:
@@ -174,7 +174,7 @@ class KernelBackend(Backend):
             self.blend(anchor, alpha)
 
 
-class Encoding:
+class Encoding:  # pragma: no cover (made by kernels alone)
     """Offers a payload that a device still encodes: whether it can be sent is known once that is done."""
 
     def __init__(

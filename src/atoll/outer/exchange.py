@@ -7,7 +7,7 @@ from dataclasses import replace
 from atoll.core.allreduce import MOST_PARTS_EACH, MeanResidual, Reduction, sent_bytes
 from atoll.core.codec import Codec
 from atoll.core.flat import Window
-from atoll.core.guard import SMALLEST
+from atoll.core.outliers import SMALLEST
 from atoll.errors import LinkError
 from atoll.link.base import Link, Member, Offer, Pending, Round, RoundId
 from atoll.outer.stats import Counters

@@ -3,6 +3,7 @@
 These are the phases of `OuterLoop.finish()`.
 """
 
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,15 +24,17 @@ def prepare(loop: "OuterLoop") -> None:
     loop._begin()
     if loop._schedule is None:
         return
+    if loop.link.workers > 1:
+        _warn_of_period(loop._schedule, loop.steps)
     loop._watch.stepped(loop.link, judge_last=True)
-    loop._recovery.settle(range(len(loop.fragments)), loop.steps)
+    loop._roll_backs.settle(range(len(loop.fragments)), loop.steps)
     check_coverage(loop.model, loop._windows)
     spoilt = False
     for fragment, replica in enumerate(loop._rounds.replicas):
         round_id = RoundId(loop.steps, fragment, last=True)
         loop._rounds.offload.use_only(fragment)
         delta = replica.delta()
-        spoilt |= loop._recovery.is_spoilt({round_id: loop._rounds.prepare(round_id, delta=delta)})
+        spoilt |= loop._roll_backs.is_spoilt({round_id: loop._rounds.prepare(round_id, delta=delta)})
         loop._sending[round_id] = Flight(delta=loop._rounds.offload.kept(delta))
     if loop.link.on_any_rank(spoilt):
         loop._sending = {round_id: Flight() for round_id in loop._sending}
@@ -45,7 +48,7 @@ def send(loop: "OuterLoop") -> None:
     rounds, steps = loop._rounds, loop.steps
     rest, loop._sending = loop._sending, {}
     if any(flight.delta is None for flight in rest.values()):
-        loop._recovery.give_up(loop.steps)
+        loop._roll_backs.give_up(loop.steps)
     for round_id, flight in rounds.waiting():
         last, replica = rest[RoundId(steps, round_id.fragment, last=True)], rounds.replicas[round_id.fragment]
         loop._rounds.offload.use_only(round_id.fragment)
@@ -53,7 +56,7 @@ def send(loop: "OuterLoop") -> None:
         lost = rounds.apply(round_id, steps, merging=False)
         rounds.unsent_work(round_id, flight, delta, lost=lost is not None)
         last.delta = loop._rounds.offload.kept(delta)
-    if loop._recovery.leave_outliers():
+    if loop._roll_backs.leave_outliers():
         rest = {round_id: Flight() for round_id in rest}
     for round_id, last in rest.items():
         replica = rounds.replicas[round_id.fragment]
@@ -75,6 +78,17 @@ def apply(loop: "OuterLoop") -> None:
         replica.window.write(replica.anchor)
     loop._watch.merged = True
     loop._rounds.drop(loop.steps + loop._schedule.period)
+
+
+def _warn_of_period(schedule: Schedule, steps: int) -> None:
+    """Warn if a run ends before every fragment was sent; alike on all workers, so that Python prints it once."""
+    unsent = sum(schedule.first_send(fragment) > steps for fragment in range(schedule.fragments))
+    if steps and unsent:
+        warnings.warn(
+            f"finish() after {steps} steps, before the first send of {unsent} of {schedule.fragments} fragments: they "
+            f"are only averaged now; choose a period shorter than the run, not {schedule.period}",
+            stacklevel=3,
+        )
 
 
 def _measured(last: Flight, replica: FragmentReplica) -> Tensor:

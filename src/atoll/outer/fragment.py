@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from atoll.core.flat import fingerprint, pieces
-from atoll.core.guard import DUST, Norms, Size
-from atoll.core.outer import SGD, Adam, Blend, LinearOuter, eager_start
+from atoll.core.outer_step import SGD, Adam, Blend, LinearOuter, eager_start
+from atoll.core.outliers import DUST, Norms, Size
 from atoll.link.base import Contribution, Member, Offer, Round
 from atoll.outer.backend import Backend
 from atoll.outer.presets import Sync
@@ -30,12 +30,8 @@ class BlendMerge:
         """How much of the live parameters stays, 0 to 1."""
         self.own: Tensor | None = None
 
-    def start(self, anchor: Tensor, piece: slice) -> Tensor:
-        """Return where the work since the last send began: at the anchor."""
-        return anchor[piece]
-
-    def whole_start(self, anchor: Tensor, *, copy: bool) -> Tensor:
-        """Return all of it, as a vector that the caller may change if `copy` is set."""
+    def start(self, anchor: Tensor, *, copy: bool) -> Tensor:
+        """Return where the work since the last send began: at the anchor. The caller may change a copy."""
         return anchor.clone() if copy else anchor
 
     def sent(self, payload: Tensor) -> None:
@@ -68,20 +64,15 @@ class EagerMerge(BlendMerge):
         self._outer = outer
         self._backend = backend
 
-    def start(self, anchor: Tensor, piece: slice) -> Tensor:
-        """Return where the work since the last send began: at the worker's own start."""
-        if self._newest is None or self.own is None:
-            return anchor[piece]
-        newest = self._backend.decode_piece(self._newest, piece)
-        return eager_start(self._outer, anchor[piece], self.own[piece], newest, self._share)
-
-    def whole_start(self, anchor: Tensor, *, copy: bool) -> Tensor:
-        """Return all of it, as a vector that the caller may change if `copy` is set."""
+    def start(self, anchor: Tensor, *, copy: bool) -> Tensor:
+        """Return where the work since the last send began: at the worker's own start. The caller may change a copy."""
         if self._newest is None:
-            return super().whole_start(anchor, copy=copy)
+            return super().start(anchor, copy=copy)
+        assert self.own is not None
         start = torch.empty_like(anchor)
         for piece in pieces(start.numel(), start.device):
-            start[piece] = self.start(anchor, piece)
+            newest = self._backend.decode_piece(self._newest, piece)
+            start[piece] = eager_start(self._outer, anchor[piece], self.own[piece], newest, self._share)
         return start
 
     def sent(self, payload: Tensor) -> None:
@@ -98,9 +89,10 @@ class EagerMerge(BlendMerge):
                 what the others will know, and stays in the live parameters as work not yet sent.
         """
         anchor, window = replica.anchor, replica.window
-        if self._newest is None or self.own is None:  # rolled back: nothing of its own is under way
+        if self._newest is None:  # rolled back: nothing of its own is under way
             window.write(anchor)
             return
+        assert self.own is not None
         self._share = share
         local = torch.empty_like(anchor)
         for piece in pieces(local.numel(), local.device):
@@ -114,8 +106,8 @@ class EagerMerge(BlendMerge):
 
     def forget(self) -> None:
         """Drop the worker's own momentum and its newest delta."""
-        if self.own is not None:
-            self.own.zero_()
+        assert self.own is not None
+        self.own.zero_()
         self._newest = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,8 +116,8 @@ class EagerMerge(BlendMerge):
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Continue from what state_dict gave."""
-        if self.own is not None:
-            self.own.copy_(state["own"])
+        assert self.own is not None
+        self.own.copy_(state["own"])
         self._newest = copy_of(state["newest"], device)
         self._share = state["share"]
 
@@ -166,7 +158,7 @@ class FragmentReplica:
 
     def delta(self) -> Tensor:
         """Return where the worker started minus where it is, plus what rounding has kept back."""
-        delta = self.window.subtract_from(self.merge.whole_start(self.anchor, copy=True))
+        delta = self.window.subtract_from(self.merge.start(self.anchor, copy=True))
         return delta if self.residual is None else delta.add_(self.residual)
 
     def prepare(self, member: Member, seed: int, *, wait: bool) -> tuple[Tensor | None, Offer]:
@@ -185,13 +177,13 @@ class FragmentReplica:
         """
         if self.residual is None:
             made = Contribution(self._standing(member), EMPTY)
-            start = self.merge.whole_start
+            start = self.merge.start
             encoding = self.backend.encode_live(lambda: start(self.anchor, copy=False), self.anchor, made)
             # A worker that was rolled back sends nothing, so nobody would ask later. And a rank that holds a part of
             # the model must know of a value it cannot send before the next forward pass gives it to the other ranks.
             now = wait or self.left_out or self.window.in_parts
             offer: Offer | None = encoding.settled() if encoding is not None and now else encoding
-            if offer is not None:
+            if offer is not None:  # pragma: no cover (needs kernels)
                 return None, offer
         delta = self.delta()
         return delta, self.encode(delta, member, seed)
@@ -254,12 +246,12 @@ class FragmentReplica:
 
     # ------------------------------------------------------------------ offload and resume
 
-    def vectors(self) -> dict[str, Tensor]:
+    def vectors(self) -> dict[str, Tensor]:  # pragma: no cover (for offload, which needs CUDA)
         """Return all vectors that are needed only when the fragment is due."""
         own = {"residual": self.residual, "own": self.merge.own}
         return {"anchor": self.anchor, **self.slots, **{name: v for name, v in own.items() if v is not None}}
 
-    def replace_vectors(self, vectors: Mapping[str, Tensor]) -> None:
+    def replace_vectors(self, vectors: Mapping[str, Tensor]) -> None:  # pragma: no cover (as above)
         """Use these copies of what `vectors` gave from now on."""
         self.anchor = vectors["anchor"]
         self.slots = {name: vectors[name] for name in self.slots}

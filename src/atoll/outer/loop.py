@@ -14,7 +14,7 @@ Every operation has three phases, so that one caller can take several workers th
 nothing of the step has been done yet and all that can be refused is; send; and apply, which waits for other workers.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -23,7 +23,6 @@ from torch import nn
 
 from atoll.core.flat import Window, check_coverage, scatter, state_dtype, trainable
 from atoll.core.fragments import Whole, describe, split
-from atoll.core.guard import OUTLIER_RATIO
 from atoll.core.schedule import Due, Schedule
 from atoll.errors import AtollError
 from atoll.link.base import Contribution, Link, RoundId
@@ -35,6 +34,7 @@ from atoll.outer.agreement import (
     live_checksums,
     starting_terms,
     terms_of,
+    trained_terms,
     warn_of_buffers,
 )
 from atoll.outer.backend import backend_for
@@ -43,7 +43,7 @@ from atoll.outer.fragment import FragmentReplica
 from atoll.outer.gradients import GradientAverage
 from atoll.outer.offload import Offload, OnDevice
 from atoll.outer.presets import Gradients, Sync
-from atoll.outer.recovery import InnerOptimizers, Recovery
+from atoll.outer.roll_back import Guard, InnerOptimizers, RollBacks
 from atoll.outer.rounds import Flight, Rounds
 from atoll.outer.stats import Counters, Observer
 from atoll.outer.watch import ModelWatch
@@ -62,12 +62,7 @@ class OuterLoop:
         sync: An algorithm: `DiLoCo(...)`, `Streaming(...)`, `Eager(...)` or another preset.
         link: This worker's end of a link.
         weight: This worker's part in every mean, for instance the number of examples in its shard.
-        leave_out_nonfinite: Leaves a worker whose delta (or gradient) holds a NaN or an infinity out of the round and
-            rolls it back, instead of raising NonFiniteError.
-        outlier_ratio: Leaves out, and rolls back, a worker whose delta has more than this many times the norm that its
-            own last rounds and the other workers' deltas lead to expect. None lets every finite delta count.
-        on_roll_back: Is called when this worker is rolled back. Torch optimizers forget their state then; this is for
-            any other state.
+        guard: Which deltas are left out of a round instead of counted or refused; see `Guard`.
         offload: Keeps anchors, velocities and the like of a model on a GPU in the host's memory and prefetches them for
             the fragment that is due.
         observer: Is told of every round that this worker applies.
@@ -80,13 +75,11 @@ class OuterLoop:
         link: Link,
         *,
         weight: float = 1.0,
-        leave_out_nonfinite: bool = False,
-        outlier_ratio: float | None = OUTLIER_RATIO,
-        on_roll_back: Callable[[], object] | None = None,
+        guard: Guard = Guard(),
         offload: bool = False,
         observer: Observer | None = None,
     ) -> None:
-        check_arguments(model, sync, link, weight, outlier_ratio)
+        check_arguments(model, sync, link, weight)
         warn_of_buffers(model)
         self.model = model
         self.sync = sync
@@ -96,7 +89,7 @@ class OuterLoop:
         dtype = state_dtype(trainable(model))
         windows = [Window(model, fragment.parameters, dtype) for fragment in self.fragments]
         trailing = sync.trailing(link.workers) if isinstance(sync, Sync) else ()
-        ratio = outlier_ratio if isinstance(sync, Sync) and link.workers > 1 else None
+        ratio = guard.outlier_ratio if isinstance(sync, Sync) and link.workers > 1 else None
         exchange = Exchange(link, sync.codec, float(weight), windows, trailing=trailing, outlier_ratio=ratio)
         self._gradients: GradientAverage | None = None
         self._schedule: Schedule | None = None
@@ -109,19 +102,19 @@ class OuterLoop:
                 residence.add(replicas[-1])
         else:
             self._gradients = GradientAverage(
-                exchange, backend_for(windows[0], sync.codec), leave_out_nonfinite=leave_out_nonfinite
+                exchange, backend_for(windows[0], sync.codec), leave_out_nonfinite=guard.leave_out_nonfinite
             )
         self._rounds = Rounds(
             exchange,
             replicas,
             observer,
             offload=residence,
-            leave_out_nonfinite=leave_out_nonfinite,
+            leave_out_nonfinite=guard.leave_out_nonfinite,
             longest_delay=max(sync.delays) if isinstance(sync, Sync) else 0,
         )
         eager = isinstance(sync, Sync) and sync.eager
         self._watch = ModelWatch(model, windows, self._schedule, eager=eager)
-        self._recovery = Recovery(self._rounds, self._watch, InnerOptimizers(model), on_roll_back)
+        self._roll_backs = RollBacks(self._rounds, self._watch, InnerOptimizers(model), guard.on_roll_back)
         self._status = "new"  # then "joined", then "finished"
         self._sending: dict[RoundId, Flight] = {}
 
@@ -168,7 +161,7 @@ class OuterLoop:
         if not self.steps:  # from there on, rounds compare
             anchors = [replica.anchor for replica in self._rounds.replicas]
             here |= starting_terms(anchors or [window.read() for window in self._windows])
-        self.link.join({**self._terms(), **here}, self._rounds.exchange.member.weight)
+        self.link.join({**self._terms(), **trained_terms(self._windows), **here}, self._rounds.exchange.member.weight)
         self._status = "joined"
         self._rounds.reopen()
 
@@ -202,11 +195,10 @@ class OuterLoop:
         """Give up what this worker has trained and not yet sent, for instance after a loss that is not finite.
 
         Its parameters become the anchor, and the next round of every fragment is completed without it. Torch optimizers
-        that step them forget their state; `on_roll_back` is for others. Under DataParallel there is nothing to roll
-        back.
+        that step them forget their state; `Guard.on_roll_back` is for others. DataParallel has nothing to roll back.
         """
         self._check_not_lent()
-        self._recovery.roll_back()
+        self._roll_backs.roll_back()
 
     @contextmanager
     def anchor(self) -> Iterator[nn.Module]:
@@ -246,9 +238,9 @@ class OuterLoop:
         self._watch.merged = False
         self._watch.stepped(self.link, judge=bool(due.send or due.apply))
         if due.send or due.apply:
-            self._recovery.settle(due.send, self.steps)
+            self._roll_backs.settle(due.send, self.steps)
         if self._schedule is not None and self._schedule.delay and self._due(self.steps).send:
-            self._recovery.leave_runaway(self.steps, due.send)
+            self._roll_backs.leave_runaway(self.steps, due.send)
         for fragment in due.apply:
             self._windows[fragment].parameters()  # what could not be written later is refused now
         self._rounds.offload.use({*due.send, *due.apply})
@@ -271,13 +263,13 @@ class OuterLoop:
         self._watch.merging(step)
         lost = {f: self._rounds.apply(RoundId(step - self._schedule.delay, f), step) for f in due.apply}
         if due.apply:
-            self._recovery.leave_outliers()
+            self._roll_backs.leave_outliers()
         if self.link.present(step):
             for fragment in due.send:
                 self._rounds.begin_period(fragment, step, lost.get(fragment))
         self._rounds.drop(step)
         if self.link.present(step + 1) and not self.link.present(step):
-            self._recovery.start_anew()
+            self._roll_backs.start_anew()
         self._watch.merged_at(step)
         coming = self._due(step + 1)
         self._rounds.offload.prefetch({*coming.send, *coming.apply})
@@ -305,13 +297,13 @@ class OuterLoop:
     def _send(self) -> None:
         """Send what was prepared, unless some of it is not finite: then none of this worker's work is any good."""
         sending, self._sending = self._sending, {}
-        if sending and self.link.on_any_rank(self._recovery.is_spoilt(sending)):
-            self._recovery.give_up(self.steps)
+        if sending and self.link.on_any_rank(self._roll_backs.is_spoilt(sending)):
+            self._roll_backs.give_up(self.steps)
         elif any(
             isinstance(flight.offer, Contribution) and not self._rounds.replicas[round_id.fragment].left_out
             for round_id, flight in sending.items()
         ):
-            self._recovery.in_a_row = 0
+            self._roll_backs.in_a_row = 0
         self._rounds.send(sending)
 
     # ------------------------------------------------------------------ data-parallel

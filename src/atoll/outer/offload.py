@@ -13,7 +13,7 @@ from atoll.errors import ConfigError
 from atoll.outer.fragment import FragmentReplica
 
 
-class HostState:
+class HostState:  # pragma: no cover (needs CUDA: tests/unit/test_cuda.py)
     """Moves one replica's vectors between the host and the device."""
 
     def __init__(self, replica: FragmentReplica, stream: torch.cuda.Stream) -> None:
@@ -79,7 +79,7 @@ class OnDevice:
         return vector
 
 
-class Offload(OnDevice):
+class Offload(OnDevice):  # pragma: no cover (needs CUDA: tests/unit/test_cuda.py)
     """Keeps all replicas of one worker in the host's memory, but for the fragments that are due."""
 
     def __init__(self) -> None:

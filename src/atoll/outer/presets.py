@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar, get_args
 
 from atoll.core.codec import Codec
 from atoll.core.fragments import Blocks, FragmentPolicy, Whole
-from atoll.core.outer import Adam, Blend, EagerMerge, Merge, Nesterov, OuterOptimizer
+from atoll.core.outer_step import Adam, Blend, EagerMerge, Merge, Nesterov, OuterOptimizer
 from atoll.core.schedule import Schedule
 from atoll.errors import ConfigError
 

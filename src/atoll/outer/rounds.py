@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.flat import CPU
-from atoll.core.guard import Size
+from atoll.core.outliers import Size
 from atoll.errors import NonFiniteError
 from atoll.link.base import Contribution, Member, Offer, Pending, Round, RoundId
 from atoll.outer.exchange import Exchange
@@ -151,7 +151,7 @@ class Rounds:
     def refusal(self, round_id: RoundId, offer: Offer) -> NonFiniteError:
         """Return the error for an offer that could not be sent: the parameter is looked up in the payload."""
         window, where = self.exchange.windows[round_id.fragment], ""
-        if offer.payload.numel():
+        if offer.payload.numel():  # pragma: no cover (a payload of kernels; a resumed run has none)
             values = self.exchange.codec.largest(offer.payload, window.numel)
             names = dict.fromkeys(window.locate(index) for index in (values.start, values.stop - 1))
             where = f", parameter {' or '.join(map(repr, names))}"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from atoll._util.device_values import DeviceValues
-from atoll.core.outer import shares_of
+from atoll.core.outer_step import shares_of
 from atoll.link.base import Round, RoundId, TransferStats
 
 

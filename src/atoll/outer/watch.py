@@ -79,12 +79,12 @@ class ModelWatch:
             judge: Whether to judge the merges of earlier steps now, of which a device has worked out what it takes.
             judge_last: Whether to judge this step as well.
         """
-        if self._merges is not None:
-            if judge:
-                self._merges.check(link)  # of steps before: a GPU may still be at this one
-            self._merges.stepped()
-            if judge_last:
-                self._merges.check(link)
+        assert self._merges is not None
+        if judge:
+            self._merges.check(link)  # of steps before: a GPU may still be at this one
+        self._merges.stepped()
+        if judge_last:
+            self._merges.check(link)
 
     def merging(self, step: int) -> None:
         """Note that the loop is about to merge what is due after this step."""

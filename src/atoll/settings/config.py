@@ -35,7 +35,7 @@ from atoll.settings.run_settings import (
 
 if TYPE_CHECKING:
     from atoll.core.fragments import FragmentPolicy
-    from atoll.core.outer import OuterOptimizer
+    from atoll.core.outer_step import OuterOptimizer
     from atoll.link.local import Absence, Faults
     from atoll.outer.presets import Gradients, Sync
 
@@ -104,7 +104,7 @@ class RunConfig(Section):
     def synchronisation(self) -> "Sync | Gradients | None":
         """Returns the preset of the method with what [sync] changes of it; None for one worker by itself."""
         from atoll.core.codec import Codec
-        from atoll.core.outer import Blend
+        from atoll.core.outer_step import Blend
         from atoll.outer.presets import Gradients
 
         given, preset = self.sync, self.sync.preset()
@@ -127,7 +127,7 @@ class RunConfig(Section):
 
     def outer_optimizer(self) -> "OuterOptimizer":
         """Returns the optimizer that moves the anchors: the preset's with what [sync] changes of it."""
-        from atoll.core.outer import SGD, Adam, Momentum, Nesterov
+        from atoll.core.outer_step import SGD, Adam, Momentum, Nesterov
 
         sync = self.sync
         given = {

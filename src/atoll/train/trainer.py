@@ -21,6 +21,7 @@ from atoll.link.base import Link
 from atoll.outer.lockstep import Lockstep
 from atoll.outer.loop import OuterLoop
 from atoll.outer.presets import Gradients, Sync
+from atoll.outer.roll_back import Guard
 from atoll.outer.stats import Counters
 from atoll.runs.events import Outcome
 from atoll.settings.config import RunConfig
@@ -109,8 +110,7 @@ class Trainer:
                     sync,
                     link,
                     weight=weights[link.worker],
-                    leave_out_nonfinite=True,
-                    outlier_ratio=self.config.sync.outlier_ratio,
+                    guard=Guard(leave_out_nonfinite=True, outlier_ratio=self.config.sync.outlier_ratio),
                     offload=self.config.sync.offload,
                     observer=self.reporter.observe if observing and link is links[0] else None,
                 )

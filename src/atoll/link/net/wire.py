@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.allreduce import Reduction
-from atoll.core.guard import Size
+from atoll.core.outliers import Size
 from atoll.link.base import Contribution, Member, RoundId
 
 MAGIC: Final = b"ATOL"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from atoll._util.units import bytes_text, count_words
-from atoll.core.outer import Blend, Momentum, Nesterov
+from atoll.core.outer_step import Blend, Momentum, Nesterov
 from atoll.errors import ConfigError
 from atoll.outer.presets import Sync
 from atoll.plan.scaling_laws import TOKENS_PER_PARAMETER, learning_rate

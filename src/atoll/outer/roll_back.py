@@ -2,19 +2,40 @@
 
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from atoll.errors import NonFiniteError
+from atoll.core.outliers import OUTLIER_RATIO
+from atoll.errors import ConfigError, NonFiniteError
 from atoll.link.base import RoundId
 from atoll.outer.rounds import Flight, Rounds
 from atoll.outer.watch import ModelWatch
 
 
-class Recovery:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guard:
+    """Decides which deltas are left out of a round; the worker that made one is rolled back to the anchor."""
+
+    leave_out_nonfinite: bool = False
+    """Whether a delta (or gradient) that holds a NaN or an infinity is left out, instead of raising NonFiniteError."""
+    outlier_ratio: float | None = OUTLIER_RATIO
+    """Leaves out a delta with more than this many times the norm that is expected from its worker's last deltas and the
+    other workers'. None lets every finite delta count. All workers must have the same."""
+    on_roll_back: Callable[[], object] | None = None
+    """Is called when this worker is rolled back. Torch optimizers forget their state then; this is for other state."""
+
+    def __post_init__(self) -> None:
+        ratio = self.outlier_ratio
+        if ratio is not None and not (hasattr(ratio, "__float__") and 1 < ratio <= 1e9):
+            problem = f"outlier_ratio must be a number above 1, at most 1e9, or None for no limit, got {ratio!r}"
+            raise ConfigError(problem, setting="outlier_ratio", value=ratio)
+
+
+class RollBacks:
     """Takes a worker whose work is no good back to the anchor, and lets its rounds be completed without it."""
 
     def __init__(
@@ -87,7 +108,7 @@ class Recovery:
             raise NonFiniteError(
                 f"worker {self._link.worker}, step {step}: rolled back {self.in_a_row} times in a row, for no delta "
                 "was finite. Its inner optimizer probably keeps NaN in its state: reset it after a roll-back, "
-                "OuterLoop(..., leave_out_nonfinite=True, on_roll_back=inner.state.clear)"
+                "OuterLoop(..., guard=atoll.Guard(leave_out_nonfinite=True, on_roll_back=inner.state.clear))"
             )
 
     def _roll_back_less(self, fragments: Collection[int], sending: Collection[int] = ()) -> None:
