@@ -5,7 +5,7 @@ from mutants.seed import Mutant
 COST = ("tests/unit/test_cost.py", "tests/property/test_cost_property.py")
 JOB = ("tests/unit/test_job.py", "tests/property/test_job_property.py")
 SIMULATE = ("tests/unit/test_simulate.py", "tests/property/test_simulate_property.py")
-ADVISE = ("tests/unit/test_advise.py", "tests/property/test_advise_property.py")
+RECOMMEND = ("tests/unit/test_recommend.py", "tests/property/test_recommend_property.py")
 LAWS = ("tests/unit/test_scaling_laws.py",)
 STEADY = ("tests/unit/test_steady.py",)
 OUTLOOK = ("tests/unit/test_forecast.py",)
@@ -48,7 +48,7 @@ MUTANTS = [
            "waited_s = min(stop.left_s)", tests=SIMULATE),
     Mutant("bits for bytes on a line", "plan/simulate.py", "[8 * sum(sizes.values()) / rates]",
            "[sum(sizes.values()) / rates]", tests=JOB),
-    Mutant("data-parallel hides its rounds", "plan/job.py", "return (Schedule(1, fragments, 0),)",
+    Mutant("data-parallel hides its rounds", "plan/method.py", "return (Schedule(1, fragments, 0),)",
            "return (Schedule(1, fragments, 1),)", tests=JOB),
     Mutant("the last step sends nothing", "plan/simulate.py", "if lap * period + send.offset > steps:",
            "if lap * period + send.offset >= steps:", tests=JOB),
@@ -64,8 +64,8 @@ MUTANTS = [
     Mutant("the first layers leave first", "plan/simulate.py", "key=lambda chunk: -chunk[0]",
            "key=lambda chunk: chunk[0]", tests=SIMULATE),
     Mutant("fragments of neighbours", "plan/method.py",
-           "tuple(range(first, layers + 1, count)) for first in range(1, count + 1)",
-           "tuple(range(1 + n * 3, min(layers, 3 * n + 3) + 1)) for n in range(count)", tests=SIMULATE),
+           "tuple(range(first, model.layers + 1, count)) for first in range(1, count + 1)",
+           "tuple(range(1 + n * 3, min(model.layers, 3 * n + 3) + 1)) for n in range(count)", tests=SIMULATE),
     # once a run is under way
     Mutant("a delay hides nothing", "plan/simulate.py", "clocks.latency_s - delay * job.step_s for send in sends",
            "clocks.latency_s for send in sends", tests=COST),
@@ -84,18 +84,18 @@ MUTANTS = [
     Mutant("what is outside layers counts twice", "plan/method.py", "inside = model.parameters - model.rest",
            "inside = model.parameters", tests=COST),
     Mutant("a delayed DiLoCo is written as diloco", "plan/method.py", '"streaming" if self.delay else "diloco"',
-           '"diloco"', tests=("tests/unit/test_advise.py",)),
-    Mutant("advice that misses its target", "plan/advise.py", "self.exact(method) >= target", "True", tests=ADVISE),
-    Mutant("advice of periods that a run has one of", "plan/advise.py", "if FEWEST_ROUNDS * p <= steps) or",
-           "if p <= steps) or", tests=ADVISE),
-    Mutant("advice of delays that nobody measured", "plan/advise.py", "if delay <= max(1, period // 3)",
-           "if delay <= period", tests=("tests/unit/test_advise.py",)),
-    Mutant("advice of what gains nothing", "plan/advise.py", "            if not any(\n",
-           "            if True or not any(\n", tests=ADVISE),
-    Mutant("the riskiest first", "plan/advise.py", "        return list(found.values())\n",
-           "        return list(found.values())[::-1]\n", tests=ADVISE),
-    Mutant("the next level is the one that is reached", "plan/advise.py", "for level in LEVELS if level > now)",
-           "for level in LEVELS if level >= now - 0.1)", tests=ADVISE),
+           '"diloco"', tests=("tests/unit/test_recommend.py",)),
+    Mutant("advice that misses its target", "plan/recommend.py", "self.exact(method) >= target", "True", tests=RECOMMEND),
+    Mutant("advice of periods that a run has one of", "plan/recommend.py", "if FEWEST_ROUNDS * p <= steps) or",
+           "if p <= steps) or", tests=RECOMMEND),
+    Mutant("advice of delays that nobody measured", "plan/recommend.py", "if delay <= max(1, period // 3)",
+           "if delay <= period", tests=("tests/unit/test_recommend.py",)),
+    Mutant("advice of what gains nothing", "plan/recommend.py", "            if not any(\n",
+           "            if True or not any(\n", tests=RECOMMEND),
+    Mutant("the riskiest first", "plan/recommend.py", "        return list(found.values())\n",
+           "        return list(found.values())[::-1]\n", tests=RECOMMEND),
+    Mutant("the next level is the one that is reached", "plan/recommend.py", "for level in LEVELS if level > now)",
+           "for level in LEVELS if level >= now - 0.1)", tests=RECOMMEND),
     Mutant("payloads get all of a line", "plan/forecast.py", "carried = rates if layered else goodput * rates",
            "carried = rates", tests=OUTLOOK),
     Mutant("a run gets all of a line", "plan/forecast.py", "simulate.run_s(job, goodput * rates", "simulate.run_s(job, rates",
@@ -114,13 +114,13 @@ MUTANTS = [
     Mutant("the loss grows with size", "plan/scaling_laws.py", "2: _Fits(_Power(18.768, -0.0969)",
            "2: _Fits(_Power(18.768, 0.0969)", tests=LAWS),
     Mutant("a delay costs no loss", "plan/loss_penalty.py", "delay = _TEN_STEPS * max(0, method.delay - 1)",
-           "delay = 0 * max(0, method.delay - 1)", tests=(*LAWS, *ADVISE)),
+           "delay = 0 * max(0, method.delay - 1)", tests=(*LAWS, *RECOMMEND)),
     Mutant("a longer period costs no loss", "plan/loss_penalty.py",
            "return at_30 + (at_100 - at_30) * max(0.0, math.log(period / 30)) / math.log(100 / 30)", "return at_30",
-           tests=(*LAWS, *ADVISE)),
+           tests=(*LAWS, *RECOMMEND)),
     Mutant("Eager is known for any number of workers", "plan/loss_penalty.py", "if workers != 2:", "if False:",
-           tests=(*LAWS, *ADVISE)),
+           tests=(*LAWS, *RECOMMEND)),
     # lines as people write them
-    Mutant("bytes a second are bits", "plan/link.py", "scale = 8 * _PREFIXES", "scale = _PREFIXES", tests=JOB),
-    Mutant("milliseconds are microseconds", "plan/link.py", '"ms": 1e-3', '"ms": 1e-6', tests=JOB),
+    Mutant("bytes a second are bits", "plan/line.py", "scale = 8 * _PREFIXES", "scale = _PREFIXES", tests=JOB),
+    Mutant("milliseconds are microseconds", "plan/line.py", '"ms": 1e-3', '"ms": 1e-6', tests=JOB),
 ]  # fmt: skip

@@ -91,9 +91,9 @@ def checked(options: LaunchOptions, address: str) -> RunConfig:
     given = {"out": options.out and str(options.out), "name": options.name, "link.emulate": options.link}
     config = config.changed(**{key: value for key, value in given.items() if value is not None})
     if config.link.emulate is not None:
-        from atoll.plan.link import parse_link  # imports torch, which this process needs for nothing else
+        from atoll.plan.line import parse_line  # imports torch, which this process needs for nothing else
 
-        parse_link(config.link.emulate)
+        parse_line(config.link.emulate)
     return config
 
 

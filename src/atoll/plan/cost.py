@@ -12,8 +12,9 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.core.allreduce import ONE_SHOT_MEMBERS, sent_bytes
+from atoll.core.allreduce import ONE_SHOT_MEMBERS, sent_bytes, shots
 from atoll.core.schedule import Schedule
+from atoll.plan.line import Line
 from atoll.plan.method import Method, Model
 
 Array = NDArray[np.float64]
@@ -43,6 +44,11 @@ def bytes_of_run(model: Model, method: Method, workers: int, steps: int) -> int:
     rounds = [max(0, (steps - schedule.offset(f)) // method.period) for f in range(len(sizes))]
     unsent = [steps > 0 and not schedule.is_send(f, steps) for f in range(len(sizes))]
     return sum(size * (n + last) for size, n, last in zip(sizes, rounds, unsent, strict=True))
+
+
+def transfer_s(payload_bytes: int, workers: int, link: Line) -> float:
+    """Return the seconds from a round's first bit leaving to its last arriving, on a line that carries nothing else."""
+    return 8 * sent_bytes(payload_bytes, workers) / link.bits_per_s + shots(workers) * link.latency_s
 
 
 def average_bits_per_s(model: Model, method: Method, workers: int) -> float:

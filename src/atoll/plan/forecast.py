@@ -8,7 +8,7 @@ import numpy as np
 from atoll._util.checks import check_whole
 from atoll.plan import cost, simulate
 from atoll.plan.cost import Array
-from atoll.plan.link import GOODPUT, LEAST_BITS_PER_S, MOST_BITS_PER_S, Link
+from atoll.plan.line import GOODPUT, LEAST_BITS_PER_S, MOST_BITS_PER_S, Line
 from atoll.plan.method import Method, Model
 
 _RATES_AT_ONCE = 97
@@ -44,7 +44,7 @@ class Forecast:
     """Seconds of the whole run with atoll, including its last exchange."""
 
 
-def forecast(model: Model, method: Method, workers: int, link: Link, steps: int = 0) -> Forecast:
+def forecast(model: Model, method: Method, workers: int, link: Line, steps: int = 0) -> Forecast:
     """Return what to expect of a method on a link, and of a run of `steps` inner steps if they are known."""
     check_whole("workers", workers)
     check_whole("steps", steps, least=0)
@@ -69,7 +69,7 @@ def forecast(model: Model, method: Method, workers: int, link: Link, steps: int 
     )
 
 
-def utilisation(model: Model, method: Method, workers: int, rates: Array, link: Link, steps: int = 0) -> Array:
+def utilisation(model: Model, method: Method, workers: int, rates: Array, link: Line, steps: int = 0) -> Array:
     """Return the part of its time in which a worker computes as atoll sends, [rates].
 
     The link gives latency and goodput, not the rate. With `steps` it is that of a whole run, else that of a run under

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from atoll._util.checks import check_whole
 from atoll.errors import ConfigError
 from atoll.plan import cost, paper_grid
-from atoll.plan.advise import Advice, Recommendation, advise
 from atoll.plan.forecast import Forecast, bandwidth_needed, forecast
-from atoll.plan.link import Link
+from atoll.plan.line import Line
 from atoll.plan.loss_penalty import Penalty, penalty
 from atoll.plan.method import Method, Model, label
+from atoll.plan.recommend import Advice, Recommendation, recommend
 from atoll.plan.scaling_laws import Defaults, defaults
 
 LONGEST_PERIOD = 10_000
@@ -44,7 +44,7 @@ class PlanRequest:
 
     model: Model
     workers: int
-    link: Link
+    link: Line
     methods: tuple[Method, ...]
     step_from: str
     """Where the time of a step comes from, in words."""
@@ -141,7 +141,7 @@ def make_plan(request: PlanRequest) -> Plan:
             m.name: paper_grid.bandwidth_on_grid(model, m) if workers > 1 else dict.fromkeys(paper_grid.LEVELS, 0.0)
             for m in request.methods
         },
-        recommendation=advise(model, workers, link, request.target, steps=steps, adapt=request.adapt),
+        recommendation=recommend(model, workers, link, request.target, steps=steps, adapt=request.adapt),
         defaults=defaults(model.parameters, workers),
     )
 

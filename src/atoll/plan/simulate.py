@@ -28,9 +28,8 @@ import numpy as np
 from atoll.core.allreduce import sent_bytes, shots
 from atoll.plan import cost
 from atoll.plan.cost import Array
-from atoll.plan.job import Job
-from atoll.plan.link import Link
-from atoll.plan.method import Layers
+from atoll.plan.line import Line
+from atoll.plan.method import Job, Layers
 
 EXACT = 1e-7
 """Utilisations that differ by less are taken as equal."""
@@ -202,7 +201,7 @@ class RunTime(NamedTuple):
     """compute_s / total_s, 0 to 1."""
 
 
-def time_of(job: Job, link: Link) -> RunTime:
+def time_of(job: Job, link: Line) -> RunTime:
     """Return how long a job takes on a link, all of whose rate payloads get."""
     compute_s, waited_s, sent = job.steps * job.step_s, 0.0, 0
     sizes = [sent_bytes(size, job.workers) for size in job.payload_bytes]
@@ -213,7 +212,7 @@ def time_of(job: Job, link: Link) -> RunTime:
     return RunTime(total_s, compute_s, waited_s, sent, compute_s / total_s if total_s else 1.0)
 
 
-def stops(job: Job, link: Link) -> Iterator[Stop]:
+def stops(job: Job, link: Line) -> Iterator[Stop]:
     """Yield every step end at which something is sent or applied, in order; the finish adds one or two at the end.
 
     Payloads get all of the link's rate, whatever its goodput.

@@ -11,13 +11,13 @@ from atoll.cli.plan.options import PlanOptions, check_conflicts
 from atoll.cli.plan.workload import Workload, period_option, workload_of
 from atoll.errors import ConfigError
 from atoll.plan.chips import chip_named, step_seconds
-from atoll.plan.link import Link, parse_link
+from atoll.plan.line import Line, parse_line
 from atoll.plan.method import Method, Model, methods_for
 from atoll.plan.planner import MOST_STEPS, PlanRequest, WorkerMemory
 from atoll.plan.scaling_laws import TOKENS_PER_PARAMETER
 from atoll.settings.config import RunConfig
 
-DEFAULT_LINK = Link(1e9)
+DEFAULT_LINK = Line(1e9)
 _DEFAULT_MFU = 0.4
 _UNTIL_MEASURED_S = 1.0
 
@@ -161,10 +161,10 @@ def _steps(options: PlanOptions, workload: Workload, tokens: int | None) -> int 
     return max(1, math.ceil(total / (workload.workers * tokens)))
 
 
-def _known_link(options: PlanOptions, workload: Workload) -> Link:
+def _known_link(options: PlanOptions, workload: Workload) -> Line:
     """Return the link as given, or the run file's; of one to be measured, only the address is checked."""
     if options.probe_link is None:
-        return parse_link(options.link) if options.link is not None else workload.link or DEFAULT_LINK
+        return parse_line(options.link) if options.link is not None else workload.link or DEFAULT_LINK
 
     from atoll.link.net.bandwidth import parse_end
 
@@ -172,14 +172,14 @@ def _known_link(options: PlanOptions, workload: Workload) -> Link:
     return DEFAULT_LINK
 
 
-def _measured_link(address: str) -> Link:
+def _measured_link(address: str) -> Line:
     """Measure the line to an end that serves at this address."""
     from atoll.link.net.bandwidth import measure, parse_end
 
     host, port = parse_end(address, serving=False)
     print(f"measuring the line to {host}:{port}, about 7 s", file=sys.stderr)
     speed = measure(host, port)
-    up, down = (Link(rate) for rate in (speed.up_bits_per_s, speed.down_bits_per_s))
+    up, down = (Line(rate) for rate in (speed.up_bits_per_s, speed.down_bits_per_s))
     print(f"measured: {up} there, {down} back, {1e3 * speed.latency_s:.3g} ms one way", file=sys.stderr)
     # A round goes both ways at once, and is over when the slower one is.
-    return Link(min(up.bits_per_s, down.bits_per_s), speed.latency_s)
+    return Line(min(up.bits_per_s, down.bits_per_s), speed.latency_s)

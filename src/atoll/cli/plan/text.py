@@ -11,11 +11,11 @@ from rich.text import Text
 
 from atoll._util.units import bytes_text, count_text, count_words, loss_text, percent_text, seconds_text, share_text
 from atoll.plan import cost
-from atoll.plan.advise import FEWEST_ROUNDS, Advice, periods_for
 from atoll.plan.forecast import Forecast
 from atoll.plan.method import RUN_FILE_METHOD, label
 from atoll.plan.paper_grid import LEVELS
 from atoll.plan.planner import Plan
+from atoll.plan.recommend import FEWEST_ROUNDS, Advice, periods_for
 from atoll.plan.scaling_laws import SEQUENCE
 
 WIDTH = 100

@@ -10,8 +10,8 @@ from atoll.cli.plan.numbers import count
 from atoll.cli.plan.options import PlanOptions
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError
-from atoll.plan.link import Link, parse_link
-from atoll.plan.method import RUN_FILE_METHOD, FragmentedMethod, Method
+from atoll.plan.line import Line, parse_line
+from atoll.plan.method import RUN_FILE_METHOD, Method
 from atoll.plan.planner import LONGEST_PERIOD, MOST_WORKERS
 from atoll.settings.config import RunConfig, load, parse
 from atoll.settings.model_presets import ModelConfig, preset
@@ -38,7 +38,7 @@ class Workload:
     tokens: int | None = None
     """Tokens of a step of one worker."""
     steps: int | None = None
-    link: Link | None = None
+    link: Line | None = None
     adapt: Callable[[Method], Method | None] = lambda method: method
     """Returns what a recommended method becomes beside the run file's settings; None if it conflicts with them."""
     left_out: tuple[str, ...] = ()
@@ -128,7 +128,7 @@ def _run_file_workload(options: PlanOptions) -> Workload:
         method=_own_method(config, model, blocks),
         tokens=tokens,
         steps=config.train.steps,
-        link=replace(parse_link(config.link.emulate), goodput=1.0) if config.link.emulate else None,
+        link=replace(parse_line(config.link.emulate), goodput=1.0) if config.link.emulate else None,
         adapt=_adapter(config),
         left_out=config.unplanned(),
     )
@@ -222,23 +222,14 @@ def _own_method(config: RunConfig, model: Any, blocks: Sequence[str]) -> Method 
         for fragment in fragments
     )
     values = tuple(fragment.numel for fragment in fragments)
+    own = Method(name=RUN_FILE_METHOD, period=1, codec=sync.codec, fragment_layers=layers, fragment_values=values)
     if not isinstance(sync, Sync):
-        return FragmentedMethod(
-            name=RUN_FILE_METHOD,
-            period=1,
-            codec=sync.codec,
-            gradients=True,
-            fragment_layers=layers,
-            fragment_values=values,
-        )
-    return FragmentedMethod(
-        name=RUN_FILE_METHOD,
+        return replace(own, gradients=True)
+    return replace(
+        own,
         period=sync.period,
         delay=min(sync.delays),  # the worker that applies first waits first, and the others wait for it
-        codec=sync.codec,
         eager=sync.eager,
         velocities=len(sync.outer.slot_names),
         offload=config.sync.offload,
-        fragment_layers=layers,
-        fragment_values=values,
     )

@@ -20,7 +20,7 @@ from atoll.errors import ConfigError
 from atoll.plan import cost
 from atoll.plan.cost import Array
 from atoll.plan.forecast import Forecast, bandwidth_needed, forecast, utilisation
-from atoll.plan.link import Link
+from atoll.plan.line import Line
 from atoll.plan.loss_penalty import penalty
 from atoll.plan.method import Method, Model
 from atoll.plan.paper_grid import LEVELS
@@ -65,10 +65,10 @@ class Recommendation:
     """What the next of 50, 80, 90, 95 and 99 % takes, in words."""
 
 
-def advise(
+def recommend(
     model: Model,
     workers: int,
-    link: Link,
+    link: Line,
     target: float = 0.95,
     *,
     steps: int = 0,
@@ -140,7 +140,7 @@ def periods_for(steps: int) -> tuple[int, ...]:
     return tuple(p for p in PERIODS if FEWEST_ROUNDS * p <= steps) or tuple(p for p in PERIODS[:1] if p <= steps)
 
 
-def sweep(model: Model, workers: int, link: Link, options: Sequence[Method], steps: int = 0) -> Array:
+def sweep(model: Model, workers: int, link: Line, options: Sequence[Method], steps: int = 0) -> Array:
     """Return the utilisation with atoll to about a thousandth, [options]; over a run if steps are given.
 
     Formats share a simulation: half the bytes on a line take as long as the same bytes on a line twice as fast.
@@ -174,7 +174,7 @@ class _Search(NamedTuple):
 
     model: Model
     workers: int
-    link: Link
+    link: Line
     steps: int
     options: Sequence[Method]
 
@@ -248,7 +248,7 @@ class _Search(NamedTuple):
                 f"{share_text(level)} is out of reach of the first of these choices at any bandwidth, for latency alone"
             )
         unit = 10.0 ** (math.floor(math.log10(needed)) - 2)
-        enough = Link(math.ceil(needed / unit) * unit)  # to three digits, upwards: less would not do
+        enough = Line(math.ceil(needed / unit) * unit)  # to three digits, upwards: less would not do
         if enough.bits_per_s <= self.link.bits_per_s:
             return ""
         return f"{share_text(level)} takes {enough} with the first of these choices"

@@ -23,7 +23,7 @@ GOODPUT = 0.87
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class Line:
     """Describes the line of one worker to the others."""
 
     bits_per_s: float
@@ -49,7 +49,7 @@ class Link:
         return f"{rate}, {self.latency_s * 1e3:.4g} ms" if self.latency_s else rate
 
 
-def parse_link(text: str) -> Link:
+def parse_line(text: str) -> Line:
     """Parse '100Mbit/s', '20 MB/s' or '1 Gbit/s, 50ms': a rate, then a latency if there is one.
 
     Raises:
@@ -59,7 +59,7 @@ def parse_link(text: str) -> Link:
     bits_per_s = _parse_rate(text, rate.strip())
     latency_s = _parse_latency(text, latency.strip()) if comma else 0.0
     try:
-        return Link(bits_per_s, latency_s)
+        return Line(bits_per_s, latency_s)
     except ConfigError as error:
         raise ConfigError(f"link {text!r}: {error}") from None
 
