@@ -33,9 +33,9 @@ def test_it_keeps_its_word(model: Model, workers: int, link: Line, target: float
     assert 1 <= len(found.choices) <= 3
     assert found.next_level.endswith(".")
     for choice in found.choices:
-        assert (choice.forecast.utilisation_with_atoll >= target) == found.reached
+        assert (choice.utilisation_with_atoll >= target) == found.reached
     if found.reached:
-        ranks = [risk(model, choice.forecast.method) for choice in found.choices]
+        ranks = [risk(model, choice.method) for choice in found.choices]
         assert ranks == sorted(ranks)
     assert recommend(model, workers, link, target) == found
 
@@ -51,7 +51,7 @@ def test_on_a_better_line_nothing_riskier_is_needed(
     before, after = (recommend(model, workers, line, target, steps=steps) for line in (link, better))
     assert after.reached or not before.reached
     if before.reached:
-        first = [risk(model, found.choices[0].forecast.method) for found in (before, after)]
+        first = [risk(model, found.choices[0].method) for found in (before, after)]
         assert first[1] <= first[0]
 
 
@@ -61,15 +61,15 @@ def test_a_riskier_choice_gains_something(model: Model, workers: int, link: Line
     choices = recommend(model, workers, link, target).choices
     worth = [
         (
-            -(math.inf if choice.loss_penalty is None else choice.loss_penalty),
-            -choice.forecast.bytes_per_step,
-            choice.forecast.utilisation_with_atoll,
+            -(math.inf if choice.penalty.loss is None else choice.penalty.loss),
+            -choice.bytes_per_step,
+            choice.utilisation_with_atoll,
         )
         for choice in choices
     ]
     for mine, choice in zip(worth, choices, strict=True):
         for theirs, other in zip(worth, choices, strict=True):
-            if risk(model, other.forecast.method) < risk(model, choice.forecast.method):
+            if risk(model, other.method) < risk(model, choice.method):
                 assert any(m > t for m, t in zip(mine, theirs, strict=True))
 
 

@@ -1,6 +1,6 @@
 """Computes what a method costs in closed form: bytes, bandwidth, memory, and the least waiting.
 
-Bytes are those of payloads, as `docs/wire.md` has them; headers add 64 bytes a message. Everything is exact except the
+Bytes are those of payloads, as `docs/wire.md` has them; headers add 80 bytes a message. Everything is exact except the
 waiting where rounds overlap, which `plan.simulate` follows round by round.
 """
 
@@ -36,7 +36,7 @@ def bytes_per_step(model: Model, method: Method, workers: int) -> float:
 
 
 def bytes_of_run(model: Model, method: Method, workers: int, steps: int) -> int:
-    """Return the bytes that one worker sends in a run, including the exchange at its end of what was not sent yet."""
+    """Return the bytes that one worker sends in a run, whose end exchanges what was not sent yet."""
     sizes = round_bytes(model, method, workers)
     if method.gradients:
         return steps * sum(sizes)

@@ -1,4 +1,4 @@
-"""Predicts what one method costs on one link: utilisation, bytes, bandwidth, memory and time."""
+"""Predicts what one method costs on one link: utilisation, bytes, bandwidth, memory, time and loss."""
 
 import math
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from atoll._util.checks import check_whole
 from atoll.plan import cost, simulate
 from atoll.plan.cost import Array
 from atoll.plan.line import GOODPUT, LEAST_BITS_PER_S, MOST_BITS_PER_S, Line
+from atoll.plan.loss_penalty import Penalty, penalty
 from atoll.plan.method import Method, Model
 
 _RATES_AT_ONCE = 97
@@ -42,10 +43,12 @@ class Forecast:
     """The same with `sync.offload`; None for data-parallel, which has nothing to offload."""
     run_s: float
     """Seconds of the whole run with atoll, including its last exchange."""
+    penalty: Penalty
+    """How much higher the papers' loss ended than data-parallel's."""
 
 
 def forecast(model: Model, method: Method, workers: int, link: Line, steps: int = 0) -> Forecast:
-    """Return what to expect of a method on a link, and of a run of `steps` inner steps if they are known."""
+    """Return what to expect of a method on a link; `steps` are the inner steps of the run, if known."""
     check_whole("workers", workers)
     check_whole("steps", steps, least=0)
     rates = np.array([link.bits_per_s])
@@ -66,6 +69,7 @@ def forecast(model: Model, method: Method, workers: int, link: Line, steps: int 
         memory_bytes=cost.extra_bytes(model, method, workers, offload=method.offload),
         memory_offloaded_bytes=None if method.gradients else cost.extra_bytes(model, method, workers, offload=True),
         run_s=steps * model.step_s / of_run,
+        penalty=penalty(model, workers, method),
     )
 
 

@@ -40,23 +40,10 @@ _AS_GOOD = 0.99  # of the best: then risk decides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
-    """Holds one recommended choice."""
-
-    forecast: Forecast
-    loss_penalty: float | None
-    """How much higher the papers' loss ended than data-parallel's: 0.006 is 0.6 %; None if no paper measured it."""
-    source: str
-    """Where the penalty comes from."""
-    why: str
-    """What the choice does, in a sentence."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
     """Holds the recommended choices, and what more would take."""
 
-    choices: tuple[Advice, ...]
+    choices: tuple[Forecast, ...]
     """The choices that reach the target, least risky first, with distinct periods and merges; if none does, those that
     come closest, best first. Empty for one worker, which exchanges nothing."""
     reached: bool
@@ -104,12 +91,8 @@ def recommend(
     swept = sweep(model, workers, link, options, steps)
     found = search.reaching(target, swept)
     kept = search.gaining(found or search.closest(swept))[:most]
-    forecasts = [forecast(model, method, workers, link, steps) for method in kept]
-    return Recommendation(
-        choices=tuple(_advice(model, workers, expected, steps) for expected in forecasts),
-        reached=bool(found),
-        next_level=search.next_level(forecasts[0], swept),
-    )
+    choices = tuple(forecast(model, method, workers, link, steps) for method in kept)
+    return Recommendation(choices=choices, reached=bool(found), next_level=search.next_level(choices[0], swept))
 
 
 # ---------------------------------------------------------------------- what there is to choose
@@ -257,14 +240,13 @@ class _Search(NamedTuple):
 # ---------------------------------------------------------------------- in words
 
 
-def _advice(model: Model, workers: int, expected: Forecast, steps: int) -> Advice:
+def explain(expected: Forecast, *, of_run: bool) -> str:
+    """Return what a choice does, in a sentence; `of_run`: over a whole run, whose steps are known."""
     method, wait_s = expected.method, expected.wait_s_per_period
-    loss, source = penalty(model, workers, method)
     every = "step" if method.gradients else f"{method.period} steps"
     waits = f"waits {seconds_text(wait_s)} in every {every}" if wait_s > 0 else "never waits"
-    computes = f"is busy {share_text(expected.utilisation_of_run)} of the {'run' if steps else 'time'}"
-    why = f"{describe(method)}: a worker sends {bytes_text(expected.bytes_per_step)} a step, {waits}, and {computes}."
-    return Advice(forecast=expected, loss_penalty=loss, source=source, why=why)
+    computes = f"is busy {share_text(expected.utilisation_of_run)} of the {'run' if of_run else 'time'}"
+    return f"{describe(method)}: a worker sends {bytes_text(expected.bytes_per_step)} a step, {waits}, and {computes}."
 
 
 def describe(method: Method) -> str:
