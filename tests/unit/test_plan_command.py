@@ -12,8 +12,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from atoll.cli import main as cli
-from atoll.cli.plan.numbers import count, seconds
-from atoll.cli.plan.options import PlanOptions
+from atoll.cli.plan.options import PlanOptions, count, seconds
 from atoll.cli.plan.request import plan_request
 from atoll.errors import ConfigError
 from atoll.plan import planner
