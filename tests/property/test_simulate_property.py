@@ -14,7 +14,7 @@ from amount import examples
 from atoll.core.allreduce import sent_bytes, shots
 from atoll.core.codec import Codec
 from atoll.plan import cost
-from atoll.plan.forecast import steady_utilisation
+from atoll.plan.forecast import utilisation
 from atoll.plan.line import GOODPUT, Line
 from atoll.plan.method import Job, Layers, Method, Model
 from atoll.plan.simulate import run_s, steady_wait_s, stops, time_of
@@ -134,7 +134,7 @@ def choices(draw: st.DrawFn) -> tuple[Model, Method, int, float, float]:
 
 
 def busy(model: Model, method: Method, workers: int, rate: float, latency_s: float, layered: bool = False) -> float:
-    return float(steady_utilisation(model, method, workers, np.array([rate]), latency_s=latency_s, layered=layered)[0])
+    return float(utilisation(model, method, workers, np.array([rate]), Line(rate, latency_s), layered=layered)[0])
 
 
 @few

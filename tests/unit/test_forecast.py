@@ -8,7 +8,7 @@ import pytest
 
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError
-from atoll.plan.forecast import bandwidth_needed, forecast, steady_utilisation
+from atoll.plan.forecast import bandwidth_needed, forecast, utilisation
 from atoll.plan.line import GOODPUT, Line
 from atoll.plan.method import METHODS, Method, Model
 
@@ -63,14 +63,14 @@ def test_one_worker_needs_no_line() -> None:
 def test_layer_by_layer_is_never_worse_than_after_the_step() -> None:
     rates = np.geomspace(1e2, 1e6, 20)
     for method in METHODS.values():
-        layered, after = (steady_utilisation(MODEL, method, 2, rates, layered=layered) for layered in (True, False))
+        layered, after = (utilisation(MODEL, method, 2, rates, layered=layered) for layered in (True, False))
         assert (layered >= after - 1e-9).all()
 
 
 def test_bandwidth_for_a_level() -> None:
     """90 % of 10 s computing: 10/9 s may be waited, for 32,000 bits."""
     assert bandwidth_needed(MODEL, WHOLE, 2, 0.9) == pytest.approx(32_000 * 0.9 / GOODPUT, rel=0.011)
-    late = bandwidth_needed(MODEL, WHOLE, 2, 0.9, latency_s=2.0)
+    late = bandwidth_needed(MODEL, WHOLE, 2, 0.9, Line(math.inf, 2.0))
     assert late == math.inf  # 2 s in 10 are too long, however fast the line
     assert bandwidth_needed(MODEL, WHOLE, 1, 0.9) == 0  # nobody to send to
 

@@ -4,9 +4,10 @@ Bytes are those of payloads, as `docs/wire.md` has them; headers add 80 bytes a 
 waiting where rounds overlap, which `plan.simulate` follows round by round.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import gcd
 
 import numpy as np
@@ -106,14 +107,9 @@ def _chains(period: int, delay: int, steps: list[int], waits: Array) -> Iterator
 # ---------------------------------------------------------------------- memory
 
 
-def bare_bytes(model: Model) -> int:
-    """Return the bytes of parameters and both of Adam's moments in fp32."""
-    return 3 * FP32_BYTES * model.parameters
-
-
 def training_bytes(model: Model) -> int:
-    """Return what a worker's device holds with any method, apart from activations: `bare_bytes` and gradients."""
-    return bare_bytes(model) + FP32_BYTES * model.parameters
+    """Return the bytes of parameters, gradients and both of Adam's moments in fp32, which every method needs."""
+    return 4 * FP32_BYTES * model.parameters
 
 
 def extra_bytes(model: Model, method: Method, workers: int, *, offload: bool = False) -> int:
@@ -139,14 +135,7 @@ def _payloads(size: int, workers: int) -> int:
 def _most_in_flight(method: Method, payloads: tuple[int, ...]) -> int:
     """Return the most payload bytes of one worker that are in flight at once: those sent within delay + 1 steps."""
     schedule = Schedule(method.period, len(payloads), method.delay)
-    laps = [
-        (schedule.offset(f) + lap * method.period, size) for lap in range(3) for f, size in enumerate(payloads)
-    ]  # by step, ascending; two periods back are enough for a delay of one
-    most = flying = oldest = 0
-    for step, size in laps:
-        flying += size
-        while laps[oldest][0] < step - method.delay:
-            flying -= laps[oldest][1]
-            oldest += 1
-        most = max(most, flying)
-    return most
+    # Two periods back are enough for a delay of one.
+    steps = [schedule.offset(f) + lap * method.period for lap in range(3) for f in range(len(payloads))]
+    sent = [0, *accumulate(payloads * 3)]
+    return max(sent[n + 1] - sent[bisect_left(steps, step - method.delay)] for n, step in enumerate(steps))

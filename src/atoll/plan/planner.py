@@ -123,10 +123,7 @@ def make_plan(request: PlanRequest) -> Plan:
         request=request,
         forecasts={m.name: forecast(model, m, workers, link, steps) for m in request.methods},
         needed={
-            m.name: {
-                level: bandwidth_needed(model, m, workers, level, latency_s=link.latency_s, goodput=link.goodput)
-                for level in paper_grid.LEVELS
-            }
+            m.name: {level: bandwidth_needed(model, m, workers, level, link) for level in paper_grid.LEVELS}
             for m in request.methods
         },
         on_grid={

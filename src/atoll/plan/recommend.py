@@ -21,7 +21,6 @@ from atoll.plan import cost
 from atoll.plan.cost import Array
 from atoll.plan.forecast import Forecast, bandwidth_needed, forecast, utilisation
 from atoll.plan.line import Line
-from atoll.plan.loss_penalty import penalty
 from atoll.plan.method import Method, Model
 from atoll.plan.paper_grid import LEVELS
 
@@ -87,25 +86,23 @@ def recommend(
     options = [fit for method in candidates(model, periods_for(steps)) if (fit := adapt(method)) is not None]
     if not options:
         return Recommendation(choices=(), reached=False, next_level="No method goes with the settings that are given.")
-    search = _Search(model, workers, link, steps, options)
-    swept = sweep(model, workers, link, options, steps)
-    found = search.reaching(target, swept)
-    kept = search.gaining(found or search.closest(swept))[:most]
-    choices = tuple(forecast(model, method, workers, link, steps) for method in kept)
-    return Recommendation(choices=choices, reached=bool(found), next_level=search.next_level(choices[0], swept))
+    search = _Search(model, workers, link, steps, options, sweep(model, workers, link, options, steps))
+    found = search.reaching(target)
+    choices = tuple(search.gaining(found or search.closest())[:most])
+    return Recommendation(choices=choices, reached=bool(found), next_level=search.next_level(choices[0]))
 
 
 # ---------------------------------------------------------------------- what there is to choose
 
 
-def candidates(model: Model, periods: Iterable[int] = PERIODS, delays: Iterable[int] = DELAYS) -> Iterator[Method]:
+def candidates(model: Model, periods: Iterable[int] = PERIODS) -> Iterator[Method]:
     """Yield every method that is considered, least risky first."""
     for name in FORMATS[:2]:
         yield Method(name="data-parallel", period=1, gradients=True, codec=Codec(name))
     parts = [each for each in EACH if each is None or each < model.layers]
     for period in periods:
         # No paper measured a blend with a round that returns when more than a third of the next period is over.
-        for delay in (delay for delay in delays if delay <= max(1, period // 3)):
+        for delay in (delay for delay in DELAYS if delay <= max(1, period // 3)):
             for codec in map(Codec, FORMATS):
                 for each in parts:
                     name = "diloco" if each is None else "streaming"
@@ -153,65 +150,60 @@ def _kind(method: Method) -> tuple[int, bool, bool]:
 
 
 class _Search(NamedTuple):
-    """Selects among options, least risky first; `swept` is their utilisation to about a thousandth, [options]."""
+    """Selects among options, least risky first."""
 
     model: Model
     workers: int
     link: Line
     steps: int
     options: Sequence[Method]
+    swept: Array
+    """Utilisation to about a thousandth, [options]."""
 
-    def exact(self, method: Method) -> float:
-        """Return the exact utilisation of an option."""
-        rates = np.array([self.link.bits_per_s])
-        return float(utilisation(self.model, method, self.workers, rates, self.link, self.steps)[0])
+    def exact(self, method: Method) -> Forecast:
+        """Return exact figures of an option."""
+        return forecast(self.model, method, self.workers, self.link, self.steps)
 
-    def reaching(self, target: float, swept: Array) -> list[Method]:
+    def reaching(self, target: float) -> list[Forecast]:
         """Return the least risky option of each kind that reaches the target, least risky first."""
-        found: dict[tuple[int, bool, bool], Method] = {}
-        for n in np.flatnonzero(swept >= target - _SWEEP_ERROR):
-            method = self.options[int(n)]
-            if _kind(method) not in found and self.exact(method) >= target:
-                found[_kind(method)] = method
+        found: dict[tuple[int, bool, bool], Forecast] = {}
+        for n in np.flatnonzero(self.swept >= target - _SWEEP_ERROR):
+            kind = _kind(self.options[int(n)])
+            if kind not in found and (expected := self.exact(self.options[int(n)])).utilisation_of_run >= target:
+                found[kind] = expected
         return list(found.values())
 
-    def closest(self, swept: Array) -> list[Method]:
+    def closest(self) -> list[Forecast]:
         """Return the best option of each kind, best first; of those as good as the best, the least risky."""
-        left = swept.copy()
-        chosen: list[Method] = []
+        left = self.swept.copy()
+        chosen: list[Forecast] = []
         while left.max() >= 0:
             method = self.options[int(np.flatnonzero(left >= _AS_GOOD * left.max())[0])]
-            chosen.append(method)
+            chosen.append(self.exact(method))
             left[[_kind(other) == _kind(method) for other in self.options]] = -1
         return chosen
 
-    def gaining(self, chosen: Sequence[Method]) -> list[Method]:
-        """Return those that gain something over every less risky one, in the same order."""
-        costs = {method: self._cost(method) for method in chosen}
-        risk = {method: n for n, method in enumerate(self.options)}
+    def gaining(self, chosen: Sequence[Forecast]) -> list[Forecast]:
+        """Return those that gain loss, bytes or utilisation over every less risky one, in the same order."""
+        risk = [self.options.index(expected.method) for expected in chosen]
+        costs = np.array([
+            (math.inf if e.penalty.loss is None else e.penalty.loss, e.bytes_per_step, 1 - e.utilisation_of_run)
+            for e in chosen
+        ])  # fmt: skip
         return [
-            method
-            for method, mine in costs.items()
-            if not any(
-                risk[other] < risk[method] and all(t <= m for t, m in zip(theirs, mine, strict=True))
-                for other, theirs in costs.items()
-            )
+            mine
+            for n, mine in enumerate(chosen)
+            if not any(risk[other] < risk[n] and (costs[other] <= costs[n]).all() for other in range(len(chosen)))
         ]
 
-    def _cost(self, method: Method) -> tuple[float, float, float]:
-        """Return loss penalty (infinite if unknown), bytes a step and waiting: each should be small."""
-        loss = penalty(self.model, self.workers, method).loss
-        sent = cost.bytes_per_step(self.model, method, self.workers)
-        return math.inf if loss is None else loss, sent, 1 - self.exact(method)
-
-    def next_level(self, first: Forecast, swept: Array) -> str:
+    def next_level(self, first: Forecast) -> str:
         """Say what it takes to get from the first choice to the next of the papers' levels."""
         now = first.utilisation_of_run
         level = next((level for level in LEVELS if level > now), None)
         if level is None:
             return f"Nothing is left to gain: workers are busy {share_text(now)} of the time."
         faster = self._rate_for(first, level)
-        enough = np.flatnonzero(swept >= level + _SWEEP_ERROR)
+        enough = np.flatnonzero(self.swept >= level + _SWEEP_ERROR)
         if not enough.size:
             nothing = "no settings reach"
             return f"{faster}; on this link {nothing} it." if faster else f"On this link {nothing} {share_text(level)}."
@@ -223,9 +215,7 @@ class _Search(NamedTuple):
         """Say which rate the first choice needs for a level; empty if the link has it, so that the run is too short."""
         if first.utilisation_with_atoll >= level:
             return ""
-        needed = bandwidth_needed(
-            self.model, first.method, self.workers, level, latency_s=self.link.latency_s, goodput=self.link.goodput
-        )
+        needed = bandwidth_needed(self.model, first.method, self.workers, level, self.link)
         if math.isinf(needed):
             return (
                 f"{share_text(level)} is out of reach of the first of these choices at any bandwidth, for latency alone"

@@ -143,17 +143,16 @@ class _Clocks:
         """Follow one period; steps are counted from the beginning of the next one afterwards."""
         for send in sends:
             self.send(send.offset, send)
-        self.free = self.free - self.period * self.step_s
-        self.in_flight = [
-            deque((due - self.period, at - self.period * self.step_s) for due, at in rounds)
-            for rounds in self.in_flight
-        ]
+        self._shift(-self.period, -self.period * self.step_s)
 
     def delay_all(self, seconds: Array) -> None:
         """Let everything happen later by some seconds of waiting, [rates]."""
         self.waited = self.waited + seconds
+        self._shift(0, seconds)
+
+    def _shift(self, steps: int, seconds: float | Array) -> None:
         self.free = self.free + seconds
-        self.in_flight = [deque((due, at + seconds) for due, at in rounds) for rounds in self.in_flight]
+        self.in_flight = [deque((due + steps, at + seconds) for due, at in rounds) for rounds in self.in_flight]
 
     def state(self) -> Array:
         """Return everything that decides what follows in a run of one lane: [clock, line, rounds in flight; rates].

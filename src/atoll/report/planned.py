@@ -15,7 +15,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from atoll._util.units import count_words, seconds_text, share_text
 from atoll.plan.cost import Array
-from atoll.plan.forecast import bandwidth_needed, steady_utilisation
+from atoll.plan.forecast import bandwidth_needed, utilisation
 from atoll.plan.line import LEAST_BITS_PER_S, Line
 from atoll.plan.method import Method, Model
 from atoll.plan.simulate import stops
@@ -78,12 +78,7 @@ def _draw_curves(
     dress(axes, palette, x=f"bandwidth of every worker, {name}", y="time spent computing")
     for method in methods.values():
         colour = _colour(palette, method)
-        best, ours = (
-            steady_utilisation(
-                model, method, workers, rates, latency_s=link.latency_s, layered=layered, goodput=link.goodput
-            )
-            for layered in (True, False)
-        )
+        best, ours = (utilisation(model, method, workers, rates, link, layered=layered) for layered in (True, False))
         axes.plot(rates / unit, ours, color=colour, linewidth=1.3, linestyle=(0, (4, 2)), alpha=0.85)
         axes.plot(rates / unit, best, color=colour, linewidth=2)
     axes.set_xscale("log")
@@ -108,10 +103,7 @@ def _rates(model: Model, methods: Mapping[str, Method], workers: int, link: Line
     """Return rates from where methods hardly compute to where they hardly wait; the link's rate is among them."""
     low, high = 1e15, 1e3
     for method in methods.values():
-        first, last = (
-            bandwidth_needed(model, method, workers, level, latency_s=link.latency_s, goodput=link.goodput)
-            for level in _EDGES
-        )
+        first, last = (bandwidth_needed(model, method, workers, level, link) for level in _EDGES)
         first = max(first, _LEAST_RATE)  # one worker needs none
         low = min(low, first)
         high = max(high, last if np.isfinite(last) else 1e5 * first)
