@@ -219,21 +219,19 @@ METHODS: dict[str, Method] = {
 Data-parallel and DiLoCo send 16 bits, as in that paper, so that methods and not codecs are compared. The presets send
 fp32, twice as much."""
 
-LABELS = {
-    "data-parallel": "data-parallel, 16 bits",
-    "diloco": "DiLoCo, 16 bits",
-    "streaming-blocking": "Streaming, 16 bits, waiting",
-    "streaming-bf16": "Streaming, 16 bits, hidden",
-    "streaming": "Streaming, 4 bits, hidden",
-    "eager": "Eager, 4 bits, hidden",
-}
 RUN_FILE_METHOD = "run"
 """Name of a run file's own method beside the others."""
 
 
 def label(method: Method) -> str:
     """Return a method's name for people, such as "DiLoCo, 16 bits"."""
-    return LABELS.get(method.name, f"this run, {method.codec.format}")
+    if method.name == RUN_FILE_METHOD:
+        return f"this run, {method.codec.format}"
+    kind = (
+        "data-parallel" if method.gradients else "Eager" if method.eager else "Streaming" if method.each else "DiLoCo"
+    )
+    when = ", hidden" if method.delay else ", waiting" if kind == "Streaming" else ""
+    return f"{kind}, {8 * method.codec.payload_bytes(1024) // 1024} bits{when}"
 
 
 def methods_for(

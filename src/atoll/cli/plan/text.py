@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from textwrap import wrap
 
 from rich import box
@@ -73,7 +74,7 @@ def _quantities(plan: Plan) -> Iterator[dict[str, Callable[[Forecast], str]]]:
         "sent per step": lambda o: bytes_text(o.bytes_per_step),
         "sent in a round": lambda o: bytes_text(o.bytes_per_round),
     } | ({"sent in the run": lambda o: bytes_text(o.bytes_of_run)} if run else {})
-    yield {f"bit/s for {100 * level:.0f} % busy": _needed(plan, level) for level in LEVELS}
+    yield {f"bit/s for {100 * level:.0f} % busy": partial(_needed, plan, level) for level in LEVELS}
     yield {"memory added": lambda o: bytes_text(o.memory_bytes), "  with sync.offload": _offloaded}
     if run:
         yield {"time of the run": lambda o: seconds_text(o.run_s)} | (
@@ -81,12 +82,9 @@ def _quantities(plan: Plan) -> Iterator[dict[str, Callable[[Forecast], str]]]:
         )
 
 
-def _needed(plan: Plan, level: float) -> Callable[[Forecast], str]:
-    def cell(expected: Forecast) -> str:
-        rate = plan.needed[expected.method.name][level]
-        return "-" if not rate else count_text(rate) if math.isfinite(rate) else "never"
-
-    return cell
+def _needed(plan: Plan, level: float, expected: Forecast) -> str:
+    rate = plan.needed[expected.method.name][level]
+    return "-" if not rate else count_text(rate) if math.isfinite(rate) else "never"
 
 
 def _offloaded(expected: Forecast) -> str:
