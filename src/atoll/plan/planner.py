@@ -34,7 +34,7 @@ class WorkerMemory(NamedTuple):
     """Bytes of one chip, if known."""
 
 
-UNKNOWN_MEMORY = WorkerMemory()
+DEFAULT_LINK, UNKNOWN_MEMORY = Line(1e9), WorkerMemory()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +43,9 @@ class PlanRequest:
 
     model: Model
     workers: int
-    link: Line
-    methods: tuple[Method, ...]
-    step_from: str
+    link: Line = DEFAULT_LINK
+    methods: tuple[Method, ...] = ()
+    step_from: str = "as given"
     """Where the time of a step comes from, in words."""
     tokens: int | None = None
     """Tokens of a step of one worker, if known."""
@@ -62,7 +62,12 @@ class PlanRequest:
     """Settings of a run file that the figures do not include, by dotted key."""
 
     def __post_init__(self) -> None:
-        check_whole("workers", self.workers, most=MOST_WORKERS)
+        steps = 1 if self.steps is None else self.steps
+        periods = [("period", method.period, LONGEST_PERIOD) for method in self.methods]
+        for name, value, most in [("workers", self.workers, MOST_WORKERS), ("steps", steps, MOST_STEPS), *periods]:
+            check_whole(name, value)
+            if value > most:
+                raise ConfigError(f"{name} must be at most {most:,} to be planned, got {value:,}")
         if not LEAST_STEP_S <= self.model.step_s <= MOST_STEP_S:
             span = f"from {LEAST_STEP_S:.0e} to {MOST_STEP_S:.0e} seconds"
             raise ConfigError(f"the time of a step must be {span}, got {self.model.step_s:g}")
@@ -76,14 +81,7 @@ class PlanRequest:
             raise ConfigError(f"price must be a number from 0 to {MOST_PRICE:.0e}, got {self.price:g}")
         if self.price is not None and self.steps is None:
             raise ConfigError("price is for a whole run: give --steps, or --tokens (of a step of one worker)")
-        if self.steps is not None:
-            check_whole("steps", self.steps, most=MOST_STEPS)
         check_whole("chips", self.memory.chips, why="they compute the steps of one worker")
-        for method in self.methods:
-            if method.period > LONGEST_PERIOD:
-                raise ConfigError(
-                    f"period must be at most {LONGEST_PERIOD} inner steps to be planned, got {method.period}"
-                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from atoll._util.units import count_words
 from atoll.cli.plan.options import PlanOptions, check_options, count, number, seconds, size
-from atoll.cli.plan.workload import DEFAULT_LINK, Workload, period_option, workload_of
+from atoll.cli.plan.workload import Workload, period_option, workload_of
 from atoll.errors import ConfigError
 from atoll.plan.chips import chip_named, step_seconds
 from atoll.plan.line import Line, parse_line
 from atoll.plan.method import Method, methods_for
-from atoll.plan.planner import MOST_STEPS, PlanRequest, WorkerMemory
+from atoll.plan.planner import DEFAULT_LINK, MOST_STEPS, PlanRequest, WorkerMemory
 from atoll.plan.scaling_laws import TOKENS_PER_PARAMETER
 from atoll.settings.config import RunConfig
 

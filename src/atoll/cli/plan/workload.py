@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 from atoll.cli.plan.options import PlanOptions, count
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError
-from atoll.plan.line import Line, parse_line
+from atoll.plan.line import parse_line
 from atoll.plan.method import RUN_FILE_METHOD, Method, Model
-from atoll.plan.planner import LONGEST_PERIOD, MOST_WORKERS, PlanRequest
+from atoll.plan.planner import DEFAULT_LINK, LONGEST_PERIOD, MOST_WORKERS, PlanRequest
 from atoll.settings.config import RunConfig, load, parse
 from atoll.settings.model_presets import ModelConfig, preset
 from atoll.settings.toml import parse_toml, read
 
-DEFAULT_LINK = Line(1e9)
 MOST_LAYERS = 256
 """The most that can be planned in a few seconds; few models have more."""
 _UNKNOWN_S = 1.0  # the time of a step until it is known
@@ -51,16 +50,12 @@ def workload_of(options: PlanOptions) -> Workload:
             parameters=shape.parameters, layers=shape.layers, step_s=_UNKNOWN_S, rest=shape.parameters - blocks
         )
         config = parse({"model": {"preset": options.preset, "vocabulary": shape.vocabulary}})
-        return Workload(_request(model, workers), config, shape.vocabulary)
+        return Workload(PlanRequest(model=model, workers=workers), config, shape.vocabulary)
     if options.layers is None:
         raise ConfigError("layers: give --layers, the number of blocks of the model; fragments are made of them")
     layers = count("layers", options.layers, MOST_LAYERS, "48")
     model = Model(parameters=count("params", options.params or ""), layers=layers, step_s=_UNKNOWN_S)
-    return Workload(_request(model, workers))
-
-
-def _request(model: Model, workers: int) -> PlanRequest:
-    return PlanRequest(model=model, workers=workers, link=DEFAULT_LINK, methods=(), step_from="")
+    return Workload(PlanRequest(model=model, workers=workers))
 
 
 def period_option(options: PlanOptions) -> int | None:
@@ -115,7 +110,6 @@ def _run_file_workload(options: PlanOptions, run: Path) -> Workload:
         workers=config.sync.workers,
         link=replace(parse_line(emulated), goodput=1.0) if emulated else DEFAULT_LINK,
         methods=_own_method(config, model, blocks),
-        step_from="",
         tokens=config.train.batch * (config.train.sequence or context),
         steps=config.train.steps,
         adapt=_adapter(config),
