@@ -12,9 +12,9 @@ import subprocess
 import sys
 import time
 
-from atoll.plan.advise import advise, candidates, sweep
-from atoll.plan.link import Link
+from atoll.plan.line import Line
 from atoll.plan.method import Model
+from atoll.plan.recommend import candidates, recommend, sweep
 from paper_table import MODELS, compare
 
 SETTINGS = 10_000
@@ -38,7 +38,7 @@ def main() -> None:
     cells = list(compare())
     exact = sum(cell.steps_apart == 0 for cell in cells)
     print(f"the papers' table: {len(cells)} cells, {exact} exact, in {time.perf_counter() - began:.2f} s")
-    link = Link(1e9, latency_s=0.05)
+    link = Line(1e9, latency_s=0.05)
     for name, model in MODELS.items():
         print(f"{name}: {_swept(model, link)}, and advice in {_advised(model, link):.2f} s")
 
@@ -52,7 +52,7 @@ def _command(asked: str) -> float:
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
 
 
-def _swept(model: Model, link: Link) -> str:
+def _swept(model: Model, link: Line) -> str:
     options = [method for n, method in enumerate(candidates(model, PERIODS)) if n < SETTINGS]
     began = time.perf_counter()
     found = sweep(model, 2, link, options)
@@ -60,9 +60,9 @@ def _swept(model: Model, link: Link) -> str:
     return f"{len(options):,} settings in {took:.1f} s, {int((found >= 0.95).sum()):,} of them at 95 % or more"
 
 
-def _advised(model: Model, link: Link) -> float:
+def _advised(model: Model, link: Line) -> float:
     began = time.perf_counter()
-    advise(model, 2, link)
+    recommend(model, 2, link)
     return time.perf_counter() - began
 
 

@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 
 from atoll.core.allreduce import sent_bytes
 from atoll.core.codec import Codec
-from atoll.plan.job import Job, transfer_s
-from atoll.plan.link import GOODPUT, Link
+from atoll.plan.cost import transfer_s
+from atoll.plan.line import GOODPUT, Line
+from atoll.plan.method import Job
 from atoll.plan.simulate import stops
 from sites import bits_per_second
 from wan import Bench
@@ -93,7 +94,7 @@ def of_run(cell: dict[str, Any], bench: Bench) -> Row:
     since, until = 3 * bench.period, 6 * bench.period
     job = job_of(cell, bench, until)
     waited_s = {since: 0.0, until: 0.0}
-    for stop in stops(job, Link(GOODPUT * 1e6 * cell["rate_mbit"])):
+    for stop in stops(job, Line(GOODPUT * 1e6 * cell["rate_mbit"])):
         waited_s |= {step: stop.left_s[0] - stop.step * job.step_s for step in waited_s if stop.step <= step}
     periods = (until - since) / bench.period
     rounds = bench.period if job.gradients else 1
@@ -113,7 +114,7 @@ def of_run(cell: dict[str, Any], bench: Bench) -> Row:
 
 def of_round(row: dict[str, Any], values: int) -> Row:
     """A row of wire.json."""
-    payload, link = Codec(row["codec"]).payload_bytes(values), Link(GOODPUT * bits_per_second(row["rate"]))
+    payload, link = Codec(row["codec"]).payload_bytes(values), Line(GOODPUT * bits_per_second(row["rate"]))
     return Row(
         f"round in {row['codec']}, {row['members']} members, {row['rate']}",
         transfer_s(payload, row["members"], link),

@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 from atoll.core.codec import Codec
 from atoll.core.schedule import Schedule
 from atoll.plan import cost
-from atoll.plan.job import Job
-from atoll.plan.link import Link
-from atoll.plan.method import Method, Model
+from atoll.plan.line import Line
+from atoll.plan.method import Job, Method, Model
 from atoll.plan.simulate import time_of
 
 
@@ -40,7 +39,7 @@ def test_fragments_make_up_the_model(chosen: tuple[Model, Method]) -> None:
 def test_bytes_of_a_run_are_those_of_its_rounds(chosen: tuple[Model, Method], workers: int, steps: int) -> None:
     model, method = chosen
     job = method.job(model, workers, steps)
-    assert cost.bytes_of_run(model, method, workers, steps) == time_of(job, Link(1e6)).bytes_per_worker
+    assert cost.bytes_of_run(model, method, workers, steps) == time_of(job, Line(1e6)).bytes_per_worker
 
 
 @given(methods(), st.integers(1, 6))
@@ -50,7 +49,7 @@ def test_bytes_per_step_are_those_of_a_period(chosen: tuple[Model, Method], work
         time_of(Job(
             steps=periods * method.period, step_s=1.0, period=method.period, payload_bytes=method.payload_bytes(model),
             delay=0, workers=workers, gradients=method.gradients, finish=False,
-        ), Link(1e6)).bytes_per_worker
+        ), Line(1e6)).bytes_per_worker
         for periods in (4, 5)
     ]  # fmt: skip
     assert round(cost.bytes_per_step(model, method, workers) * method.period, 6) == sent[1] - sent[0]

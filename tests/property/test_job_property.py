@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from atoll.core.allreduce import sent_bytes
 from atoll.core.schedule import Schedule
-from atoll.plan.job import Job, transfer_s
-from atoll.plan.link import Link
+from atoll.plan.cost import transfer_s
+from atoll.plan.line import Line
+from atoll.plan.method import Job
 from atoll.plan.simulate import time_of
 
-links = st.builds(Link, st.floats(1e2, 1e7), st.sampled_from([0.0, 0.01, 3.0]))
+links = st.builds(Line, st.floats(1e2, 1e7), st.sampled_from([0.0, 0.01, 3.0]))
 
 
 @st.composite
@@ -35,7 +36,7 @@ def no_more(a: float, b: float) -> bool:
     return a <= b * (1 + 1e-9)
 
 
-def step_by_step(job: Job, link: Link) -> Fraction:
+def step_by_step(job: Job, link: Line) -> Fraction:
     """The same run one step and one worker at a time, in exact numbers: the last one's end."""
     fragments = range(len(job.payload_bytes))
     delays = job.delay if isinstance(job.delay, tuple) else (job.delay,) * job.workers
@@ -68,12 +69,12 @@ def step_by_step(job: Job, link: Link) -> Fraction:
 
 
 @given(jobs(), links)
-def test_agrees_with_the_slow_way(job: Job, link: Link) -> None:
+def test_agrees_with_the_slow_way(job: Job, link: Line) -> None:
     assert time_of(job, link).total_s == pytest.approx(float(step_by_step(job, link)), rel=1e-9)
 
 
 @given(jobs(), links)
-def test_never_faster_than_compute_or_than_the_line(job: Job, link: Link) -> None:
+def test_never_faster_than_compute_or_than_the_line(job: Job, link: Line) -> None:
     time = time_of(job, link)
     assert time.compute_s == job.steps * job.step_s
     assert time.total_s >= time.compute_s
@@ -83,14 +84,14 @@ def test_never_faster_than_compute_or_than_the_line(job: Job, link: Link) -> Non
 
 
 @given(jobs(), links, st.floats(1.0, 1e3), st.floats(0.0, 1.0))
-def test_a_better_link_is_never_slower(job: Job, link: Link, faster: float, nearer: float) -> None:
-    better = Link(link.bits_per_s * faster, link.latency_s * nearer)
+def test_a_better_link_is_never_slower(job: Job, link: Line, faster: float, nearer: float) -> None:
+    better = Line(link.bits_per_s * faster, link.latency_s * nearer)
     assert no_more(time_of(job, better).total_s, time_of(job, link).total_s)
     assert time_of(job, better).bytes_per_worker == time_of(job, link).bytes_per_worker
 
 
 @given(jobs(), links, st.integers(0, 12))
-def test_a_longer_delay_is_never_slower(job: Job, link: Link, longer: int) -> None:
+def test_a_longer_delay_is_never_slower(job: Job, link: Line, longer: int) -> None:
     delays = job.delay if isinstance(job.delay, tuple) else (job.delay,) * job.workers
     patient = replace(job, delay=tuple(min(delay + longer, job.period) for delay in delays))
     assert no_more(time_of(patient, link).total_s, time_of(job, link).total_s)
@@ -98,7 +99,7 @@ def test_a_longer_delay_is_never_slower(job: Job, link: Link, longer: int) -> No
 
 
 @given(jobs(), links)
-def test_a_run_that_sends_gradients_hides_nothing(job: Job, link: Link) -> None:
+def test_a_run_that_sends_gradients_hides_nothing(job: Job, link: Line) -> None:
     if not job.payload_bytes:
         return
     job = replace(job, gradients=True)

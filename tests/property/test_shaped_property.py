@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from atoll.core.allreduce import sent_bytes, shots
 from atoll.link.base import RoundId
 from atoll.link.shaped import PACKET_BYTES, Line, Outage, Shape, Transmission
-from atoll.plan.job import transfer_s
-from atoll.plan.link import Link as PlannedLink
+from atoll.plan.cost import transfer_s
+from atoll.plan.line import Line as PlannedLine
 
 whole = st.integers(0, 40)
 rates = st.floats(1e3, 1e9) | st.just(math.inf)
@@ -55,7 +55,7 @@ def test_one_round_on_a_free_line_takes_what_the_plan_says(
     bits_per_s: float, latency_s: float, payload_bytes: int, members: int, at_s: float
 ) -> None:
     shape = Shape(bits_per_s=bits_per_s, latency_s=latency_s)
-    planned_s = transfer_s(payload_bytes, members, PlannedLink(bits_per_s, latency_s))
+    planned_s = transfer_s(payload_bytes, members, PlannedLine(bits_per_s, latency_s))
     size, shot_count = sent_bytes(payload_bytes, members), shots(members)
     assert carry(shape, [Sent(0.0, size, shot_count)])[0].arrival_s == planned_s
     assert carry(shape, [Sent(at_s, size, shot_count)])[0].arrival_s == pytest.approx(at_s + planned_s)

@@ -14,17 +14,16 @@ from amount import examples
 from atoll.core.allreduce import sent_bytes, shots
 from atoll.core.codec import Codec
 from atoll.plan import cost
-from atoll.plan.forecast import steady_utilisation
-from atoll.plan.job import Job
-from atoll.plan.link import GOODPUT, Link
-from atoll.plan.method import Layers, Method, Model
+from atoll.plan.forecast import utilisation
+from atoll.plan.line import GOODPUT, Line
+from atoll.plan.method import Job, Layers, Method, Model
 from atoll.plan.simulate import run_s, steady_wait_s, stops, time_of
 from oracle import layers as oracle
 
 few = examples(25)
 
 rates = st.sampled_from([400.0, 1e3, 3.3e3, 2e4, 1e6])
-links = st.builds(Link, rates, st.sampled_from([0.0, 0.25, 3.0]))
+links = st.builds(Line, rates, st.sampled_from([0.0, 0.25, 3.0]))
 
 
 @st.composite
@@ -44,7 +43,7 @@ def jobs(draw: st.DrawFn, *, same_delay: bool = False) -> Job:
     )
 
 
-def by_the_oracle(job: Job, link: Link) -> Any:
+def by_the_oracle(job: Job, link: Line) -> Any:
     """[steps + 1][workers], in exact numbers."""
     workers = job.workers
     delays = job.delay if isinstance(job.delay, tuple) else (job.delay,) * workers
@@ -62,7 +61,7 @@ def by_the_oracle(job: Job, link: Link) -> Any:
 
 
 def settled(
-    job: Job, link: Link, layers: Layers | None = None, depth: int = 1, periods: tuple[int, int] = (100, 160)
+    job: Job, link: Line, layers: Layers | None = None, depth: int = 1, periods: tuple[int, int] = (100, 160)
 ) -> float:
     """Seconds of waiting in a period of a long run by the slow simulator; workers are alike, so that one is enough."""
     since, until = (n * job.period for n in periods)
@@ -78,7 +77,7 @@ def settled(
 
 
 @given(jobs(), links)
-def test_every_stop_is_where_the_slow_way_has_it(job: Job, link: Link) -> None:
+def test_every_stop_is_where_the_slow_way_has_it(job: Job, link: Line) -> None:
     expected = by_the_oracle(job, link)
     lane_of = {worker: lane for lane, workers in enumerate(job.lanes()) for worker in workers}
     waited = [0.0] * len(job.lanes())
@@ -91,7 +90,7 @@ def test_every_stop_is_where_the_slow_way_has_it(job: Job, link: Link) -> None:
 
 
 @given(jobs(), links)
-def test_a_line_carries_one_thing_after_the_other(job: Job, link: Link) -> None:
+def test_a_line_carries_one_thing_after_the_other(job: Job, link: Line) -> None:
     found = list(stops(job, link))
     assert [stop.step for stop in found] == sorted(stop.step for stop in found)
     for lane in range(len(job.lanes())):
@@ -102,7 +101,7 @@ def test_a_line_carries_one_thing_after_the_other(job: Job, link: Link) -> None:
 
 
 @given(jobs(same_delay=True), links, st.lists(rates, min_size=1, max_size=3))
-def test_many_rates_at_once_are_each_rate_alone(job: Job, link: Link, several: list[float]) -> None:
+def test_many_rates_at_once_are_each_rate_alone(job: Job, link: Line, several: list[float]) -> None:
     for simulated in (steady_wait_s, run_s):
         together = simulated(job, np.array(several), latency_s=link.latency_s)
         for n, rate in enumerate(several):
@@ -135,7 +134,7 @@ def choices(draw: st.DrawFn) -> tuple[Model, Method, int, float, float]:
 
 
 def busy(model: Model, method: Method, workers: int, rate: float, latency_s: float, layered: bool = False) -> float:
-    return float(steady_utilisation(model, method, workers, np.array([rate]), latency_s=latency_s, layered=layered)[0])
+    return float(utilisation(model, method, workers, np.array([rate]), Line(rate, latency_s), layered=layered)[0])
 
 
 @few
@@ -143,7 +142,7 @@ def busy(model: Model, method: Method, workers: int, rate: float, latency_s: flo
 def test_steady_is_what_a_long_run_comes_to(choice: tuple[Model, Method, int, float, float], layered: bool) -> None:
     model, method, workers, rate, latency_s = choice
     layers = method.layers(model) if layered else None
-    waited_s = settled(method.job(model, workers, 0), Link(rate, latency_s), layers, model.layers if layered else 1)
+    waited_s = settled(method.job(model, workers, 0), Line(rate, latency_s), layers, model.layers if layered else 1)
     rate = rate if layered else rate / GOODPUT
     at_last = method.period / (method.period + waited_s)
     assert busy(model, method, workers, rate, latency_s, layered) == pytest.approx(at_last, rel=2e-3)
@@ -156,7 +155,7 @@ def test_steady_is_exact_where_rounds_stay_away_for_several_periods() -> None:
     rate = 7.0767346529749195 * cost.average_bits_per_s(model, method, 4)
     for layered in (False, True):
         groups, depth = (method.layers(model), 4) if layered else (None, 1)
-        waited_s = settled(method.job(model, 4, 0), Link(rate, 0.3), groups, depth)
+        waited_s = settled(method.job(model, 4, 0), Line(rate, 0.3), groups, depth)
         assert busy(model, method, 4, rate if layered else rate / GOODPUT, 0.3, layered) == pytest.approx(
             0.25 / (0.25 + waited_s), rel=1e-6
         )
@@ -178,7 +177,7 @@ def test_a_run_at_many_rates_is_as_long_as_it_is_stop_by_stop(
     """To less than a period: a line a little too slow is hidden by the delay for a while."""
     model, method, workers, rate, latency_s = choice
     job = method.job(model, workers, steps)
-    exact = time_of(job, Link(rate, latency_s)).total_s
+    exact = time_of(job, Line(rate, latency_s)).total_s
     ours = float(run_s(job, np.array([rate]), latency_s=latency_s)[0])
     if steps < 17 * method.period:
         assert ours == pytest.approx(exact, rel=1e-9)
@@ -194,7 +193,7 @@ def test_the_closed_form_is_exact_for_rounds_apart_and_never_too_much(
     job, period, delay = method.job(model, workers, 0), method.period, method.delay
     together = [offset for offset, _ in groupby(job.schedules()[0].offset(f) for f in range(len(job.payload_bytes)))]
     found = float(steady_wait_s(job, np.array([rate]), latency_s=latency_s)[0])
-    seen = settled(job, Link(rate, latency_s), periods=(4, 40))
+    seen = settled(job, Line(rate, latency_s), periods=(4, 40))
     if cost.rounds_apart(period, delay, together):
         assert seen == pytest.approx(found, abs=1e-6)
     else:  # what is waited for in the end may be hidden by the delay for many periods: at most by all of it

@@ -12,7 +12,7 @@ import pytest
 
 from atoll.cli.compare import compare, verdict
 from atoll.errors import ConfigError
-from atoll.plan.link import parse_link
+from atoll.plan.line import parse_line
 from atoll.report import load, summary
 from atoll.runs.events import End, Resumed, read
 from atoll.settings.study import Claim
@@ -81,7 +81,7 @@ def test_all_runs_end_in_a_table_a_claim_and_a_report(
     again = capsys.readouterr().out
     assert "one: finished already" in again and "held-out loss" not in again
     assert (out / "one" / "metrics.jsonl").stat().st_mtime_ns == before.st_mtime_ns
-    rows = summary([load(out / name) for name in ("one", "other")], parse_link("1Mbit/s"))
+    rows = summary([load(out / name) for name in ("one", "other")], parse_line("1Mbit/s"))
     wrong = Claim(say="far apart", run="one", against="other", at_least=0.9)
     assert verdict(wrong, rows).startswith("does not hold: far apart (one")
 

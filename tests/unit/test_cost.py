@@ -9,8 +9,8 @@ import pytest
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError
 from atoll.plan import cost
-from atoll.plan.link import Link
-from atoll.plan.method import METHODS, Method, Model, methods, with_period
+from atoll.plan.line import Line
+from atoll.plan.method import METHODS, Method, Model, methods_for
 from atoll.plan.simulate import steady_wait_s
 
 TEN = Model(parameters=1000, layers=10, step_s=1.0)
@@ -19,7 +19,7 @@ WHOLE = Method(name="whole", period=10, codec=FP32)
 HALVES = Method(name="halves", period=10, each=5, codec=FP32)
 
 
-def exposed_s(model: Model, method: Method, workers: int, link: Link) -> float:
+def exposed_s(model: Model, method: Method, workers: int, link: Line) -> float:
     job = method.job(model, workers, 0)
     return float(steady_wait_s(job, np.array([link.bits_per_s]), latency_s=link.latency_s)[0])
 
@@ -52,7 +52,7 @@ def test_what_is_in_no_layer_is_a_fragment_of_its_own() -> None:
 
 
 def test_waiting() -> None:
-    line = Link(8000, latency_s=0.5)  # 4 s for everything
+    line = Line(8000, latency_s=0.5)  # 4 s for everything
     assert exposed_s(TEN, WHOLE, 2, line) == 4.5
     assert exposed_s(TEN, replace(WHOLE, delay=3), 2, line) == 1.5
     assert exposed_s(TEN, replace(WHOLE, delay=5), 2, line) == 0
@@ -63,24 +63,23 @@ def test_waiting() -> None:
 def test_rounds_that_leave_together_wait_together() -> None:
     """Ten fragments in five steps: five pairs, each of them on its way once."""
     crowded = Method(name="crowded", period=5, each=1, codec=FP32)
-    assert exposed_s(TEN, crowded, 2, Link(8000, latency_s=0.5)) == 4 + 5 * 0.5
+    assert exposed_s(TEN, crowded, 2, Line(8000, latency_s=0.5)) == 4 + 5 * 0.5
 
 
 def test_what_hides_behind_another_s_waiting_is_not_counted_twice() -> None:
     """Ten rounds, one a step, four of which are under way together: every fifth can wait on its own account."""
     crowded = Method(name="crowded", period=10, each=1, delay=4, codec=FP32)
     assert not cost.rounds_apart(10, 4, list(range(10)))
-    assert exposed_s(TEN, crowded, 2, Link(math.inf, latency_s=6.0)) == 2 * (6.0 - 4.0)
+    assert exposed_s(TEN, crowded, 2, Line(math.inf, latency_s=6.0)) == 2 * (6.0 - 4.0)
 
 
 def test_a_line_that_is_never_free() -> None:
-    slow = Link(2000)  # 16 s for everything
+    slow = Line(2000)  # 16 s for everything
     assert exposed_s(TEN, replace(WHOLE, delay=10), 2, slow) == 16 - 10
 
 
 def test_memory_by_hand() -> None:
     vectors = 2 * 4 * 1000
-    assert cost.bare_bytes(TEN) == 12_000
     assert cost.training_bytes(TEN) == 16_000
     assert cost.extra_bytes(TEN, WHOLE, 2) == vectors + 2 * 4000
     assert cost.extra_bytes(TEN, WHOLE, 4) == vectors + 2 * 4000
@@ -101,14 +100,15 @@ def test_memory_by_hand() -> None:
 def test_memory_of_the_streaming_paper_s_example() -> None:
     """100B parameters, 3 of 108 layers: 2 vectors of fp32 for them are 22 GB (it prints 20) on 1,117 GiB."""
     model = Model(parameters=10**11, layers=108, step_s=4.9)
-    assert cost.bare_bytes(model) / 2**30 == pytest.approx(1117, rel=1e-3)
+    without_gradients = 3 / 4 * cost.training_bytes(model)
+    assert without_gradients / 2**30 == pytest.approx(1117, rel=1e-3)
     streaming = METHODS["streaming"]
     payloads = 2 * max(streaming.payload_bytes(model))
     offloaded = cost.extra_bytes(model, streaming, 2, offload=True)
     assert (offloaded - payloads) / 1e9 == pytest.approx(22.2, rel=0.01)
-    assert (offloaded - payloads) / cost.bare_bytes(model) == pytest.approx(0.02, abs=0.002)
+    assert (offloaded - payloads) / without_gradients == pytest.approx(0.02, abs=0.002)
     in_place = cost.extra_bytes(model, METHODS["diloco"], 2) - 2 * max(METHODS["diloco"].payload_bytes(model))
-    assert in_place / cost.bare_bytes(model) == pytest.approx(2 / 3)
+    assert in_place / without_gradients == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(
@@ -147,13 +147,16 @@ def test_more_layers_each_than_layers() -> None:
 
 
 def test_methods_by_name() -> None:
-    assert [method.name for method in methods()] == list(METHODS)
-    assert [(m.name, m.period, m.delay) for m in methods(["eager", "streaming"], 30)] == [
+    def delays(name: str, *periods: int) -> list[int]:
+        return [methods_for(TEN, [name], period)[0].delay for period in periods]
+
+    assert [method.name for method in methods_for(TEN)] == list(METHODS)
+    assert [(m.name, m.period, m.delay) for m in methods_for(TEN, ["eager", "streaming"], 30)] == [
         ("eager", 30, 30),
         ("streaming", 30, 1),
     ]
-    assert with_period(METHODS["data-parallel"], 30) == METHODS["data-parallel"]
-    assert [with_period(METHODS["eager"], period).delay for period in (30, 100, 300)] == [30, 100, 300]
-    assert [with_period(METHODS["streaming"], period).delay for period in (1, 30, 300)] == [1, 1, 1]
+    assert methods_for(TEN, ["data-parallel"], 30) == [METHODS["data-parallel"]]
+    assert delays("eager", 30, 100, 300) == [30, 100, 300]
+    assert delays("streaming", 1, 30, 300) == [1, 1, 1]
     with pytest.raises(ConfigError, match=r"method must be one of data-parallel, diloco, .*; got 'dilocoo'"):
-        methods(["dilocoo"])
+        methods_for(TEN, ["dilocoo"])

@@ -10,8 +10,9 @@ from atoll import Lockstep
 from atoll.core.allreduce import sent_bytes
 from atoll.errors import ConfigError
 from atoll.outer.presets import DataParallel, Gradients, Sync
-from atoll.plan.job import Job, transfer_s
-from atoll.plan.link import Link, parse_link
+from atoll.plan.cost import transfer_s
+from atoll.plan.line import Line, parse_line
+from atoll.plan.method import Job
 from atoll.plan.simulate import RunTime, stops, time_of
 from harness import PRESETS, Problem, train, train_data_parallel
 
@@ -31,10 +32,10 @@ from harness import PRESETS, Problem, train, train_data_parallel
     ],
 )
 def test_links_in_words(text: str, bits_per_s: float, latency_s: float) -> None:
-    link = parse_link(text)
+    link = parse_line(text)
     assert link.bits_per_s == pytest.approx(bits_per_s)
     assert link.latency_s == pytest.approx(latency_s)
-    assert parse_link(str(link)) == link
+    assert parse_line(str(link)) == link
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_links_in_words(text: str, bits_per_s: float, latency_s: float) -> None:
 )
 def test_refused_links(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse_link(text)
+        parse_line(text)
 
 
 def test_bytes_of_a_round() -> None:
@@ -68,7 +69,7 @@ def test_bytes_of_a_round() -> None:
 
 
 def test_seconds_of_a_round() -> None:
-    link = Link(8e3, latency_s=0.25)
+    link = Line(8e3, latency_s=0.25)
     assert transfer_s(1000, 1, link) == 0
     assert transfer_s(1000, 2, link) == 1 + 0.25
     assert transfer_s(1000, 4, link) == 1.5 + 2 * 0.25  # two shots travel twice
@@ -79,7 +80,7 @@ TWENTY = Job(steps=20, step_s=1.0, period=10, payload_bytes=(500,), delay=0, wor
 
 def taken(**changes: Any) -> RunTime:
     """20 steps of 1 s, a round of 4 s after each 10, but for some changes."""
-    return time_of(replace(TWENTY, **changes), Link(1e3))
+    return time_of(replace(TWENTY, **changes), Line(1e3))
 
 
 def test_diloco_waits_for_the_whole_round() -> None:
@@ -100,31 +101,31 @@ def test_a_delay_hides_what_fits_into_it() -> None:
 def test_rounds_queue_on_the_link() -> None:
     """Fragments of 3 s leave 2 steps apart: the second begins when the link is free, 1 s late."""
     job = Job(steps=4, step_s=1.0, period=4, payload_bytes=(375, 375), delay=0, workers=2, finish=False)
-    blocking = list(stops(job, Link(1e3)))
+    blocking = list(stops(job, Line(1e3)))
     assert [(stop.step, stop.left_s) for stop in blocking] == [(4, (7.0,))]
     streaming = Job(steps=8, step_s=1.0, period=4, payload_bytes=(375, 375), delay=4, workers=2, finish=False)
-    carried = [(stop.sent, *stop.carried_s) for stop in stops(streaming, Link(1e3)) if stop.sent]
+    carried = [(stop.sent, *stop.carried_s) for stop in stops(streaming, Line(1e3)) if stop.sent]
     assert carried == [((0,), (4.0, 7.0)), ((1,), (7.0, 10.0)), ((0,), (10.0, 13.0))]
 
 
 def test_what_was_not_sent_is_exchanged_at_the_end() -> None:
     job = Job(steps=15, step_s=1.0, period=10, payload_bytes=(500,), delay=0, workers=2)
-    assert time_of(job, Link(1e3)).bytes_per_worker == 1000
+    assert time_of(job, Line(1e3)).bytes_per_worker == 1000
     unfinished = Job(steps=15, step_s=1.0, period=10, payload_bytes=(500,), delay=0, workers=2, finish=False)
-    assert time_of(unfinished, Link(1e3)).bytes_per_worker == 500
+    assert time_of(unfinished, Line(1e3)).bytes_per_worker == 500
 
 
 def test_latency_delays_a_round_but_does_not_occupy_the_link() -> None:
     """Two fragments sent together, 1 s each: the second arrives after 2 s and one latency, not two."""
     job = Job(steps=1, step_s=1.0, period=1, payload_bytes=(125, 125), delay=0, workers=2)
-    assert time_of(job, Link(1e3, latency_s=5.0)).total_s == 1 + 2 + 5
+    assert time_of(job, Line(1e3, latency_s=5.0)).total_s == 1 + 2 + 5
 
 
 def test_a_patient_worker_is_not_held_up_by_its_own_delay() -> None:
     """Worker 0 blocks on its rounds, worker 1 has 4 steps for each: it goes on, and they meet at the end."""
     job = Job(steps=8, step_s=1.0, period=4, payload_bytes=(500,), delay=(0, 4), workers=2)
     assert job.lanes() == ((0,), (1,))
-    moments = [(stop.step, stop.reached_s, stop.left_s) for stop in stops(job, Link(1e3))]
+    moments = [(stop.step, stop.reached_s, stop.left_s) for stop in stops(job, Line(1e3))]
     assert moments[0] == (4, (4.0, 4.0), (8.0, 4.0))
     # Worker 1 sends its second round at 8 s and worker 0 at 12 s: it is complete at 16 s.
     assert moments[1] == (8, (12.0, 8.0), (16.0, 8.0))

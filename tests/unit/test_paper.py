@@ -11,7 +11,7 @@ import pytest
 import paper_table as paper
 from atoll.core.codec import Codec
 from atoll.plan import cost
-from atoll.plan.forecast import bandwidth_needed, steady_utilisation
+from atoll.plan.forecast import bandwidth_needed, utilisation
 from atoll.plan.method import METHODS, Method, Model
 from atoll.plan.paper_grid import GRID_BITS_PER_S, bandwidth_on_grid
 
@@ -55,7 +55,7 @@ def test_blocking_diloco_layer_by_layer_in_closed_form(name: str) -> None:
     piece = model.step_s / pieces
     for rate, got in zip(
         GRID_BITS_PER_S,
-        steady_utilisation(model, method, 2, GRID_BITS_PER_S, layered=True),
+        utilisation(model, method, 2, GRID_BITS_PER_S, layered=True),
         strict=True,
     ):
         c = 8 * max(method.payload_bytes(model)) / layers / rate
@@ -75,7 +75,7 @@ def test_blocking_diloco_is_nearly_the_rule_of_thumb() -> None:
     """CU = H T / (H T + max(0, X / B - 2 T / 3))."""
     for model in paper.MODELS.values():
         rates = GRID_BITS_PER_S
-        exact = steady_utilisation(model, METHODS["diloco"], 2, rates, layered=True)
+        exact = utilisation(model, METHODS["diloco"], 2, rates, layered=True)
         total = 100 * model.step_s
         rough = total / (total + np.maximum(0, 16 * model.parameters / rates - 2 * model.step_s / 3))
         assert np.abs(exact - rough).max() < 0.001
@@ -84,7 +84,7 @@ def test_blocking_diloco_is_nearly_the_rule_of_thumb() -> None:
 @pytest.mark.parametrize("model", [LLAMA, DEEPSEEK], ids=["405B", "671B"])
 def test_larger_models(model: Model) -> None:
     """Near 100 % at about 4 Gbit/s for streaming in 4 bits, and at about 1 Tbit/s for data-parallel."""
-    streaming = steady_utilisation(model, METHODS["streaming"], 2, np.array([4e9]), layered=True)[0]
+    streaming = utilisation(model, METHODS["streaming"], 2, np.array([4e9]), layered=True)[0]
     assert streaming > 0.97
     needed = bandwidth_needed(model, METHODS["data-parallel"], 2, 0.99, layered=True)
     assert 0.3e12 < needed < 2e12
@@ -111,7 +111,7 @@ def test_hours_of_overtraining_at_one_gigabit() -> None:
     model = Model(parameters=1_160_000_000, layers=24, step_s=0.1)
     hours = {}
     for name in ("data-parallel", "streaming"):
-        share = steady_utilisation(model, METHODS[name], 2, np.array([1e9]), layered=True)[0]
+        share = utilisation(model, METHODS[name], 2, np.array([1e9]), layered=True)[0]
         hours[name] = 0.67 / float(share)
     assert hours["data-parallel"] == pytest.approx(109, rel=0.15)
     assert hours["streaming"] == pytest.approx(0.88, rel=0.25)
@@ -125,7 +125,7 @@ def test_eager_cannot_do_with_less_than_the_line_must_carry() -> None:
         for level in (0.5, 0.99):
             assert bandwidth_needed(model, eager, 2, level, layered=True) == pytest.approx(level * least, rel=0.02)
         just_too_little = np.array([0.97 * least])
-        assert steady_utilisation(model, eager, 2, just_too_little, layered=True)[0] == pytest.approx(0.97)
+        assert utilisation(model, eager, 2, just_too_little, layered=True)[0] == pytest.approx(0.97)
 
 
 def test_a_table_of_another_step_time_is_another_table() -> None:

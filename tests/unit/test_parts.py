@@ -20,7 +20,7 @@ from rich.console import Console
 from amount import examples
 from atoll import report
 from atoll.errors import DataError
-from atoll.plan.link import Link
+from atoll.plan.line import Line
 from atoll.report.canvas import DARK, LIGHT
 from atoll.report.figures import pictures
 from atoll.report.lanes import Span, lanes, rows
@@ -29,7 +29,7 @@ from atoll.report.record import log_of, merge
 from atoll.runs.events import End, Eval, Event, Fault, Round, Start, Step
 from voyage import BEGAN, Voyage, save, save_workers
 
-LINK = Link(1e6)
+LINK = Line(1e6)
 VOYAGE = Voyage()
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from atoll.plan.job import Job
-from atoll.plan.link import parse_link
+from atoll.plan.line import parse_line
+from atoll.plan.method import Job
 from atoll.plan.simulate import time_of
 from atoll.runs.events import End, Start, read
 from atoll.settings import config
@@ -52,7 +52,7 @@ def test_the_workers_of_one_process_wait_together(tmp_path: Path, capsys: pytest
     planned, measured = float(found[1]), float(found[2])
     payloads = tuple(start.payload_bytes)
     job = Job(steps=4, step_s=3 * end.step_s, period=1, payload_bytes=payloads, delay=0, workers=3, gradients=True)
-    exposed_s = time_of(job, parse_link(SLOW["emulate"])).exposed_s
+    exposed_s = time_of(job, parse_line(SLOW["emulate"])).exposed_s
     busy_s = end.seconds - end.wait_s[0]
     assert measured == pytest.approx(100 * (1 - end.wait_s[0] / end.seconds), abs=0.51)
     assert planned == pytest.approx(100 * busy_s / (busy_s + exposed_s), abs=0.51)

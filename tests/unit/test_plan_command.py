@@ -12,12 +12,11 @@ import typer
 from typer.testing import CliRunner, Result
 
 from atoll.cli import main as cli
-from atoll.cli.plan.numbers import count, seconds
-from atoll.cli.plan.options import PlanOptions
+from atoll.cli.plan.options import PlanOptions, count, seconds
 from atoll.cli.plan.request import plan_request
 from atoll.errors import ConfigError
 from atoll.plan import planner
-from atoll.plan.link import GOODPUT, Link
+from atoll.plan.line import GOODPUT, Line
 from atoll.plan.method import METHODS, RUN_FILE_METHOD, Model, methods_for
 from atoll.settings.config import load
 from paper_table import PRINTED
@@ -481,7 +480,7 @@ def test_latency_is_said_to_be_one_way() -> None:
 def test_a_plan_is_checked_without_a_command_line() -> None:
     model = Model(parameters=1000, layers=2, step_s=1.0)
     with pytest.raises(ConfigError, match="workers"):
-        planner.PlanRequest(model=model, workers=0, link=Link(1e9), methods=(), step_from="")
+        planner.PlanRequest(model=model, workers=0, link=Line(1e9), methods=(), step_from="")
 
 
 # ---------------------------------------------------------------------- beside what was measured

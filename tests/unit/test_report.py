@@ -22,7 +22,7 @@ from rich.console import Console
 from atoll import report
 from atoll.core.schedule import Schedule
 from atoll.errors import AtollError, ConfigError, DataError
-from atoll.plan.link import Link
+from atoll.plan.line import Line
 from atoll.plan.simulate import time_of
 from atoll.report.canvas import DARK, LIGHT
 from atoll.report.figures import Picture, pictures
@@ -30,7 +30,7 @@ from atoll.report.page import page
 from atoll.report.timeline import clock
 from atoll.runs.events import End, Eval, Event, Fault, Jsonl, Resumed, Round, Start, Step
 
-LINK = Link(1e6)
+LINK = Line(1e6)
 HOSTILE = "$\\bad{1}$<script>alert('x')</script>\"><img src=x onerror=alert(1)> \u65e5\u672c \u202e\x1b[31m ]]>&_"
 
 
@@ -164,7 +164,7 @@ def batched(values: list[set[str]], size: int) -> list[list[set[str]]]:
 @pytest.fixture(scope="module")
 def written(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("out")
-    return report.write(runs, folder / "new" / "page.html", link=Link(1e6), png=folder / "png")
+    return report.write(runs, folder / "new" / "page.html", link=Line(1e6), png=folder / "png")
 
 
 @pytest.fixture(scope="module")
@@ -232,14 +232,14 @@ def test_a_page_says_what_matters(text: str) -> None:
 
 
 def test_the_same_runs_give_the_same_bytes(runs: list[Path], tmp_path: Path) -> None:
-    once = report.write(runs[:1], tmp_path / "a.html", link=Link(1e6), png=tmp_path / "a")
-    again = report.write(runs[:1], tmp_path / "b.html", link=Link(1e6), png=tmp_path / "b")
+    once = report.write(runs[:1], tmp_path / "a.html", link=Line(1e6), png=tmp_path / "a")
+    again = report.write(runs[:1], tmp_path / "b.html", link=Line(1e6), png=tmp_path / "b")
     assert [path.read_bytes() for path in once] == [path.read_bytes() for path in again]
 
 
 def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
     run = save(tmp_path / "run", [start("young", "diloco")])
-    (path,) = report.write([run], tmp_path, link=Link(1e6))
+    (path,) = report.write([run], tmp_path, link=Line(1e6))
     assert path == tmp_path / "report.html"
     assert "no held-out loss" in path.read_text()
 
@@ -275,15 +275,15 @@ def test_facts_come_from_the_run_file_as_far_as_it_has_them(tmp_path: Path) -> N
 def test_what_cannot_be_written_is_one_line(runs: list[Path], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(AtollError, match=r"file/page\.html cannot be written: (Not a directory|File exists)"):
-        report.write(runs[1:2], tmp_path / "file" / "page.html", link=Link(1e6))
+        report.write(runs[1:2], tmp_path / "file" / "page.html", link=Line(1e6))
     assert [p.name for p in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "mine"
 
 
 def test_refused_requests(runs: list[Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least one run"):
-        report.write([], tmp_path / "page.html", link=Link(1e6))
+        report.write([], tmp_path / "page.html", link=Line(1e6))
     with pytest.raises(ConfigError, match="rate above 0"):
-        report.write(runs, tmp_path / "page.html", link=Link(0))
+        report.write(runs, tmp_path / "page.html", link=Line(0))
     assert not list(tmp_path.iterdir())
 
 
@@ -434,7 +434,7 @@ def test_a_loss_that_is_gone_is_not_replaced_by_an_older_one(tmp_path: Path) -> 
 # ---------------------------------------------------------------------- the pictures
 
 
-def drawn(records: list[report.RunRecord], link: Link = LINK) -> dict[str, Picture]:
+def drawn(records: list[report.RunRecord], link: Line = LINK) -> dict[str, Picture]:
     return {picture.key: picture for picture in pictures(records, report.summary(records, link), link)}
 
 
@@ -510,7 +510,7 @@ def test_pictures_without_data_are_left_out(records: list[report.RunRecord]) -> 
 
 
 def test_times_that_differ_much_are_on_a_logarithmic_axis_with_words(records: list[report.RunRecord]) -> None:
-    slow = Link(1e4)  # data-parallel takes 193 s here, DiLoCo 20 s
+    slow = Line(1e4)  # data-parallel takes 193 s here, DiLoCo 20 s
     axes = drawn(records[:2], slow)["loss-time"].draw(LIGHT).axes[0]
     assert axes.get_xscale() == "log"
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["100 ms", "1 s", "10 s", "1 min"]

@@ -25,8 +25,8 @@ from atoll.link.local import Absence, Faults, run_local
 from atoll.link.shaped import Line, Outage, Shape, ShapedLink, shaped
 from atoll.outer.presets import Gradients
 from atoll.outer.stats import Observer
-from atoll.plan.job import transfer_s
-from atoll.plan.link import Link as PlannedLink
+from atoll.plan.cost import transfer_s
+from atoll.plan.line import Line as PlannedLine
 from harness import PRESETS, Problem, Toy, bits, by_part, inner_step, train, train_data_parallel
 
 QUICK = Shape(bits_per_s=1e7, latency_s=2e-4, jitter_s=2e-4, loss=0.1)
@@ -132,7 +132,7 @@ def test_diloco_waits_for_the_line(workers: int) -> None:
     problem, seen = Problem(workers=workers), list[TransferStats]()
     sync = DiLoCo(period=2)
     payload_bytes = sync.codec.payload_bytes(sum(problem.sizes))
-    line = PlannedLink(5_000, 0.02)
+    line = PlannedLine(5_000, 0.02)
     round_s = transfer_s(payload_bytes, workers, line)
     shape = Shape(bits_per_s=line.bits_per_s, latency_s=line.latency_s)
     loops = loops_on(problem, sync, shape, lambda applied: seen.append(cast(TransferStats, applied.transfer)))

@@ -6,17 +6,16 @@ import numpy as np
 import pytest
 
 from atoll.errors import ConfigError
-from atoll.plan.job import Job
-from atoll.plan.link import Link
-from atoll.plan.method import Layers, strided
+from atoll.plan.line import Line
+from atoll.plan.method import Job, Layers, Method, Model
 from atoll.plan.simulate import steady_wait_s, stops
 
-LINE = Link(1000)
+LINE = Line(1000)
 # Two workers, steps of 1 s, 500 bytes after every fourth: 4 s on the line.
 JOB = Job(steps=8, step_s=1.0, period=4, payload_bytes=(500,), delay=0, workers=2, finish=False)
 
 
-def left(job: Job, link: Link = LINE) -> dict[int, float]:
+def left(job: Job, link: Line = LINE) -> dict[int, float]:
     """By step: when the first lane went on after it."""
     return {stop.step: stop.left_s[0] for stop in stops(job, link)}
 
@@ -29,7 +28,7 @@ def waits(job: Job, layers: Layers | None = None, rate: float = 1000.0, latency_
 
 def test_waiting_after_the_step() -> None:
     assert left(JOB) == {4: 8, 8: 16}
-    assert left(JOB, Link(1000, 0.5)) == {4: 8.5, 8: 17}
+    assert left(JOB, Line(1000, 0.5)) == {4: 8.5, 8: 17}
     assert left(replace(JOB, delay=1)) == {4: 4, 5: 8, 8: 11}
     assert left(replace(JOB, delay=4)) == {4: 4, 8: 8}
 
@@ -72,7 +71,11 @@ def test_line_times() -> None:
 
 
 def test_strided_fragments() -> None:
-    assert strided(7, 3) == ((1, 4, 7), (2, 5), (3, 6))
-    assert strided(4, 4) == ((1, 2, 3, 4),)
+    def layers(count: int, each: int) -> Layers:
+        model = Model(parameters=count, layers=count, step_s=1.0)
+        return Method(name="any", period=1, each=each).layers(model)
+
+    assert layers(7, 3) == ((1, 4, 7), (2, 5), (3, 6))
+    assert layers(4, 4) == ((1, 2, 3, 4),)
     with pytest.raises(ConfigError, match=r"a fragment of 5 layers is more than the model has \(4\)"):
-        strided(4, 5)
+        layers(4, 5)

@@ -9,7 +9,7 @@ import pytest
 from atoll.core.allreduce import sent_bytes, shots
 from atoll.core.codec import Codec
 from atoll.plan import cost
-from atoll.plan.link import Link
+from atoll.plan.line import Line
 from atoll.plan.method import Method, Model
 from atoll.plan.simulate import run_s, steady_wait_s, time_of
 from oracle import layers as oracle
@@ -59,5 +59,5 @@ def test_a_short_run_with_its_beginning_and_its_end(layers: int, period: int, ea
         rates = FACTORS * cost.average_bits_per_s(model, method, 2)
         job = method.job(model, 2, steps)
         found = run_s(job, rates, latency_s=0.3)
-        exact = [time_of(job, Link(rate, 0.3)).total_s for rate in rates]
+        exact = [time_of(job, Line(rate, 0.3)).total_s for rate in rates]
         np.testing.assert_allclose(found, exact, rtol=1e-9)

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from atoll.cli.processes import ProcessExit, ProcessObserver, ProcessSpec, count_cores, supervise
 from atoll.errors import AtollError, ConfigError, DataError, printable
-from atoll.plan.link import parse_link
+from atoll.plan.line import parse_line
 from atoll.report import load_all, rich_table, summary, write
 from atoll.report.table import Row
 from atoll.runs.events import Tail
@@ -55,7 +55,7 @@ def compare(
         The exit status: 0, or 1 if a run failed.
     """
     study = read(files, overrides, out)
-    slow = parse_link(link)
+    slow = parse_line(link)
     console = Console()
     console.print(Text(printable(study.title), style="bold"))
     failed = run_all(study, jobs=jobs, fresh=fresh)

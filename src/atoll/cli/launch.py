@@ -91,9 +91,9 @@ def checked(options: LaunchOptions, address: str) -> RunConfig:
     links = {"sync.workers": options.workers, "link.address": address, "link.emulate": options.link}
     config = load(options.file, options.changes, {**where, **links})
     if config.link.emulate is not None:
-        from atoll.plan.link import parse_link  # imports torch, which this process needs for nothing else
+        from atoll.plan.line import parse_line  # imports torch, which this process needs for nothing else
 
-        parse_link(config.link.emulate)
+        parse_line(config.link.emulate)
     return config
 
 

@@ -318,11 +318,11 @@ def report(
       atoll report runs/diloco runs/streaming --link 1Gbit/s,50ms --out both.html
       atoll report runs/run --trace trace.json
     """
-    from atoll.plan.link import parse_link
+    from atoll.plan.line import parse_line
     from atoll.report import write, write_trace
 
     page = out or (runs[0] if len(runs) == 1 else Path()) / "report.html"
-    for path in write(runs, page, link=parse_link(link), png=png):
+    for path in write(runs, page, link=parse_line(link), png=png):
         typer.echo(f"wrote {path}")
     if trace is not None:
         typer.echo(f"wrote {write_trace(runs, trace)}")

@@ -1,19 +1,21 @@
 """Computes what a method costs in closed form: bytes, bandwidth, memory, and the least waiting.
 
-Bytes are those of payloads, as `docs/wire.md` has them; headers add 64 bytes a message. Everything is exact except the
+Bytes are those of payloads, as `docs/wire.md` has them; headers add 80 bytes a message. Everything is exact except the
 waiting where rounds overlap, which `plan.simulate` follows round by round.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.core.allreduce import ONE_SHOT_MEMBERS, sent_bytes
+from atoll.core.allreduce import ONE_SHOT_MEMBERS, sent_bytes, shots
 from atoll.core.schedule import Schedule
+from atoll.plan.line import Line
 from atoll.plan.method import Method, Model
 
 Array = NDArray[np.float64]
@@ -35,7 +37,7 @@ def bytes_per_step(model: Model, method: Method, workers: int) -> float:
 
 
 def bytes_of_run(model: Model, method: Method, workers: int, steps: int) -> int:
-    """Return the bytes that one worker sends in a run, including the exchange at its end of what was not sent yet."""
+    """Return the bytes that one worker sends in a run, whose end exchanges what was not sent yet."""
     sizes = round_bytes(model, method, workers)
     if method.gradients:
         return steps * sum(sizes)
@@ -43,6 +45,11 @@ def bytes_of_run(model: Model, method: Method, workers: int, steps: int) -> int:
     rounds = [max(0, (steps - schedule.offset(f)) // method.period) for f in range(len(sizes))]
     unsent = [steps > 0 and not schedule.is_send(f, steps) for f in range(len(sizes))]
     return sum(size * (n + last) for size, n, last in zip(sizes, rounds, unsent, strict=True))
+
+
+def transfer_s(payload_bytes: int, workers: int, link: Line) -> float:
+    """Return the seconds from a round's first bit leaving to its last arriving, on a line that carries nothing else."""
+    return 8 * sent_bytes(payload_bytes, workers) / link.bits_per_s + shots(workers) * link.latency_s
 
 
 def average_bits_per_s(model: Model, method: Method, workers: int) -> float:
@@ -100,14 +107,9 @@ def _chains(period: int, delay: int, steps: list[int], waits: Array) -> Iterator
 # ---------------------------------------------------------------------- memory
 
 
-def bare_bytes(model: Model) -> int:
-    """Return the bytes of parameters and both of Adam's moments in fp32."""
-    return 3 * FP32_BYTES * model.parameters
-
-
 def training_bytes(model: Model) -> int:
-    """Return what a worker's device holds with any method, apart from activations: `bare_bytes` and gradients."""
-    return bare_bytes(model) + FP32_BYTES * model.parameters
+    """Return the bytes of parameters, gradients and both of Adam's moments in fp32, which every method needs."""
+    return 4 * FP32_BYTES * model.parameters
 
 
 def extra_bytes(model: Model, method: Method, workers: int, *, offload: bool = False) -> int:
@@ -133,14 +135,7 @@ def _payloads(size: int, workers: int) -> int:
 def _most_in_flight(method: Method, payloads: tuple[int, ...]) -> int:
     """Return the most payload bytes of one worker that are in flight at once: those sent within delay + 1 steps."""
     schedule = Schedule(method.period, len(payloads), method.delay)
-    laps = [
-        (schedule.offset(f) + lap * method.period, size) for lap in range(3) for f, size in enumerate(payloads)
-    ]  # by step, ascending; two periods back are enough for a delay of one
-    most = flying = oldest = 0
-    for step, size in laps:
-        flying += size
-        while laps[oldest][0] < step - method.delay:
-            flying -= laps[oldest][1]
-            oldest += 1
-        most = max(most, flying)
-    return most
+    # Two periods back are enough for a delay of one.
+    steps = [schedule.offset(f) + lap * method.period for lap in range(3) for f in range(len(payloads))]
+    sent = [0, *accumulate(payloads * 3)]
+    return max(sent[n + 1] - sent[bisect_left(steps, step - method.delay)] for n, step in enumerate(steps))

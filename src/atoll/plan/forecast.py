@@ -1,4 +1,4 @@
-"""Predicts what one method costs on one link: utilisation, bytes, bandwidth, memory and time."""
+"""Predicts what one method costs on one link: utilisation, bytes, bandwidth, memory, time and loss."""
 
 import math
 from dataclasses import dataclass
@@ -8,9 +8,11 @@ import numpy as np
 from atoll._util.checks import check_whole
 from atoll.plan import cost, simulate
 from atoll.plan.cost import Array
-from atoll.plan.link import GOODPUT, LEAST_BITS_PER_S, MOST_BITS_PER_S, Link
+from atoll.plan.line import LEAST_BITS_PER_S, MOST_BITS_PER_S, Line
+from atoll.plan.loss_penalty import Penalty, penalty
 from atoll.plan.method import Method, Model
 
+NO_LATENCY = Line(math.inf)
 _RATES_AT_ONCE = 97
 
 
@@ -42,14 +44,16 @@ class Forecast:
     """The same with `sync.offload`; None for data-parallel, which has nothing to offload."""
     run_s: float
     """Seconds of the whole run with atoll, including its last exchange."""
+    penalty: Penalty
+    """How much higher the papers' loss ended than data-parallel's."""
 
 
-def forecast(model: Model, method: Method, workers: int, link: Link, steps: int = 0) -> Forecast:
-    """Return what to expect of a method on a link, and of a run of `steps` inner steps if they are known."""
+def forecast(model: Model, method: Method, workers: int, link: Line, steps: int = 0) -> Forecast:
+    """Return what to expect of a method on a link; `steps` are the inner steps of the run, if known."""
     check_whole("workers", workers)
     check_whole("steps", steps, least=0)
     rates = np.array([link.bits_per_s])
-    layered = float(steady_utilisation(model, method, workers, rates, latency_s=link.latency_s, layered=True)[0])
+    layered = float(utilisation(model, method, workers, rates, link, layered=True)[0])
     with_atoll, of_run = (float(utilisation(model, method, workers, rates, link, n)[0]) for n in (0, steps))
     period_s = method.period * model.step_s
     return Forecast(
@@ -66,55 +70,45 @@ def forecast(model: Model, method: Method, workers: int, link: Link, steps: int 
         memory_bytes=cost.extra_bytes(model, method, workers, offload=method.offload),
         memory_offloaded_bytes=None if method.gradients else cost.extra_bytes(model, method, workers, offload=True),
         run_s=steps * model.step_s / of_run,
+        penalty=penalty(model, workers, method),
     )
 
 
-def utilisation(model: Model, method: Method, workers: int, rates: Array, link: Link, steps: int = 0) -> Array:
-    """Return the part of its time in which a worker computes as atoll sends, [rates].
-
-    The link gives latency and goodput, not the rate. With `steps` it is that of a whole run, else that of a run under
-    way.
-    """
-    latency_s, goodput = link.latency_s, link.goodput
-    if not steps:
-        return steady_utilisation(model, method, workers, rates, latency_s=latency_s, layered=False, goodput=goodput)
-    job = method.job(model, workers, steps)
-    return steps * model.step_s / simulate.run_s(job, goodput * rates, latency_s=latency_s)
-
-
-def steady_utilisation(
+def utilisation(
     model: Model,
     method: Method,
     workers: int,
     rates: Array,
+    link: Line = NO_LATENCY,
+    steps: int = 0,
     *,
-    latency_s: float = 0.0,
-    layered: bool,
-    goodput: float = GOODPUT,
+    layered: bool = False,
 ) -> Array:
-    """Return the part of its time in which a worker computes once a run is under way, [rates].
+    """Return the part of its time in which a worker computes, [rates].
 
-    With `layered`, every layer is sent as soon as it can be and gets all of the rate; otherwise a fragment is sent
-    after the step, as atoll does it, and gets `goodput` of the rate.
+    Args:
+        model: The model to train.
+        method: The method to train it with.
+        workers: Number of workers.
+        rates: Bits per second of every worker's line.
+        link: Its latency and goodput; its rate is not used.
+        steps: Inner steps of a run, to get the utilisation of all of it; 0: that of a run under way.
+        layered: Whether every layer is sent as soon as it can be and gets all of the rate, for a run under way.
+            Otherwise a fragment is sent after the step, as atoll does it, and gets the goodput.
     """
-    period_s = method.period * model.step_s
-    carried = rates if layered else goodput * rates
-    job, layers = method.job(model, workers, 0), method.layers(model) if layered else None
+    carried, latency_s = rates if layered else link.goodput * rates, link.latency_s
+    job, period_s = method.job(model, workers, steps), method.period * model.step_s
+    if steps:
+        return steps * model.step_s / simulate.run_s(job, carried, latency_s=latency_s)
+    layers = method.layers(model) if layered else None
     waited_s = simulate.steady_wait_s(job, carried, latency_s=latency_s, layers=layers, layer_count=model.layers)
     return period_s / (period_s + waited_s)
 
 
 def bandwidth_needed(
-    model: Model,
-    method: Method,
-    workers: int,
-    level: float,
-    *,
-    latency_s: float = 0.0,
-    layered: bool = False,
-    goodput: float = GOODPUT,
+    model: Model, method: Method, workers: int, level: float, link: Line = NO_LATENCY, *, layered: bool = False
 ) -> float:
-    """Return the bits per second from which on `steady_utilisation` is at least `level`, to 0.1 %.
+    """Return the bits per second from which on `utilisation` under way is at least `level`, to 0.1 %.
 
     It is infinite where latency alone prevents that, and 0 for one worker, which needs no line.
     """
@@ -123,10 +117,7 @@ def bandwidth_needed(
     low, high = LEAST_BITS_PER_S, MOST_BITS_PER_S
     while high / low > 1.001:
         rates = np.geomspace(low, high, _RATES_AT_ONCE)
-        reached = steady_utilisation(
-            model, method, workers, rates, latency_s=latency_s, layered=layered, goodput=goodput
-        )
-        enough = np.flatnonzero(reached >= level)
+        enough = np.flatnonzero(utilisation(model, method, workers, rates, link, layered=layered) >= level)
         if not enough.size:
             return math.inf
         if enough[0] == 0:

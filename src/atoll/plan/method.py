@@ -1,4 +1,4 @@
-"""Describes a model by its size, and the methods to train it on several workers."""
+"""Describes what is planned: a model by its size, a method to train it on several workers, and the run of both."""
 
 import math
 from collections.abc import Iterable
@@ -7,8 +7,8 @@ from itertools import accumulate, pairwise
 
 from atoll._util.checks import check_whole
 from atoll.core.codec import Codec
+from atoll.core.schedule import Schedule
 from atoll.errors import ConfigError
-from atoll.plan.job import Job
 
 Layers = tuple[tuple[int, ...], ...]
 """The layers of every fragment, counted from 1."""
@@ -38,6 +38,55 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Holds what the time of a run depends on, apart from its link."""
+
+    steps: int
+    """Inner steps of every worker."""
+    step_s: float
+    """Seconds of compute of one inner step."""
+    period: int
+    """Inner steps between two sends of the same fragment."""
+    payload_bytes: tuple[int, ...]
+    """Bytes of one worker's payload, per fragment; empty if nothing is ever sent."""
+    delay: int | tuple[int, ...]
+    """Inner steps from a round's send to its apply; a tuple has one per worker."""
+    workers: int
+    gradients: bool = False
+    """Whether all gradients are exchanged on every step (data-parallel); period and delay are then ignored."""
+    finish: bool = True
+    """Whether the run ends by exchanging what was not sent yet, as `OuterLoop.finish` does."""
+
+    def __post_init__(self) -> None:
+        check_whole("steps", self.steps, least=0)
+        check_whole("workers", self.workers)
+        if not 0 <= self.step_s < math.inf:
+            raise ConfigError(f"step_s must be a number of seconds, 0 or more, got {self.step_s!r}")
+        for size in self.payload_bytes:
+            check_whole("payload_bytes", size, least=0)
+        if isinstance(self.delay, tuple) and len(self.delay) != self.workers:
+            raise ConfigError(f"delay has {len(self.delay)} entries for {self.workers} workers: give one, or one each")
+        self.schedules()
+
+    def lanes(self) -> tuple[tuple[int, ...], ...]:
+        """Group the workers by delay, ascending: workers of one lane behave alike."""
+        if self.gradients or isinstance(self.delay, int):
+            return (tuple(range(self.workers)),)
+        delays = self.delay
+        return tuple(tuple(w for w in range(self.workers) if delays[w] == d) for d in sorted(set(delays)))
+
+    def schedules(self) -> tuple[Schedule, ...]:
+        """Return the schedule of every lane; none if nothing is ever sent."""
+        fragments = len(self.payload_bytes)
+        if not fragments:
+            return ()
+        if self.gradients:
+            return (Schedule(1, fragments, 0),)
+        delays = [self.delay] if isinstance(self.delay, int) else sorted(set(self.delay))
+        return tuple(Schedule(self.period, fragments, delay) for delay in delays)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """Describes one method to train on several workers."""
 
@@ -59,6 +108,10 @@ class Method:
     """Whether anchor and velocities are in host memory (`sync.offload`)."""
     resets: tuple[str, ...] = ()
     """Settings of a run file that conflict with the method and must be set to false, by dotted key."""
+    fragment_layers: Layers = ()
+    """The layers of every fragment, from 1, where they are given one by one instead of by `each`."""
+    fragment_values: tuple[int, ...] = ()
+    """The parameters of these fragments."""
 
     def __post_init__(self) -> None:
         check_whole("period", self.period, why="it counts inner steps")
@@ -72,14 +125,19 @@ class Method:
             )
 
     def layers(self, model: Model) -> Layers:
-        """Return the layers of every fragment; parameters outside layers are needed and ready with the first."""
-        if self.each is None:
-            return (tuple(range(1, model.layers + 1)),)
-        return _with_rest(strided(model.layers, self.each), model)
+        """Return the layers of every fragment."""
+        return self.fragment_layers or self._fragments(model)[0]
 
     def values(self, model: Model) -> tuple[int, ...]:
         """Return the number of parameters of every fragment."""
-        return (model.parameters,) if self.each is None else _sizes(strided(model.layers, self.each), model)
+        return self.fragment_values or self._fragments(model)[1]
+
+    def _fragments(self, model: Model) -> tuple[Layers, tuple[int, ...]]:
+        if self.each is None:
+            return (tuple(range(1, model.layers + 1)),), (model.parameters,)
+        if self.each > model.layers:
+            raise ConfigError(f"a fragment of {self.each} layers is more than the model has ({model.layers})")
+        return strided(model, -(-model.layers // self.each))
 
     def payload_bytes(self, model: Model) -> tuple[int, ...]:
         """Return the exact bytes of one worker's payload, per fragment."""
@@ -114,64 +172,28 @@ class Method:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FragmentedMethod(Method):
-    """Describes a method whose fragments are given one by one instead of by a number of equal layers."""
-
-    fragment_layers: Layers
-    """The layers of every fragment, from 1."""
-    fragment_values: tuple[int, ...]
-    """Parameters of every fragment."""
-
-    def layers(self, model: Model) -> Layers:
-        """Return the layers of every fragment."""
-        return self.fragment_layers
-
-    def values(self, model: Model) -> tuple[int, ...]:
-        """Return the number of parameters of every fragment."""
-        return self.fragment_values
-
-
 # ---------------------------------------------------------------------- fragments
 
 
-def strided(layers: int, each: int) -> Layers:
-    """Deal layers to fragments of `each`, as far apart as possible: of P fragments the p-th has p, p + P, p + 2P ..."""
-    check_whole("layers", layers)
-    check_whole("layers per fragment", each)
-    if each > layers:
-        raise ConfigError(f"a fragment of {each} layers is more than the model has ({layers})")
-    return _dealt(layers, -(-layers // each))
+def strided(model: Model, count: int) -> tuple[Layers, tuple[int, ...]]:
+    """Return layers and parameters of `count` fragments: the p-th has layers p, p + count, p + 2 count ...
 
-
-def _dealt(layers: int, count: int) -> Layers:
-    """Deal layers to `count` fragments in turn."""
-    return tuple(tuple(range(first, layers + 1, count)) for first in range(1, count + 1))
-
-
-def _with_rest(layers: Layers, model: Model) -> Layers:
-    """Add the fragment of the parameters outside layers, if there are any."""
-    return layers + (((1,),) if model.rest else ())
-
-
-def _sizes(layers: Layers, model: Model) -> tuple[int, ...]:
-    """Return the parameters of every fragment, and those outside layers."""
-    edges = accumulate((len(group) for group in layers), initial=0)
+    Parameters outside layers are one fragment more, needed and ready with the first layer.
+    """
+    layers = tuple(tuple(range(first, model.layers + 1, count)) for first in range(1, count + 1))
     inside = model.parameters - model.rest
-    sizes = tuple(end - start for start, end in pairwise(inside * e // model.layers for e in edges))
-    return sizes + ((model.rest,) if model.rest else ())
+    edges = (inside * edge // model.layers for edge in accumulate(map(len, layers), initial=0))
+    values = tuple(end - start for start, end in pairwise(edges))
+    return ((*layers, (1,)), (*values, model.rest)) if model.rest else (layers, values)
 
 
-def in_fragments(method: Method, model: Model, count: int) -> FragmentedMethod:
+def in_fragments(method: Method, model: Model, count: int) -> Method:
     """Return the method with `count` fragments of layers, as equal as possible, and one of the rest of the model."""
     check_whole("fragments", count)
     if count > model.layers:
         raise ConfigError(f"fragments must be at most {model.layers}, the layers of the model, got {count}")
-    layers = _dealt(model.layers, count)
-    settings = {name: getattr(method, name) for name in Method.__dataclass_fields__}
-    return FragmentedMethod(
-        **settings, fragment_layers=_with_rest(layers, model), fragment_values=_sizes(layers, model)
-    )
+    layers, values = strided(model, count)
+    return replace(method, fragment_layers=layers, fragment_values=values)
 
 
 # ---------------------------------------------------------------------- the papers' methods
@@ -192,47 +214,47 @@ METHODS: dict[str, Method] = {
         Method(name="eager", period=PERIOD, delay=PERIOD, codec=Codec("e3m0"), eager=True),
     )
 }
-"""The methods of the Streaming paper's comparison and Eager Updates, all with the period of the comparison."""
+"""The methods of the Streaming paper's comparison and Eager Updates, all with its period.
 
-LABELS = {
-    "data-parallel": "data-parallel, 16 bits",
-    "diloco": "DiLoCo, 16 bits",
-    "streaming-blocking": "Streaming, 16 bits, waiting",
-    "streaming-bf16": "Streaming, 16 bits, hidden",
-    "streaming": "Streaming, 4 bits, hidden",
-    "eager": "Eager, 4 bits, hidden",
-}
+Data-parallel and DiLoCo send 16 bits, as in that paper, so that methods and not codecs are compared. The presets send
+fp32, twice as much."""
+
 RUN_FILE_METHOD = "run"
 """Name of a run file's own method beside the others."""
 
 
 def label(method: Method) -> str:
     """Return a method's name for people, such as "DiLoCo, 16 bits"."""
-    return LABELS.get(method.name, f"this run, {method.codec.format}")
+    if method.name == RUN_FILE_METHOD:
+        return f"this run, {method.codec.format}"
+    kind = (
+        "data-parallel" if method.gradients else "Eager" if method.eager else "Streaming" if method.each else "DiLoCo"
+    )
+    when = ", hidden" if method.delay else ", waiting" if kind == "Streaming" else ""
+    return f"{kind}, {8 * method.codec.payload_bytes(1024) // 1024} bits{when}"
 
 
-def methods(names: Iterable[str] = (), period: int | None = None) -> list[Method]:
-    """Return the papers' methods of these names, or all, with another period if one is given."""
-    chosen = list(names) or list(METHODS)
-    for name in chosen:
+def methods_for(
+    model: Model, names: Iterable[str] = (), period: int | None = None, fragments: int | None = None
+) -> list[Method]:
+    """Return the papers' methods of these names, or all, with fragments that fit the model.
+
+    Args:
+        model: The model to train.
+        names: Keys of METHODS; all if there are none.
+        period: Another period; the delay of Eager stays the whole period.
+        fragments: Fragments of Streaming, beside that of parameters outside layers.
+    """
+    found = []
+    for name in list(names) or METHODS:
         if name not in METHODS:
             raise ConfigError(f"method must be one of {', '.join(METHODS)}; got {name!r}")
-    return [with_period(METHODS[name], period) for name in chosen]
-
-
-def with_period(method: Method, period: int | None) -> Method:
-    """Return the method with another period; the delay of Eager stays the whole period."""
-    if period is None or method.gradients:
-        return method
-    check_whole("period", period, why="it counts inner steps")
-    return replace(method, period=period, delay=period if method.eager else min(method.delay, period))
-
-
-def methods_for(model: Model, names: Iterable[str], period: int | None, fragments: int | None) -> list[Method]:
-    """Return the papers' methods of these names, or all, with fragments that fit the model."""
-    found = methods(names, period)
-    if fragments is not None:
-        return [m if m.each is None else in_fragments(m, model, fragments) for m in found]
-    # A model of one or two layers is one fragment, as with `core.fragments.Blocks`.
-    fewest = min(FRAGMENT_LAYERS, model.layers)
-    return [m if m.each is None else replace(m, each=min(m.each, fewest)) for m in found]
+        method = METHODS[name]
+        if period is not None and not method.gradients:
+            method = replace(method, period=period, delay=period if method.eager else min(method.delay, period))
+        if method.each is not None:
+            # A model of one or two layers is one fragment, as with `core.fragments.Blocks`.
+            method = replace(method, each=min(method.each, model.layers))
+            method = method if fragments is None else in_fragments(method, model, fragments)
+        found.append(method)
+    return found

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from atoll.plan.cost import Array
-from atoll.plan.forecast import steady_utilisation
+from atoll.plan.forecast import utilisation
 from atoll.plan.method import Method, Model
 
 GRID_BITS_PER_S: Array = np.logspace(-1, 3, 50) * 1e9
@@ -29,7 +29,7 @@ ASSUMPTIONS = (
 def bandwidth_on_grid(model: Model, method: Method) -> dict[float, float | None]:
     """Return the bits per second that the paper's table would have for every level; None beyond its grid."""
     stretched = replace(model, step_s=STRETCH * model.step_s)
-    reached = steady_utilisation(stretched, method, WORKERS, GRID_BITS_PER_S, layered=True)
+    reached = utilisation(stretched, method, WORKERS, GRID_BITS_PER_S, layered=True)
     found: dict[float, float | None] = {}
     for level in LEVELS:
         enough = np.flatnonzero(reached >= level - 1e-12)

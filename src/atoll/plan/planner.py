@@ -6,17 +6,16 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 from atoll._util.checks import check_whole
 from atoll.errors import ConfigError
 from atoll.plan import cost, paper_grid
-from atoll.plan.advise import Advice, Recommendation, advise
 from atoll.plan.forecast import Forecast, bandwidth_needed, forecast
-from atoll.plan.link import Link
-from atoll.plan.loss_penalty import Penalty, penalty
+from atoll.plan.line import Line
 from atoll.plan.method import Method, Model, label
+from atoll.plan.recommend import Recommendation, explain, recommend
 from atoll.plan.scaling_laws import Defaults, defaults
 
 LONGEST_PERIOD = 10_000
@@ -35,7 +34,7 @@ class WorkerMemory(NamedTuple):
     """Bytes of one chip, if known."""
 
 
-UNKNOWN_MEMORY = WorkerMemory()
+DEFAULT_LINK, UNKNOWN_MEMORY = Line(1e9), WorkerMemory()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +43,9 @@ class PlanRequest:
 
     model: Model
     workers: int
-    link: Link
-    methods: tuple[Method, ...]
-    step_from: str
+    link: Line = DEFAULT_LINK
+    methods: tuple[Method, ...] = ()
+    step_from: str = "as given"
     """Where the time of a step comes from, in words."""
     tokens: int | None = None
     """Tokens of a step of one worker, if known."""
@@ -63,9 +62,12 @@ class PlanRequest:
     """Settings of a run file that the figures do not include, by dotted key."""
 
     def __post_init__(self) -> None:
-        check_whole("workers", self.workers)
-        if self.workers > MOST_WORKERS:
-            raise ConfigError(f"workers must be at most {MOST_WORKERS}, got {self.workers}")
+        steps = 1 if self.steps is None else self.steps
+        periods = [("period", method.period, LONGEST_PERIOD) for method in self.methods]
+        for name, value, most in [("workers", self.workers, MOST_WORKERS), ("steps", steps, MOST_STEPS), *periods]:
+            check_whole(name, value)
+            if value > most:
+                raise ConfigError(f"{name} must be at most {most:,} to be planned, got {value:,}")
         if not LEAST_STEP_S <= self.model.step_s <= MOST_STEP_S:
             span = f"from {LEAST_STEP_S:.0e} to {MOST_STEP_S:.0e} seconds"
             raise ConfigError(f"the time of a step must be {span}, got {self.model.step_s:g}")
@@ -79,16 +81,7 @@ class PlanRequest:
             raise ConfigError(f"price must be a number from 0 to {MOST_PRICE:.0e}, got {self.price:g}")
         if self.price is not None and self.steps is None:
             raise ConfigError("price is for a whole run: give --steps, or --tokens (of a step of one worker)")
-        if self.steps is not None:
-            check_whole("steps", self.steps)
-            if self.steps > MOST_STEPS:
-                raise ConfigError(f"steps must be at most {MOST_STEPS:.0e}, got {self.steps:.3g}")
         check_whole("chips", self.memory.chips, why="they compute the steps of one worker")
-        for method in self.methods:
-            if method.period > LONGEST_PERIOD:
-                raise ConfigError(
-                    f"period must be at most {LONGEST_PERIOD} inner steps to be planned, got {method.period}"
-                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +90,6 @@ class Plan:
 
     request: PlanRequest
     forecasts: Mapping[str, Forecast]
-    penalties: Mapping[str, Penalty]
-    """How much higher the papers' losses ended than data-parallel's."""
     needed: Mapping[str, Mapping[float, float]]
     """Bits per second for every level, as atoll sends, at the link's latency; inf if no rate is enough."""
     on_grid: Mapping[str, Mapping[float, float | None]]
@@ -129,19 +120,15 @@ def make_plan(request: PlanRequest) -> Plan:
     return Plan(
         request=request,
         forecasts={m.name: forecast(model, m, workers, link, steps) for m in request.methods},
-        penalties={m.name: penalty(model, workers, m) for m in request.methods},
         needed={
-            m.name: {
-                level: bandwidth_needed(model, m, workers, level, latency_s=link.latency_s, goodput=link.goodput)
-                for level in paper_grid.LEVELS
-            }
+            m.name: {level: bandwidth_needed(model, m, workers, level, link) for level in paper_grid.LEVELS}
             for m in request.methods
         },
         on_grid={
             m.name: paper_grid.bandwidth_on_grid(model, m) if workers > 1 else dict.fromkeys(paper_grid.LEVELS, 0.0)
             for m in request.methods
         },
-        recommendation=advise(model, workers, link, request.target, steps=steps, adapt=request.adapt),
+        recommendation=recommend(model, workers, link, request.target, steps=steps, adapt=request.adapt),
         defaults=defaults(model.parameters, workers),
     )
 
@@ -151,10 +138,10 @@ def make_plan(request: PlanRequest) -> Plan:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return a plan as plain values in bits per second, seconds and bytes; what has no finite number is None."""
-    request = plan.request
-    return {
-        "model": _plain(request.model) | {"step_from": request.step_from, "tokens_per_step": request.tokens},
-        "link": {**_plain(request.link), "text": str(request.link)},
+    request, found = plan.request, plan.recommendation
+    values = {
+        "model": asdict(request.model) | {"step_from": request.step_from, "tokens_per_step": request.tokens},
+        "link": asdict(request.link) | {"text": str(request.link)},
         "workers": request.workers,
         "chips": request.memory.chips,
         "memory_of_a_chip_bytes": request.memory.chip_bytes,
@@ -162,59 +149,52 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "target": request.target,
         "not_in_the_figures": list(request.left_out),
         "methods": {name: _method_json(plan, name) for name in plan.forecasts},
-        "advice": [_advice_json(plan, advice) for advice in plan.recommendation.choices],
-        "target_reached": plan.recommendation.reached,
-        "next_level": plan.recommendation.next_level,
-        "defaults": _plain(plan.defaults),
+        "advice": [_choice_json(plan, choice) for choice in found.choices],
+        "target_reached": found.reached,
+        "next_level": found.next_level,
+        "defaults": asdict(plan.defaults),
     }
+    return {name: _finite(value) for name, value in values.items()}
 
 
 def _method_json(plan: Plan, name: str) -> dict[str, Any]:
-    loss, source = plan.penalties[name]
-    return {
-        **_forecast_json(plan, plan.forecasts[name]),
-        "loss_penalty": loss,
-        "source": source,
-        "bandwidth_for": {_percent(level): rate for level, rate in plan.on_grid[name].items()},
+    return _forecast_json(plan, plan.forecasts[name]) | {
+        "bandwidth_for": {f"{100 * level:.0f}": rate for level, rate in plan.on_grid[name].items()},
         "bandwidth_for_assumes": paper_grid.ASSUMPTIONS,
-        "bandwidth_needed": {_percent(level): _plain(rate) for level, rate in plan.needed[name].items()},
+        "bandwidth_needed": {f"{100 * level:.0f}": rate for level, rate in plan.needed[name].items()},
     }
 
 
-def _advice_json(plan: Plan, advice: Advice) -> dict[str, Any]:
-    method = advice.forecast.method
-    told = {name: _plain(value) for name, value in _fields(advice).items() if name != "forecast"}
-    return {"method": method.name, "settings": method.settings(), **told, **_forecast_json(plan, advice.forecast)}
+def _choice_json(plan: Plan, choice: Forecast) -> dict[str, Any]:
+    why = explain(choice, of_run=plan.request.steps is not None)
+    return {"method": choice.method.name, "settings": choice.method.settings(), "why": why} | _forecast_json(
+        plan, choice
+    )
 
 
 def _forecast_json(plan: Plan, expected: Forecast) -> dict[str, Any]:
-    method, steps_known = expected.method, plan.request.steps is not None
+    method, figures = expected.method, {field.name: getattr(expected, field.name) for field in fields(expected)}
+    del figures["method"], figures["penalty"]
+    if plan.request.steps is None:
+        figures |= {"bytes_of_run": None, "run_s": None}
     return {
         "label": label(method),
         "period": method.period,
         "delay": method.delay,
         "codec": method.codec.format,
-        **{name: _plain(value) for name, value in _fields(expected).items() if name != "method"},
-        "bytes_of_run": expected.bytes_of_run if steps_known else None,
-        "run_s": _plain(expected.run_s) if steps_known else None,
+        **figures,
         "cost": plan.cost(expected),
         "device_bytes": plan.device_bytes(expected),
         "fits": plan.fits(expected),
+        "loss_penalty": expected.penalty.loss,
+        "source": expected.penalty.source,
     }
 
 
-def _percent(level: float) -> str:
-    return f"{100 * level:.0f}"
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in value.__dataclass_fields__}
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON has it: dataclasses as tables, None for what is not finite."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {name: _plain(each) for name, each in asdict(value).items()}
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    return value
+def _finite(value: Any) -> Any:
+    """Return a value with None for every number in it that is not finite, as JSON has no other."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from atoll._util.checks import check_whole
 
 SEQUENCE = 2048
@@ -104,12 +106,8 @@ def defaults(parameters: int, workers: int) -> Defaults:
 
 def _outer_learning_rate(workers: int) -> float:
     """Interpolate the best measured rates over the logarithm of workers; beyond eight workers return that of eight."""
-    below = max(known for known in _OUTER_LEARNING_RATES if known <= workers)
-    above = min((known for known in _OUTER_LEARNING_RATES if known >= workers), default=below)
-    low, high = _OUTER_LEARNING_RATES[below], _OUTER_LEARNING_RATES[above]
-    if below == above:
-        return low
-    return low + (high - low) * math.log(workers / below) / math.log(above / below)
+    known = np.log(list(_OUTER_LEARNING_RATES))
+    return float(np.interp(math.log(workers), known, list(_OUTER_LEARNING_RATES.values())))
 
 
 def _outside(parameters: int, workers: int) -> str:

@@ -28,9 +28,8 @@ import numpy as np
 from atoll.core.allreduce import sent_bytes, shots
 from atoll.plan import cost
 from atoll.plan.cost import Array
-from atoll.plan.job import Job
-from atoll.plan.link import Link
-from atoll.plan.method import Layers
+from atoll.plan.line import Line
+from atoll.plan.method import Job, Layers
 
 EXACT = 1e-7
 """Utilisations that differ by less are taken as equal."""
@@ -144,17 +143,16 @@ class _Clocks:
         """Follow one period; steps are counted from the beginning of the next one afterwards."""
         for send in sends:
             self.send(send.offset, send)
-        self.free = self.free - self.period * self.step_s
-        self.in_flight = [
-            deque((due - self.period, at - self.period * self.step_s) for due, at in rounds)
-            for rounds in self.in_flight
-        ]
+        self._shift(-self.period, -self.period * self.step_s)
 
     def delay_all(self, seconds: Array) -> None:
         """Let everything happen later by some seconds of waiting, [rates]."""
         self.waited = self.waited + seconds
+        self._shift(0, seconds)
+
+    def _shift(self, steps: int, seconds: float | Array) -> None:
         self.free = self.free + seconds
-        self.in_flight = [deque((due, at + seconds) for due, at in rounds) for rounds in self.in_flight]
+        self.in_flight = [deque((due + steps, at + seconds) for due, at in rounds) for rounds in self.in_flight]
 
     def state(self) -> Array:
         """Return everything that decides what follows in a run of one lane: [clock, line, rounds in flight; rates].
@@ -202,7 +200,7 @@ class RunTime(NamedTuple):
     """compute_s / total_s, 0 to 1."""
 
 
-def time_of(job: Job, link: Link) -> RunTime:
+def time_of(job: Job, link: Line) -> RunTime:
     """Return how long a job takes on a link, all of whose rate payloads get."""
     compute_s, waited_s, sent = job.steps * job.step_s, 0.0, 0
     sizes = [sent_bytes(size, job.workers) for size in job.payload_bytes]
@@ -213,7 +211,7 @@ def time_of(job: Job, link: Link) -> RunTime:
     return RunTime(total_s, compute_s, waited_s, sent, compute_s / total_s if total_s else 1.0)
 
 
-def stops(job: Job, link: Link) -> Iterator[Stop]:
+def stops(job: Job, link: Line) -> Iterator[Stop]:
     """Yield every step end at which something is sent or applied, in order; the finish adds one or two at the end.
 
     Payloads get all of the link's rate, whatever its goodput.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from atoll._util.disk import write_atomically
 from atoll.errors import ConfigError
-from atoll.plan.link import Link
+from atoll.plan.line import Line
 from atoll.report.load import load, load_all
 from atoll.report.record import RunRecord
 from atoll.report.table import Row, rich_table, summary
@@ -18,7 +18,7 @@ def write(
     runs: Sequence[Path],
     out: Path,
     *,
-    link: Link,
+    link: Line,
     png: Path | None = None,
     title: str = "",
     claims: Sequence[str] = (),

@@ -12,8 +12,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from atoll._util.units import bytes_text, count_text, loss_text, ratio_text, seconds_text, share_text
 from atoll.core.schedule import Schedule
-from atoll.plan.job import Job
-from atoll.plan.link import Link
+from atoll.plan.line import Line
+from atoll.plan.method import Job
 from atoll.report.canvas import (
     Draw,
     Palette,
@@ -51,12 +51,12 @@ class Picture:
     draw: Draw
 
 
-def pictures(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> list[Picture]:
+def pictures(records: Sequence[RunRecord], rows: Sequence[Row], link: Line) -> list[Picture]:
     """Returns every picture that the records have data for."""
     return [*_of_losses(records, rows, link), *_of_bytes_and_time(records, rows, link), *_of_rounds(records)]
 
 
-def _of_losses(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> Iterator[Picture]:
+def _of_losses(records: Sequence[RunRecord], rows: Sequence[Row], link: Line) -> Iterator[Picture]:
     if not any(_held_out(r, lambda step, tokens: tokens) for r in records):
         return
     yield Picture(
@@ -82,7 +82,7 @@ def _of_losses(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) ->
     )
 
 
-def _of_bytes_and_time(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> Iterator[Picture]:
+def _of_bytes_and_time(records: Sequence[RunRecord], rows: Sequence[Row], link: Line) -> Iterator[Picture]:
     yield Picture(
         "bytes",
         "Bytes",
@@ -174,7 +174,7 @@ def _loss_against_tokens(records: Sequence[RunRecord], palette: Palette) -> Figu
     return figure
 
 
-def _loss_against_time(records: Sequence[RunRecord], link: Link, palette: Palette) -> Figure:
+def _loss_against_time(records: Sequence[RunRecord], link: Line, palette: Palette) -> Figure:
     figure = new_figure(palette, 3.9, narrow_height=3.5)
     axes = figure.add_subplot()
     dress(axes, palette, x="", y="loss, nats per token")
@@ -192,7 +192,7 @@ def _loss_against_time(records: Sequence[RunRecord], link: Link, palette: Palett
     return figure
 
 
-def _modelled(job: Job, link: Link, step: int, tokens: int) -> float:
+def _modelled(job: Job, link: Line, step: int, tokens: int) -> float:
     return clock(job, link, step)
 
 

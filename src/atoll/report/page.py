@@ -12,7 +12,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from atoll._util.units import bytes_text, count_words, loss_text, percent_text, ratio_text, seconds_text, share_text
-from atoll.plan.link import Link
+from atoll.plan.line import Line
 from atoll.report.canvas import DARK, LIGHT, css_variables, shorten, to_svg
 from atoll.report.figures import Picture
 from atoll.report.load import plain_text
@@ -43,7 +43,7 @@ def page(
     records: Sequence[RunRecord],
     rows: Sequence[Row],
     pictures: Sequence[Picture],
-    link: Link,
+    link: Line,
     title: str = "",
     claims: Sequence[str] = (),
 ) -> str:
@@ -82,7 +82,7 @@ def _image(picture: Picture, *, narrow: bool = False, dark: bool = False) -> str
 # ---------------------------------------------------------------------- words
 
 
-def _words(records: Sequence[RunRecord], rows: Sequence[Row], link: Link) -> Markup:
+def _words(records: Sequence[RunRecord], rows: Sequence[Row], link: Line) -> Markup:
     """Returns the comparison as a paragraph: a sentence for each of few runs, else for the best."""
     reference = next(row for row in rows if row.is_reference)
     others = [row for row in rows if row is not reference]
@@ -117,7 +117,7 @@ def _outstanding(rows: Sequence[Row]) -> list[Markup]:
     return ["Among the others " + sentences[0], *("T" + words[1:] for words in sentences[1:])] if sentences else []
 
 
-def _ending(row: Row, link: Link, *, alone: bool) -> Markup:
+def _ending(row: Row, link: Line, *, alone: bool) -> Markup:
     subject = _name(row) if alone else "The reference, " + _name(row) + ","
     ends = "ends at" if row.record.finished else f"has come to step {row.record.step} of {row.record.start.steps} and"
     loss = "no held-out loss" if row.loss is None else f"a held-out loss of {loss_text(row.loss)}"

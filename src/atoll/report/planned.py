@@ -15,8 +15,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from atoll._util.units import count_words, seconds_text, share_text
 from atoll.plan.cost import Array
-from atoll.plan.forecast import bandwidth_needed, steady_utilisation
-from atoll.plan.link import LEAST_BITS_PER_S, Link
+from atoll.plan.forecast import bandwidth_needed, utilisation
+from atoll.plan.line import LEAST_BITS_PER_S, Line
 from atoll.plan.method import Method, Model
 from atoll.plan.simulate import stops
 from atoll.report.canvas import LIGHT, Palette, dress, heading, linear_time_axis, shorten, to_png
@@ -31,7 +31,7 @@ _COLOURS = {"data-parallel": 6, "diloco": 1, "streaming-blocking": 2, "streaming
 _OTHER = 7  # the colour of a run's own method
 
 
-def write(model: Model, methods: Mapping[str, Method], workers: int, link: Link, target: float, path: Path) -> None:
+def write(model: Model, methods: Mapping[str, Method], workers: int, link: Line, target: float, path: Path) -> None:
     """Draw methods, by label, into a PNG file."""
     path.write_bytes(to_png(partial(draw, model, methods, workers, link, target)))
 
@@ -40,7 +40,7 @@ def draw(
     model: Model,
     methods: Mapping[str, Method],
     workers: int,
-    link: Link,
+    link: Line,
     target: float = 0.95,
     palette: Palette = LIGHT,
 ) -> Figure:
@@ -71,19 +71,14 @@ def _colour(palette: Palette, method: Method) -> str:
 
 
 def _draw_curves(
-    axes: Axes, palette: Palette, model: Model, methods: Mapping[str, Method], workers: int, link: Link
+    axes: Axes, palette: Palette, model: Model, methods: Mapping[str, Method], workers: int, link: Line
 ) -> None:
     rates = _rates(model, methods, workers, link)
     unit, name = (1e9, "Gbit/s") if rates[-1] > 1e10 else (1e6, "Mbit/s")
     dress(axes, palette, x=f"bandwidth of every worker, {name}", y="time spent computing")
     for method in methods.values():
         colour = _colour(palette, method)
-        best, ours = (
-            steady_utilisation(
-                model, method, workers, rates, latency_s=link.latency_s, layered=layered, goodput=link.goodput
-            )
-            for layered in (True, False)
-        )
+        best, ours = (utilisation(model, method, workers, rates, link, layered=layered) for layered in (True, False))
         axes.plot(rates / unit, ours, color=colour, linewidth=1.3, linestyle=(0, (4, 2)), alpha=0.85)
         axes.plot(rates / unit, best, color=colour, linewidth=2)
     axes.set_xscale("log")
@@ -104,14 +99,11 @@ def _draw_curves(
     axes.set_title(titles, loc="left", color=palette.ink, fontsize=10, pad=18)
 
 
-def _rates(model: Model, methods: Mapping[str, Method], workers: int, link: Link) -> Array:
+def _rates(model: Model, methods: Mapping[str, Method], workers: int, link: Line) -> Array:
     """Return rates from where methods hardly compute to where they hardly wait; the link's rate is among them."""
     low, high = 1e15, 1e3
     for method in methods.values():
-        first, last = (
-            bandwidth_needed(model, method, workers, level, latency_s=link.latency_s, goodput=link.goodput)
-            for level in _EDGES
-        )
+        first, last = (bandwidth_needed(model, method, workers, level, link) for level in _EDGES)
         first = max(first, _LEAST_RATE)  # one worker needs none
         low = min(low, first)
         high = max(high, last if np.isfinite(last) else 1e5 * first)
@@ -127,7 +119,7 @@ def _rates(model: Model, methods: Mapping[str, Method], workers: int, link: Link
 
 
 def _draw_timelines(
-    axes: Axes, palette: Palette, model: Model, methods: Mapping[str, Method], workers: int, link: Link
+    axes: Axes, palette: Palette, model: Model, methods: Mapping[str, Method], workers: int, link: Line
 ) -> None:
     """Draw a few periods of each run under way, without the first ones, in which no round has come back."""
     dress(axes, palette, x="", y="", grid="x")
@@ -165,7 +157,7 @@ class _Timeline(NamedTuple):
     """Length of the periods to be shown."""
 
 
-def _timeline(model: Model, method: Method, workers: int, link: Link, longest: int) -> _Timeline:
+def _timeline(model: Model, method: Method, workers: int, link: Line, longest: int) -> _Timeline:
     """Simulate several times more periods than are shown, because other methods may be slower."""
     period, since = method.period, 4 if method.gradients else 3 * method.period
     shown = since + _PERIODS * (longest if method.gradients else period)
@@ -175,7 +167,7 @@ def _timeline(model: Model, method: Method, workers: int, link: Link, longest: i
     carrying: list[tuple[float, float]] = []
     waited = {since: 0.0, shown: 0.0, steps: 0.0}
     rate = max(link.goodput * link.bits_per_s, LEAST_BITS_PER_S)
-    for stop in stops(job, Link(rate, link.latency_s)):
+    for stop in stops(job, Line(rate, link.latency_s)):
         carrying += stop.carried_s[:1]
         if stop.left_s[0] > stop.reached_s[0]:
             waiting.append((stop.reached_s[0], stop.left_s[0]))

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from atoll.errors import DataError
-from atoll.plan.job import Job
+from atoll.plan.method import Job
 from atoll.runs.events import End, Eval, Event, Fault, Resumed, Round, Saved, Start, Step, utilisation
 
 _TOTALS = ("bytes_sent", "bytes_received", "wait_s", "hidden_s", "wire_sent", "wire_received")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from atoll._util.units import bytes_text, loss_text, number_text, percent_text, ratio_text, seconds_text, share_text
 from atoll.errors import printable
-from atoll.plan.job import Job
-from atoll.plan.link import Link
+from atoll.plan.line import Line
+from atoll.plan.method import Job
 from atoll.plan.simulate import RunTime, time_of
 from atoll.report.record import RunRecord, jobs
 
@@ -48,7 +48,7 @@ class Row:
         return self.record.loss
 
 
-def summary(records: Sequence[RunRecord], link: Link) -> list[Row]:
+def summary(records: Sequence[RunRecord], link: Line) -> list[Row]:
     """Returns one row per run, in the order given."""
     if not records:
         return []
@@ -56,7 +56,7 @@ def summary(records: Sequence[RunRecord], link: Link) -> list[Row]:
     return [_row(record, reference, job, link) for record, job in zip(records, jobs(records), strict=True)]
 
 
-def _row(record: RunRecord, reference: RunRecord, job: Job, link: Link) -> Row:
+def _row(record: RunRecord, reference: RunRecord, job: Job, link: Line) -> Row:
     loss, base = record.loss, reference.loss
     sent, compared = record.per_worker("bytes_sent"), reference.per_worker("bytes_sent")
     return Row(
@@ -85,7 +85,7 @@ class Column:
     cell: Callable[[Row], str]
 
 
-def columns(rows: Sequence[Row], link: Link) -> list[Column]:
+def columns(rows: Sequence[Row], link: Line) -> list[Column]:
     """Returns the columns after the run's name; comparisons only if there are several runs."""
     several = len(rows) > 1
     measured = any(row.wait_s is not None for row in rows)
@@ -127,7 +127,7 @@ def _fewer(row: Row) -> str:
     return "1x" if row.is_reference else ratio_text(row.fewer)
 
 
-def rich_table(rows: Sequence[Row], link: Link) -> "Table":
+def rich_table(rows: Sequence[Row], link: Line) -> "Table":
     """Returns the rows as a table for a terminal of 80 characters or more."""
     from rich import box
     from rich.table import Table

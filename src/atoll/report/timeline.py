@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from atoll._util.units import share_text
-from atoll.plan.job import Job
-from atoll.plan.link import Link
+from atoll.plan.line import Line
+from atoll.plan.method import Job
 from atoll.plan.simulate import stops
 from atoll.report.canvas import Palette, dress, heading, legend_of_lanes, linear_time_axis, new_figure, shorten
 from atoll.report.lanes import Lane, Span, lanes
@@ -94,7 +94,7 @@ def _window(spans: Sequence[float]) -> float:
 
 
 @lru_cache(maxsize=64)
-def _waits(job: Job, link: Link) -> tuple[list[int], list[float]]:
+def _waits(job: Job, link: Line) -> tuple[list[int], list[float]]:
     """Returns the steps after which a worker waited, and the seconds that the slowest had waited by then."""
     steps, waits = [0], [0.0]
     for stop in stops(job, link):
@@ -105,13 +105,13 @@ def _waits(job: Job, link: Link) -> tuple[list[int], list[float]]:
     return steps, waits
 
 
-def clock(job: Job, link: Link, step: int) -> float:
+def clock(job: Job, link: Line, step: int) -> float:
     """Returns the modelled seconds until the slowest worker has left this step."""
     steps, waits = _waits(job, link)
     return step * job.step_s + waits[bisect_right(steps, step) - 1]
 
 
-def draw_modelled(records: Sequence[RunRecord], rows: Sequence[Row], link: Link, palette: Palette) -> Figure:
+def draw_modelled(records: Sequence[RunRecord], rows: Sequence[Row], link: Line, palette: Palette) -> Figure:
     """Draws how each run would begin with one machine per worker and such a link for each."""
     modelled = jobs(records)
     moving = [job for job in modelled if job.steps]
@@ -126,7 +126,7 @@ def draw_modelled(records: Sequence[RunRecord], rows: Sequence[Row], link: Link,
     return _draw(palette, drawn, window_s, "link busy", edge=0)
 
 
-def _modelled_bars(n: int, title: str, utilisation: float, job: Job, link: Link, lane: int, window_s: float) -> _Bars:
+def _modelled_bars(n: int, title: str, utilisation: float, job: Job, link: Line, lane: int, window_s: float) -> _Bars:
     waits: list[Span] = []
     carried: list[Span] = []
     for stop in stops(job, link):

@@ -1,48 +1,35 @@
 """Finds what `atoll plan` is to plan: a model by its numbers, a preset, or the model and method of a run file."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from atoll.cli.plan.numbers import count
-from atoll.cli.plan.options import PlanOptions
+from atoll.cli.plan.options import PlanOptions, count
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError
-from atoll.plan.link import Link, parse_link
-from atoll.plan.method import RUN_FILE_METHOD, FragmentedMethod, Method
-from atoll.plan.planner import LONGEST_PERIOD, MOST_WORKERS
+from atoll.plan.line import parse_line
+from atoll.plan.method import RUN_FILE_METHOD, Method, Model
+from atoll.plan.planner import DEFAULT_LINK, LONGEST_PERIOD, MOST_WORKERS, PlanRequest
 from atoll.settings.config import RunConfig, load, parse
 from atoll.settings.model_presets import ModelConfig, preset
 from atoll.settings.toml import parse_toml, read
 
 MOST_LAYERS = 256
 """The most that can be planned in a few seconds; few models have more."""
+_UNKNOWN_S = 1.0  # the time of a step until it is known
+_SWITCHES = ("stochastic", "feedback", "offload")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class Workload(NamedTuple):
     """Holds what is trained, before the time of a step is known."""
 
-    parameters: int
-    layers: int
-    workers: int
-    rest: int = 0
-    """Parameters outside layers, if known."""
+    request: PlanRequest
+    """As far as model or run file say; the time of a step is a placeholder."""
     config: RunConfig | None = None
     """The run file, or one made of a preset; None for a model by its numbers."""
     vocabulary: int = 0
-    method: Method | None = None
-    """The run file's own."""
-    tokens: int | None = None
-    """Tokens of a step of one worker."""
-    steps: int | None = None
-    link: Link | None = None
-    adapt: Callable[[Method], Method | None] = lambda method: method
-    """Returns what a recommended method becomes beside the run file's settings; None if it conflicts with them."""
-    left_out: tuple[str, ...] = ()
-    """Settings of the run file that the figures do not include, by dotted key."""
 
 
 def workload_of(options: PlanOptions) -> Workload:
@@ -52,25 +39,23 @@ def workload_of(options: PlanOptions) -> Workload:
         which = "only one of them" if any(given) else "--params 10e9 --layers 48, --preset 1B, or a run file"
         raise ConfigError(f"say what is trained: {which}")
     if options.run is not None:
-        return _run_file_workload(options)
+        return _run_file_workload(options, options.run)
     workers = 2 if options.workers is None else _parse_workers(options.workers)
     if options.preset is not None:
-        shape = _preset(options.preset)
-        config = parse({"model": {"preset": options.preset, "vocabulary": shape.vocabulary}})
         if options.layers is not None:
             raise ConfigError("layers: a preset has its own; for others give --params and --layers")
-        return Workload(
-            parameters=shape.parameters,
-            layers=shape.layers,
-            rest=shape.parameters - shape.layers * _layer_parameters(shape),
-            workers=workers,
-            config=config,
-            vocabulary=shape.vocabulary,
+        shape = _preset(options.preset)
+        blocks = shape.layers * (replace(shape, layers=2).parameters - replace(shape, layers=1).parameters)
+        model = Model(
+            parameters=shape.parameters, layers=shape.layers, step_s=_UNKNOWN_S, rest=shape.parameters - blocks
         )
+        config = parse({"model": {"preset": options.preset, "vocabulary": shape.vocabulary}})
+        return Workload(PlanRequest(model=model, workers=workers), config, shape.vocabulary)
     if options.layers is None:
         raise ConfigError("layers: give --layers, the number of blocks of the model; fragments are made of them")
     layers = count("layers", options.layers, MOST_LAYERS, "48")
-    return Workload(parameters=count("params", options.params or ""), layers=layers, workers=workers)
+    model = Model(parameters=count("params", options.params or ""), layers=layers, step_s=_UNKNOWN_S)
+    return Workload(PlanRequest(model=model, workers=workers))
 
 
 def period_option(options: PlanOptions) -> int | None:
@@ -91,22 +76,19 @@ def _preset(name: str) -> ModelConfig:
         raise ConfigError(f"{told}{more} another model give --params and --layers") from None
 
 
-def _layer_parameters(shape: ModelConfig) -> int:
-    """Return the parameters of one block."""
-    return replace(shape, layers=2).parameters - replace(shape, layers=1).parameters
+# ---------------------------------------------------------------------- run files
 
 
-def _run_file_workload(options: PlanOptions) -> Workload:
-    assert options.run is not None
+def _run_file_workload(options: PlanOptions, run: Path) -> Workload:
     if options.layers is not None:
         raise ConfigError("layers: a run file has its own; change it with --set model.layers=...")
-    if "study" in parse_toml(read(options.run), str(options.run)):
-        raise ConfigError(f"{options.run}: this is a study, and a plan is for one run: atoll init run.toml makes one")
+    if "study" in parse_toml(read(run), str(run)):
+        raise ConfigError(f"{run}: this is a study, and a plan is for one run: atoll init run.toml makes one")
     period = period_option(options)
     overrides = list(options.changes)
     overrides += [] if options.workers is None else [f"sync.workers={_parse_workers(options.workers)}"]
     overrides += [] if period is None else [f"sync.period={period}"]
-    config = load(options.run, overrides)
+    config = load(run, overrides)
     vocabulary = _vocabulary(config)
     model, context = _empty_model(config, vocabulary)
 
@@ -114,29 +96,30 @@ def _run_file_workload(options: PlanOptions) -> Workload:
 
     blocks = find_blocks(model)
     _check_layers(len(blocks))
-    sequence = config.train.sequence or context
-    tokens = config.train.batch * sequence
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     rest = sum(size for name, size in sizes.items() if not any(name.startswith(f"{block}.") for block in blocks))
-    return Workload(
+    planned = Model(
         parameters=sum(sizes.values()),
         layers=max(len(blocks), 1),
+        step_s=_UNKNOWN_S,
         rest=rest if blocks else 0,
+    )
+    emulated = config.link.emulate
+    request = PlanRequest(
+        model=planned,
         workers=config.sync.workers,
-        config=config,
-        vocabulary=vocabulary,
-        method=_own_method(config, model, blocks),
-        tokens=tokens,
+        link=replace(parse_line(emulated), goodput=1.0) if emulated else DEFAULT_LINK,
+        methods=_own_method(config, model, blocks),
+        tokens=config.train.batch * (config.train.sequence or context),
         steps=config.train.steps,
-        link=replace(parse_link(config.link.emulate), goodput=1.0) if config.link.emulate else None,
         adapt=_adapter(config),
         left_out=config.unplanned(),
     )
+    return Workload(request, config, vocabulary)
 
 
 def _adapter(config: RunConfig) -> Callable[[Method], Method | None]:
     """Return a function that adapts a method to a run file's settings, with the switches it must turn off."""
-    sync = config.sync
     velocities = len(config.outer_optimizer().slot_names)
     known: dict[tuple[str | int, ...], tuple[str, ...] | None] = {}
 
@@ -148,9 +131,7 @@ def _adapter(config: RunConfig) -> Callable[[Method], Method | None]:
         off = known[which]
         if off is None:
             return None
-        stochastic, feedback, offload = (
-            getattr(sync, name) and f"sync.{name}" not in off for name in ("stochastic", "feedback", "offload")
-        )
+        stochastic, feedback, offload = (getattr(config.sync, name) and f"sync.{name}" not in off for name in _SWITCHES)
         codec = Codec(method.codec.format, stochastic, feedback)
         return replace(method, codec=codec, velocities=velocities, offload=offload, resets=off)
 
@@ -159,7 +140,7 @@ def _adapter(config: RunConfig) -> Callable[[Method], Method | None]:
 
 def _turned_off(config: RunConfig, given: dict[str, str | int]) -> tuple[str, ...] | None:
     """Return the fewest switches that must be off for these settings; None if other settings conflict with them."""
-    switches = [f"sync.{name}" for name in ("stochastic", "feedback", "offload") if getattr(config.sync, name)]
+    switches = [f"sync.{name}" for name in _SWITCHES if getattr(config.sync, name)]
     for off in chain.from_iterable(combinations(switches, n) for n in range(len(switches) + 1)):
         try:
             config.changed(**given, **dict.fromkeys(off, False))
@@ -206,14 +187,14 @@ def _check_layers(layers: int) -> None:
         raise ConfigError(f"model.layers: must be at most {MOST_LAYERS} to be planned, got {layers}")
 
 
-def _own_method(config: RunConfig, model: Any, blocks: Sequence[str]) -> Method | None:
-    """Return the run file's method with the fragments of this model."""
+def _own_method(config: RunConfig, model: Any, blocks: Sequence[str]) -> tuple[Method, ...]:
+    """Return the run file's method with the fragments of this model; nothing if it exchanges nothing."""
     from atoll.core.fragments import Whole, split
     from atoll.outer.presets import Sync
 
     sync = config.synchronisation()
     if sync is None:
-        return None
+        return ()
     fragments = split(model, sync.fragments if isinstance(sync, Sync) else Whole())
     # Parameters outside blocks are used before the first block, and their gradients are complete with its own.
     layers = tuple(
@@ -222,23 +203,15 @@ def _own_method(config: RunConfig, model: Any, blocks: Sequence[str]) -> Method 
         for fragment in fragments
     )
     values = tuple(fragment.numel for fragment in fragments)
+    own = Method(name=RUN_FILE_METHOD, period=1, codec=sync.codec, fragment_layers=layers, fragment_values=values)
     if not isinstance(sync, Sync):
-        return FragmentedMethod(
-            name=RUN_FILE_METHOD,
-            period=1,
-            codec=sync.codec,
-            gradients=True,
-            fragment_layers=layers,
-            fragment_values=values,
-        )
-    return FragmentedMethod(
-        name=RUN_FILE_METHOD,
+        return (replace(own, gradients=True),)
+    run = replace(
+        own,
         period=sync.period,
         delay=min(sync.delays),  # the worker that applies first waits first, and the others wait for it
-        codec=sync.codec,
         eager=sync.eager,
         velocities=len(sync.outer.slot_names),
         offload=config.sync.offload,
-        fragment_layers=layers,
-        fragment_values=values,
     )
+    return (run,)

@@ -3,8 +3,8 @@
 from atoll._util.units import bytes_text, share_text
 from atoll.link.local import Faults
 from atoll.outer.presets import Sync
-from atoll.plan.job import Job
-from atoll.plan.link import Link, parse_link
+from atoll.plan.line import Line, parse_line
+from atoll.plan.method import Job
 from atoll.plan.simulate import time_of
 from atoll.settings.config import RunConfig
 from atoll.train.progress.reporter import Reporter
@@ -27,7 +27,7 @@ def plan_check(config: RunConfig, reporter: Reporter) -> str:
         gradients=not isinstance(sync, Sync),
     )
     emulated = config.link.emulate
-    expected = time_of(job, parse_link(emulated) if emulated else Link(float("inf")))
+    expected = time_of(job, parse_line(emulated) if emulated else Line(float("inf")))
     told = f"{bytes_text(expected.bytes_per_worker)} on the wire per worker (measured {bytes_text(wire_sent)})"
     if not emulated:  # the rate of a real line is not known
         return f"planned: {told}"

@@ -11,7 +11,7 @@ from atoll.link.net.link import NetLink, connect
 from atoll.link.net.seat import Seat
 from atoll.link.net.torchrun import torchrun_address
 from atoll.link.shaped import Outage, Shape, shaped
-from atoll.plan.link import parse_link
+from atoll.plan.line import parse_line
 from atoll.settings.config import RunConfig
 from atoll.settings.conflicts import given_faults
 from atoll.train.ranks.worker_ranks import WorkerRanks
@@ -102,7 +102,7 @@ def emulated_line(config: RunConfig, ranks: int = 1) -> Shape:
     settings = config.link
     assert settings.emulate is not None
     try:
-        line = parse_link(settings.emulate)
+        line = parse_line(settings.emulate)
     except ConfigError as error:
         raise ConfigError(f"link.emulate: {error}") from error
     return Shape(

@@ -23,7 +23,7 @@ GOODPUT = 0.87
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class Line:
     """Describes the line of one worker to the others."""
 
     bits_per_s: float
@@ -49,7 +49,7 @@ class Link:
         return f"{rate}, {self.latency_s * 1e3:.4g} ms" if self.latency_s else rate
 
 
-def parse_link(text: str) -> Link:
+def parse_line(text: str) -> Line:
     """Parse '100Mbit/s', '20 MB/s' or '1 Gbit/s, 50ms': a rate, then a latency if there is one.
 
     Raises:
@@ -59,7 +59,7 @@ def parse_link(text: str) -> Link:
     bits_per_s = _parse_rate(text, rate.strip())
     latency_s = _parse_latency(text, latency.strip()) if comma else 0.0
     try:
-        return Link(bits_per_s, latency_s)
+        return Line(bits_per_s, latency_s)
     except ConfigError as error:
         raise ConfigError(f"link {text!r}: {error}") from None
 
@@ -68,18 +68,16 @@ def _parse_rate(text: str, rate: str) -> float:
     match = re.fullmatch(_NUMBER + r"\s*([A-Za-z/]*)", rate)
     if match is None:
         raise ConfigError(f"link {text!r}: {rate!r} is not a rate; {_HOW}")
-    number, unit = float(match[1]), match[2]
-    bits = re.fullmatch(r"(?i:([kmgt]?)bit(?:s?(?:/s)?|ps))|(?i:([kmgt]?))bps", unit)
-    octets = re.fullmatch(r"(?i:([kmgt]?))B(?:/s|ps)", unit)
-    if bits:
-        scale = _PREFIXES[(bits[1] or bits[2] or "").lower()]
-    elif octets:
-        scale = 8 * _PREFIXES[octets[1].lower()]
-    elif re.fullmatch(r"(?i:[kmgt]?b(/s|ps)?)", unit):
-        prefix = unit[:-1].partition("b")[0].partition("B")[0].upper().replace("K", "k")
-        raise ConfigError(f"link {text!r}: {unit!r} is ambiguous; say {prefix}bit/s (bits) or {prefix}B/s (bytes)")
+    number, unit = float(match[1]), re.fullmatch(r"(?i:([kmgt]?)(bit(?:s?(?:/s)?|ps)|b(?:/s|ps)?))", match[2])
+    if unit is None:
+        raise ConfigError(f"link {text!r}: unknown unit {match[2]!r} of the rate; {_HOW}")
+    if unit[2].lower().startswith("bit") or unit[2] == "bps":
+        scale = _PREFIXES[unit[1].lower()]
+    elif unit[2] in ("B/s", "Bps"):
+        scale = 8 * _PREFIXES[unit[1].lower()]
     else:
-        raise ConfigError(f"link {text!r}: unknown unit {unit!r} of the rate; {_HOW}")
+        prefix = unit[1].upper().replace("K", "k")
+        raise ConfigError(f"link {text!r}: {match[2]!r} is ambiguous; say {prefix}bit/s (bits) or {prefix}B/s (bytes)")
     if not math.isfinite(number * scale):
         raise ConfigError(f"link {text!r}: {match[1]} is too large for a rate")
     return number * scale

@@ -20,8 +20,7 @@ from atoll.errors import ConfigError
 from atoll.plan import cost
 from atoll.plan.cost import Array
 from atoll.plan.forecast import Forecast, bandwidth_needed, forecast, utilisation
-from atoll.plan.link import Link
-from atoll.plan.loss_penalty import penalty
+from atoll.plan.line import Line
 from atoll.plan.method import Method, Model
 from atoll.plan.paper_grid import LEVELS
 
@@ -40,23 +39,10 @@ _AS_GOOD = 0.99  # of the best: then risk decides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
-    """Holds one recommended choice."""
-
-    forecast: Forecast
-    loss_penalty: float | None
-    """How much higher the papers' loss ended than data-parallel's: 0.006 is 0.6 %; None if no paper measured it."""
-    source: str
-    """Where the penalty comes from."""
-    why: str
-    """What the choice does, in a sentence."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
     """Holds the recommended choices, and what more would take."""
 
-    choices: tuple[Advice, ...]
+    choices: tuple[Forecast, ...]
     """The choices that reach the target, least risky first, with distinct periods and merges; if none does, those that
     come closest, best first. Empty for one worker, which exchanges nothing."""
     reached: bool
@@ -65,10 +51,10 @@ class Recommendation:
     """What the next of 50, 80, 90, 95 and 99 % takes, in words."""
 
 
-def advise(
+def recommend(
     model: Model,
     workers: int,
-    link: Link,
+    link: Line,
     target: float = 0.95,
     *,
     steps: int = 0,
@@ -100,29 +86,23 @@ def advise(
     options = [fit for method in candidates(model, periods_for(steps)) if (fit := adapt(method)) is not None]
     if not options:
         return Recommendation(choices=(), reached=False, next_level="No method goes with the settings that are given.")
-    search = _Search(model, workers, link, steps, options)
-    swept = sweep(model, workers, link, options, steps)
-    found = search.reaching(target, swept)
-    kept = search.gaining(found or search.closest(swept))[:most]
-    forecasts = [forecast(model, method, workers, link, steps) for method in kept]
-    return Recommendation(
-        choices=tuple(_advice(model, workers, expected, steps) for expected in forecasts),
-        reached=bool(found),
-        next_level=search.next_level(forecasts[0], swept),
-    )
+    search = _Search(model, workers, link, steps, options, sweep(model, workers, link, options, steps))
+    found = search.reaching(target)
+    choices = tuple(search.gaining(found or search.closest())[:most])
+    return Recommendation(choices=choices, reached=bool(found), next_level=search.next_level(choices[0]))
 
 
 # ---------------------------------------------------------------------- what there is to choose
 
 
-def candidates(model: Model, periods: Iterable[int] = PERIODS, delays: Iterable[int] = DELAYS) -> Iterator[Method]:
+def candidates(model: Model, periods: Iterable[int] = PERIODS) -> Iterator[Method]:
     """Yield every method that is considered, least risky first."""
     for name in FORMATS[:2]:
         yield Method(name="data-parallel", period=1, gradients=True, codec=Codec(name))
     parts = [each for each in EACH if each is None or each < model.layers]
     for period in periods:
         # No paper measured a blend with a round that returns when more than a third of the next period is over.
-        for delay in (delay for delay in delays if delay <= max(1, period // 3)):
+        for delay in (delay for delay in DELAYS if delay <= max(1, period // 3)):
             for codec in map(Codec, FORMATS):
                 for each in parts:
                     name = "diloco" if each is None else "streaming"
@@ -140,7 +120,7 @@ def periods_for(steps: int) -> tuple[int, ...]:
     return tuple(p for p in PERIODS if FEWEST_ROUNDS * p <= steps) or tuple(p for p in PERIODS[:1] if p <= steps)
 
 
-def sweep(model: Model, workers: int, link: Link, options: Sequence[Method], steps: int = 0) -> Array:
+def sweep(model: Model, workers: int, link: Line, options: Sequence[Method], steps: int = 0) -> Array:
     """Return the utilisation with atoll to about a thousandth, [options]; over a run if steps are given.
 
     Formats share a simulation: half the bytes on a line take as long as the same bytes on a line twice as fast.
@@ -170,65 +150,60 @@ def _kind(method: Method) -> tuple[int, bool, bool]:
 
 
 class _Search(NamedTuple):
-    """Selects among options, least risky first; `swept` is their utilisation to about a thousandth, [options]."""
+    """Selects among options, least risky first."""
 
     model: Model
     workers: int
-    link: Link
+    link: Line
     steps: int
     options: Sequence[Method]
+    swept: Array
+    """Utilisation to about a thousandth, [options]."""
 
-    def exact(self, method: Method) -> float:
-        """Return the exact utilisation of an option."""
-        rates = np.array([self.link.bits_per_s])
-        return float(utilisation(self.model, method, self.workers, rates, self.link, self.steps)[0])
+    def exact(self, method: Method) -> Forecast:
+        """Return exact figures of an option."""
+        return forecast(self.model, method, self.workers, self.link, self.steps)
 
-    def reaching(self, target: float, swept: Array) -> list[Method]:
+    def reaching(self, target: float) -> list[Forecast]:
         """Return the least risky option of each kind that reaches the target, least risky first."""
-        found: dict[tuple[int, bool, bool], Method] = {}
-        for n in np.flatnonzero(swept >= target - _SWEEP_ERROR):
-            method = self.options[int(n)]
-            if _kind(method) not in found and self.exact(method) >= target:
-                found[_kind(method)] = method
+        found: dict[tuple[int, bool, bool], Forecast] = {}
+        for n in np.flatnonzero(self.swept >= target - _SWEEP_ERROR):
+            kind = _kind(self.options[int(n)])
+            if kind not in found and (expected := self.exact(self.options[int(n)])).utilisation_of_run >= target:
+                found[kind] = expected
         return list(found.values())
 
-    def closest(self, swept: Array) -> list[Method]:
+    def closest(self) -> list[Forecast]:
         """Return the best option of each kind, best first; of those as good as the best, the least risky."""
-        left = swept.copy()
-        chosen: list[Method] = []
+        left = self.swept.copy()
+        chosen: list[Forecast] = []
         while left.max() >= 0:
             method = self.options[int(np.flatnonzero(left >= _AS_GOOD * left.max())[0])]
-            chosen.append(method)
+            chosen.append(self.exact(method))
             left[[_kind(other) == _kind(method) for other in self.options]] = -1
         return chosen
 
-    def gaining(self, chosen: Sequence[Method]) -> list[Method]:
-        """Return those that gain something over every less risky one, in the same order."""
-        costs = {method: self._cost(method) for method in chosen}
-        risk = {method: n for n, method in enumerate(self.options)}
+    def gaining(self, chosen: Sequence[Forecast]) -> list[Forecast]:
+        """Return those that gain loss, bytes or utilisation over every less risky one, in the same order."""
+        risk = [self.options.index(expected.method) for expected in chosen]
+        costs = np.array([
+            (math.inf if e.penalty.loss is None else e.penalty.loss, e.bytes_per_step, 1 - e.utilisation_of_run)
+            for e in chosen
+        ])  # fmt: skip
         return [
-            method
-            for method, mine in costs.items()
-            if not any(
-                risk[other] < risk[method] and all(t <= m for t, m in zip(theirs, mine, strict=True))
-                for other, theirs in costs.items()
-            )
+            mine
+            for n, mine in enumerate(chosen)
+            if not any(risk[other] < risk[n] and (costs[other] <= costs[n]).all() for other in range(len(chosen)))
         ]
 
-    def _cost(self, method: Method) -> tuple[float, float, float]:
-        """Return loss penalty (infinite if unknown), bytes a step and waiting: each should be small."""
-        loss = penalty(self.model, self.workers, method).loss
-        sent = cost.bytes_per_step(self.model, method, self.workers)
-        return math.inf if loss is None else loss, sent, 1 - self.exact(method)
-
-    def next_level(self, first: Forecast, swept: Array) -> str:
+    def next_level(self, first: Forecast) -> str:
         """Say what it takes to get from the first choice to the next of the papers' levels."""
         now = first.utilisation_of_run
         level = next((level for level in LEVELS if level > now), None)
         if level is None:
             return f"Nothing is left to gain: workers are busy {share_text(now)} of the time."
         faster = self._rate_for(first, level)
-        enough = np.flatnonzero(swept >= level + _SWEEP_ERROR)
+        enough = np.flatnonzero(self.swept >= level + _SWEEP_ERROR)
         if not enough.size:
             nothing = "no settings reach"
             return f"{faster}; on this link {nothing} it." if faster else f"On this link {nothing} {share_text(level)}."
@@ -240,15 +215,13 @@ class _Search(NamedTuple):
         """Say which rate the first choice needs for a level; empty if the link has it, so that the run is too short."""
         if first.utilisation_with_atoll >= level:
             return ""
-        needed = bandwidth_needed(
-            self.model, first.method, self.workers, level, latency_s=self.link.latency_s, goodput=self.link.goodput
-        )
+        needed = bandwidth_needed(self.model, first.method, self.workers, level, self.link)
         if math.isinf(needed):
             return (
                 f"{share_text(level)} is out of reach of the first of these choices at any bandwidth, for latency alone"
             )
         unit = 10.0 ** (math.floor(math.log10(needed)) - 2)
-        enough = Link(math.ceil(needed / unit) * unit)  # to three digits, upwards: less would not do
+        enough = Line(math.ceil(needed / unit) * unit)  # to three digits, upwards: less would not do
         if enough.bits_per_s <= self.link.bits_per_s:
             return ""
         return f"{share_text(level)} takes {enough} with the first of these choices"
@@ -257,14 +230,13 @@ class _Search(NamedTuple):
 # ---------------------------------------------------------------------- in words
 
 
-def _advice(model: Model, workers: int, expected: Forecast, steps: int) -> Advice:
+def explain(expected: Forecast, *, of_run: bool) -> str:
+    """Return what a choice does, in a sentence; `of_run`: over a whole run, whose steps are known."""
     method, wait_s = expected.method, expected.wait_s_per_period
-    loss, source = penalty(model, workers, method)
     every = "step" if method.gradients else f"{method.period} steps"
     waits = f"waits {seconds_text(wait_s)} in every {every}" if wait_s > 0 else "never waits"
-    computes = f"is busy {share_text(expected.utilisation_of_run)} of the {'run' if steps else 'time'}"
-    why = f"{describe(method)}: a worker sends {bytes_text(expected.bytes_per_step)} a step, {waits}, and {computes}."
-    return Advice(forecast=expected, loss_penalty=loss, source=source, why=why)
+    computes = f"is busy {share_text(expected.utilisation_of_run)} of the {'run' if of_run else 'time'}"
+    return f"{describe(method)}: a worker sends {bytes_text(expected.bytes_per_step)} a step, {waits}, and {computes}."
 
 
 def describe(method: Method) -> str:

@@ -12,38 +12,38 @@ from atoll.core.outer_step import Blend
 from atoll.errors import ConfigError
 from atoll.outer.presets import Gradients, Sync
 from atoll.plan import cost
-from atoll.plan.advise import PERIODS, advise, candidates, describe, sweep
 from atoll.plan.forecast import forecast
-from atoll.plan.link import Link, parse_link
+from atoll.plan.line import Line, parse_line
 from atoll.plan.method import METHODS, Method, Model
+from atoll.plan.recommend import PERIODS, candidates, describe, explain, recommend, sweep
 from atoll.settings.config import parse
 
 MODEL = Model(parameters=10**9, layers=24, step_s=0.1)
 
 
 def test_a_fast_line_needs_nothing_special() -> None:
-    found = advise(MODEL, 2, Link(1e13))
+    found = recommend(MODEL, 2, Line(1e13))
     assert found.reached
-    assert found.choices[0].forecast.method.gradients
-    assert found.choices[0].loss_penalty == 0
-    assert "on every step" in found.choices[0].why
+    assert found.choices[0].method.gradients
+    assert found.choices[0].penalty.loss == 0
+    assert "on every step" in explain(found.choices[0], of_run=False)
 
 
 def test_a_home_line_takes_four_bits_and_a_delay() -> None:
-    found = advise(MODEL, 2, Link(1e9, 0.02))
+    found = recommend(MODEL, 2, Line(1e9, 0.02))
     best = found.choices[0]
     assert found.reached
-    assert best.forecast.method.codec == Codec("e3m0") and best.forecast.method.delay > 0
-    assert not best.forecast.method.eager
-    assert best.loss_penalty is not None and abs(best.loss_penalty) < 0.02
-    assert best.source
-    assert [choice.forecast.method.period for choice in found.choices] == sorted(
-        choice.forecast.method.period for choice in found.choices
+    assert best.method.codec == Codec("e3m0") and best.method.delay > 0
+    assert not best.method.eager
+    assert best.penalty.loss is not None and abs(best.penalty.loss) < 0.02
+    assert best.penalty.source
+    assert [choice.method.period for choice in found.choices] == sorted(
+        choice.method.period for choice in found.choices
     )
 
 
 def test_one_worker_has_nothing_to_exchange() -> None:
-    found = advise(MODEL, 1, Link(1e3))
+    found = recommend(MODEL, 1, Line(1e3))
     assert found.reached and not found.choices
     assert found.next_level == "One worker has nothing to exchange."
 
@@ -51,34 +51,34 @@ def test_one_worker_has_nothing_to_exchange() -> None:
 @pytest.mark.parametrize("workers", [2, 8, 9, 16, 64])
 def test_the_first_choice_is_the_least_risky_whether_losses_are_known_or_not(workers: int) -> None:
     """Nobody has measured more than 8 workers: that is no reason to prefer Eager and a period of 1000."""
-    model, link = Model(parameters=10**10, layers=48, step_s=0.8), Link(100e9, 0.02)
-    found = advise(model, workers, link).choices
-    methods = [choice.forecast.method for choice in found]
+    model, link = Model(parameters=10**10, layers=48, step_s=0.8), Line(100e9, 0.02)
+    found = recommend(model, workers, link).choices
+    methods = [choice.method for choice in found]
     assert not methods[0].eager and methods[0].period <= 20
     assert [m.period for m in methods] == sorted(m.period for m in methods)
-    assert (found[0].loss_penalty is None) == (workers > 8)
+    assert (found[0].penalty.loss is None) == (workers > 8)
 
 
 def test_a_better_line_does_not_bring_a_longer_period() -> None:
     """Once it did: 5 steps from 6.8 to 16 Gbit/s, 20 at 36 and 30 from 82 on."""
     model = Model(parameters=1270 * 10**6, layers=24, step_s=1.2)
-    firsts = [advise(model, 2, Link(1e9 * rate, 0.05)).choices[0].forecast.method for rate in (6.8, 16, 36, 82, 200)]
+    firsts = [recommend(model, 2, Line(1e9 * rate, 0.05)).choices[0].method for rate in (6.8, 16, 36, 82, 200)]
     assert [method.period for method in firsts] == [5] * 5
 
 
 def test_what_gains_nothing_over_a_less_risky_choice_is_not_offered() -> None:
     """Where nobody ever waits, Eager sends as much as the same period without it, and hides nothing."""
-    found = advise(MODEL, 8, Link(math.inf), most=99).choices
-    assert [choice.forecast.method.period for choice in found] == [1, *PERIODS]
-    assert not any(choice.forecast.method.eager for choice in found)
+    found = recommend(MODEL, 8, Line(math.inf), most=99).choices
+    assert [choice.method.period for choice in found] == [1, *PERIODS]
+    assert not any(choice.method.eager for choice in found)
 
 
 @pytest.mark.parametrize("steps", [3, 24, 25, 50, 10**6])
 def test_a_run_has_a_few_of_the_periods_that_are_advised(steps: int) -> None:
-    found = advise(MODEL, 2, Link(1e8), steps=steps, most=99)
+    found = recommend(MODEL, 2, Line(1e8), steps=steps, most=99)
     assert found.choices
     for choice in found.choices:
-        method, ahead = choice.forecast.method, choice.forecast
+        method, ahead = choice.method, choice
         assert method.gradients or 5 * method.period <= steps or method.period == 5 <= steps
         assert ahead.utilisation_of_run == pytest.approx(steps * MODEL.step_s / ahead.run_s)
         assert (ahead.utilisation_of_run >= 0.95) == found.reached
@@ -86,27 +86,27 @@ def test_a_run_has_a_few_of_the_periods_that_are_advised(steps: int) -> None:
 
 def test_a_short_run_is_judged_with_its_last_exchange() -> None:
     """5 s of computing, and 46 s for the last exchange: nothing is busy for 95 % of that, whatever its period is."""
-    short = advise(MODEL, 2, Link(1e8), steps=50)
+    short = recommend(MODEL, 2, Line(1e8), steps=50)
     assert not short.reached
-    assert "of the run." in short.choices[0].why
-    assert advise(MODEL, 2, Link(1e8), steps=10**6).reached
+    assert "of the run." in explain(short.choices[0], of_run=True)
+    assert recommend(MODEL, 2, Line(1e8), steps=10**6).reached
 
 
 def test_what_does_not_suit_is_not_offered() -> None:
-    found = advise(MODEL, 2, Link(1e6), adapt=lambda method: None if method.eager else replace(method, velocities=2))
-    assert all(not c.forecast.method.eager and c.forecast.method.velocities == 2 for c in found.choices)
-    nothing = advise(MODEL, 2, Link(1e6), adapt=lambda _: None)
+    found = recommend(MODEL, 2, Line(1e6), adapt=lambda method: None if method.eager else replace(method, velocities=2))
+    assert all(not c.method.eager and c.method.velocities == 2 for c in found.choices)
+    nothing = recommend(MODEL, 2, Line(1e6), adapt=lambda _: None)
     assert not nothing.choices and not nothing.reached and "No method goes with" in nothing.next_level
 
 
 def test_a_run_of_so_many_steps() -> None:
-    first = advise(MODEL, 2, Link(1e9, 0.02), steps=1000).choices[0].forecast
-    assert first == forecast(MODEL, first.method, 2, Link(1e9, 0.02), 1000)
+    first = recommend(MODEL, 2, Line(1e9, 0.02), steps=1000).choices[0]
+    assert first == forecast(MODEL, first.method, 2, Line(1e9, 0.02), 1000)
     assert first.bytes_of_run > 0 and first.run_s >= 1000 * MODEL.step_s
 
 
 def test_one_bit_a_second() -> None:
-    found = advise(MODEL, 2, Link(1.0))
+    found = recommend(MODEL, 2, Line(1.0))
     assert not found.reached
     assert len(found.choices) == 3
     assert found.next_level.startswith("50 % takes 46.7 Mbit/s")
@@ -114,18 +114,18 @@ def test_one_bit_a_second() -> None:
 
 
 def test_the_next_level_holds() -> None:
-    found = advise(MODEL, 2, Link(1e9, 0.05), target=0.5)
-    first = found.choices[0].forecast
+    found = recommend(MODEL, 2, Line(1e9, 0.05), target=0.5)
+    first = found.choices[0]
     assert 0.5 <= first.utilisation_with_atoll < 0.8
     assert found.next_level.startswith("80 % takes ")
-    rate = parse_link(found.next_level.removeprefix("80 % takes ").partition(" with")[0])
-    assert forecast(MODEL, first.method, 2, Link(rate.bits_per_s, 0.05)).utilisation_with_atoll >= 0.8, "it is enough"
+    rate = parse_line(found.next_level.removeprefix("80 % takes ").partition(" with")[0])
+    assert forecast(MODEL, first.method, 2, Line(rate.bits_per_s, 0.05)).utilisation_with_atoll >= 0.8, "it is enough"
     assert "On this link it takes other settings: " in found.next_level
-    assert advise(MODEL, 2, Link(1e15)).next_level.startswith("Nothing is left to gain")
+    assert recommend(MODEL, 2, Line(1e15)).next_level.startswith("Nothing is left to gain")
 
 
 def test_latency_alone_can_be_too_much() -> None:
-    found = advise(MODEL, 2, Link(1e15, latency_s=1e4), target=0.9)
+    found = recommend(MODEL, 2, Line(1e15, latency_s=1e4), target=0.9)
     assert not found.reached
     assert "at any bandwidth" in found.next_level
 
@@ -136,15 +136,15 @@ def test_little_memory() -> None:
     def small(method: Method) -> Method | None:
         return method if cost.extra_bytes(MODEL, method, 2) <= limit else None
 
-    roomy = advise(MODEL, 2, Link(1e9, 0.05)).choices[0].forecast
+    roomy = recommend(MODEL, 2, Line(1e9, 0.05)).choices[0]
     limit = roomy.memory_bytes - 1
-    tight = advise(MODEL, 2, Link(1e9, 0.05), adapt=small)
-    assert tight.choices and all(choice.forecast.memory_bytes <= limit for choice in tight.choices)
+    tight = recommend(MODEL, 2, Line(1e9, 0.05), adapt=small)
+    assert tight.choices and all(choice.memory_bytes <= limit for choice in tight.choices)
 
 
 def test_a_sweep_is_what_each_would_be_alone() -> None:
     options = list(candidates(MODEL))[::37]
-    link = Link(2e9, 0.05)
+    link = Line(2e9, 0.05)
     alone = [forecast(MODEL, method, 4, link).utilisation_with_atoll for method in options]
     assert np.allclose(sweep(MODEL, 4, link, options), alone, atol=1e-3)
 
@@ -152,7 +152,7 @@ def test_a_sweep_is_what_each_would_be_alone() -> None:
 def test_small_models_have_few_fragments() -> None:
     tiny = Model(parameters=1000, layers=2, step_s=0.1)
     assert {method.each for method in candidates(tiny)} == {None, 1}
-    assert advise(Model(parameters=10, layers=1, step_s=0.1), 2, Link(1e9)).reached
+    assert recommend(Model(parameters=10, layers=1, step_s=0.1), 2, Line(1e9)).reached
 
 
 @pytest.mark.parametrize(("period", "delays"), [(5, {0, 1}), (10, {0, 1, 2, 3}), (30, {0, 1, 2, 3, 5, 10})])
@@ -203,12 +203,12 @@ def test_methods_in_words(method: Method, words: str) -> None:
 )
 def test_nonsense(workers: int, target: float, most: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
-        advise(MODEL, workers, Link(1e9), target, most=most)
+        recommend(MODEL, workers, Line(1e9), target, most=most)
     assert "\n" not in str(refused.value)
 
 
 def test_nearly_is_not_reached() -> None:
     """A sweep is good to a thousandth; what is said is exact."""
-    first = advise(MODEL, 2, Link(1e9, 0.05), 0.9, most=1).choices[0].forecast.utilisation_with_atoll
-    more = advise(MODEL, 2, Link(1e9, 0.05), first + 5e-4, most=1)
-    assert more.reached and more.choices[0].forecast.utilisation_with_atoll >= first + 5e-4
+    first = recommend(MODEL, 2, Line(1e9, 0.05), 0.9, most=1).choices[0].utilisation_with_atoll
+    more = recommend(MODEL, 2, Line(1e9, 0.05), first + 5e-4, most=1)
+    assert more.reached and more.choices[0].utilisation_with_atoll >= first + 5e-4
