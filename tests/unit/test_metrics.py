@@ -139,7 +139,7 @@ def test_an_event_is_a_value() -> None:
     with pytest.raises(FrozenInstanceError):
         saved.step = 2  # type: ignore[misc]
     with pytest.raises(TypeError):
-        Saved(1, 0.5)  # type: ignore[call-arg]
+        Saved(1, 0.5)  # type: ignore[call-arg,arg-type]
 
 
 def test_numbers_that_are_not_finite_are_null(path: Path) -> None:

@@ -82,11 +82,11 @@ def test_workers_whose_folders_are_elsewhere_are_left_out_of_means(tmp_path: Pat
     some = report.load(save_workers(tmp_path / "gone", [[], one, two]))  # nothing has happened in worker 0's yet
     assert some.workers == (1, 2) and some.per_worker("bytes_sent") == 340_000 and some.evals == ()
     assert [r.worker for r in some.rounds] == [1] * 6
-    words = page([some], report.summary([some], LINK), [], LINK)
+    words = page(report.summary([some], LINK), {}, LINK)
     assert "Worker 0 of far left no numbers here" in words and "Workers were away" not in words
     alone = report.load(tmp_path / "gone" / "worker-2")
     assert alone.workers == (2,) and alone.per_worker("bytes_sent") == 340_000
-    assert "Workers 0, 1 of far left no numbers here" in page([alone], report.summary([alone], LINK), [], LINK)
+    assert "Workers 0, 1 of far left no numbers here" in page(report.summary([alone], LINK), {}, LINK)
 
 
 def test_workers_that_stopped_at_different_steps(tmp_path: Path) -> None:
@@ -270,11 +270,11 @@ def test_waits_are_columns_where_there_is_a_wire(record: report.RunRecord) -> No
     silent = replace(record, name="near", end=replace(record.end, wire_sent=[0] * 3, wire_received=[0] * 3))
     (quiet,) = report.summary([silent], LINK)
     assert quiet.wait_s is quiet.utilisation is None
-    words = page([record, silent], report.summary([record, silent], LINK), [], LINK)
+    words = page(report.summary([record, silent], LINK), {}, LINK)
     assert "waited here" in words and re.search(r'data-label="computing here">8\d %</td>', words)
     assert 'data-label="computing here">-</td>' in words
     assert "put on the wire, per worker" in words and "601 kB" in words
-    plain = page([silent], report.summary([silent], LINK), [], LINK)
+    plain = page(report.summary([silent], LINK), {}, LINK)
     assert not [word for word in ("waited", "computing here", "measured:", "on the wire, per") if word in plain]
 
 
@@ -300,7 +300,7 @@ def test_lanes_are_what_was_measured(record: report.RunRecord) -> None:
         assert waited_s == pytest.approx(part.end.wait_s[lane.worker])
         assert lane.utilisation == pytest.approx(1 - waited_s / part.end.seconds)
         assert lane.end_s == pytest.approx(lane.begin_s + part.end.seconds)
-    ends = [[span.end_s for _, span in lane.flights] for lane in found]
+    ends = [[span.end_s for span in lane.flights] for lane in found]
     assert ends[0] == pytest.approx(ends[1]) and ends[0] == pytest.approx(ends[2]), "a round ends for all at once"
 
 
@@ -320,8 +320,8 @@ def test_no_two_of_a_row_overlap_and_no_row_is_too_many(found: list[Span]) -> No
 
 def bars(record: report.RunRecord, colour: str) -> list[list[tuple[float, float]]]:
     """From where to where the bars of a colour go in the measured timeline, lane by lane."""
-    drawn = {picture.key: picture for picture in pictures([record], report.summary([record], LINK), LINK)}
-    axes = drawn["measured"].draw(LIGHT).axes[0]
+    drawn = pictures(report.summary([record], LINK), LINK)
+    axes = drawn["measured"](LIGHT).axes[0]
     want = matplotlib.colors.to_rgba(colour)
     return [
         [(float(path.vertices[:, 0].min()), float(path.vertices[:, 0].max())) for path in made.get_paths()]  # type: ignore[index,union-attr]
@@ -356,7 +356,7 @@ def test_without_times_or_without_a_wire_the_timeline_is_modelled(record: report
     assert record.end is not None
     silent = replace(record.end, wire_sent=[0] * 3, wire_received=[0] * 3)
     for changed in (replace(record, processes=tuple(untimed)), replace(record, end=silent)):
-        keys = [picture.key for picture in pictures([changed], report.summary([changed], LINK), LINK)]
+        keys = list(pictures(report.summary([changed], LINK), LINK))
         assert "timeline" in keys and "measured" not in keys
 
 
@@ -374,7 +374,7 @@ def test_many_workers_and_many_rounds_are_drawn_in_both_colours(tmp_path: Path) 
     )  # fmt: skip
     found = report.load(save_workers(tmp_path / "many", many.events()))
     assert max(lanes(found)[0].rows) > 6
-    drawn = {picture.key: picture for picture in pictures([found], report.summary([found], LINK), LINK)}
+    drawn = pictures(report.summary([found], LINK), LINK)
     for palette in (LIGHT, DARK, replace(LIGHT, narrow=True)):
-        words = [text.get_text() for text in drawn["measured"].draw(palette).axes[0].texts]
+        words = [text.get_text() for text in drawn["measured"](palette).axes[0].texts]
         assert words[::2] == [f"far, worker {worker}" for worker in range(8)]

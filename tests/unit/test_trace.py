@@ -171,7 +171,7 @@ def test_any_times_make_a_trace_that_loads(
     rounds: list[tuple[float, float, float]], reports: list[float], began: float
 ) -> None:
     """Also those that a clock which was set back, or a damaged file, leaves behind."""
-    first, step, sent = (next(e for e in VOYAGE.events()[0] if e.tag == tag) for tag in ("start", "step", "round"))
+    first, step, sent = (next(e for e in VOYAGE.events()[0] if e.event == tag) for tag in ("start", "step", "round"))
     assert isinstance(first, Start) and isinstance(step, Step) and isinstance(sent, Round)
     events: list[Event] = [replace(first, began=began)]
     events += [replace(sent, opened_s=a, done_s=b, waited_s=w) for a, b, w in rounds]

@@ -1,4 +1,4 @@
-"""Draws figures with Matplotlib in the colours of a palette, as SVG for a page and as PNG for a file."""
+"""Draws figures with Matplotlib in the colours of a palette, and renders them as SVG and PNG."""
 
 import io
 import warnings
@@ -160,12 +160,17 @@ def legend(figure: Figure, palette: Palette, names: Sequence[str], places: Seque
 
 def legend_of_lanes(figure: Figure, palette: Palette, thin: str) -> None:
     """Explains the bars of a timeline; `thin` says what a thin one is."""
-    handles = [
-        Patch(facecolor=palette.muted, label="computing (in the run's colour)"),
+    handles = lane_handles(palette, "computing (in the run's colour)", thin)
+    _legend_above(figure, palette, 1 if palette.narrow else 3, handles, [str(handle.get_label()) for handle in handles])
+
+
+def lane_handles(palette: Palette, thick: str, thin: str) -> list[Patch | Line2D]:
+    """Returns the keys of a timeline's legend."""
+    return [
+        Patch(facecolor=palette.muted, label=thick),
         Patch(facecolor=palette.idle, edgecolor=palette.grid, label="waiting"),
         Line2D([], [], color=palette.muted, alpha=0.6, linewidth=3, label=thin),
     ]
-    _legend_above(figure, palette, 1 if palette.narrow else 3, handles, [str(handle.get_label()) for handle in handles])
 
 
 def _legend_above(figure: Figure, palette: Palette, columns: int, handles: Sequence[Any], labels: list[str]) -> Any:

@@ -71,7 +71,7 @@ def _of_a_worker(log: EventLog, lane: Lane) -> Iterator[Entry]:
     yield from _steps(log, lane)
     for wait in lane.waits:
         yield _span("waiting", _WAITING, wait, {})
-    for (r, span), row in zip(lane.flights, lane.rows, strict=True):
+    for r, span, row in zip(lane.rounds, lane.flights, lane.rows, strict=True):
         yield _span(f"fragment {r.fragment}, step {r.step}", _ROUNDS + row, span, _round(r))
     for step in log.steps:
         yield from _counters(step, lane)
