@@ -59,7 +59,7 @@ def compare(
     console = Console()
     console.print(Text(printable(study.title), style="bold"))
     failed = run_all(study, jobs=jobs, fresh=fresh)
-    folders = [folder_of(run) for name, run in study.runs.items() if name not in failed]
+    folders = [RunFolder(run).path for name, run in study.runs.items() if name not in failed]
     if folders:
         rows = summary(load_all(folders), slow)
         console.print(rich_table(rows, slow))
@@ -85,11 +85,6 @@ def demo(out: Path, steps: int | None = None, jobs: int | None = None) -> int:
         (text,) = sample(out / "streaming", "def main(", tokens=200, temperature=0.7)
         console.print(Text(printable(text)), soft_wrap=True)
     return status
-
-
-def folder_of(run: RunConfig) -> Path:
-    """Return the folder of a run."""
-    return RunFolder(run).path
 
 
 def verdict(claim: Claim, rows: Sequence[Row]) -> str:

@@ -11,7 +11,7 @@ from atoll.plan.job import Job
 from atoll.plan.link import Link
 from atoll.plan.simulate import stops
 from atoll.report.record import EventLog, RunRecord
-from atoll.runs.events import Round, utilisation
+from atoll.runs.events import Round
 
 
 class Span(NamedTuple):
@@ -59,9 +59,7 @@ def _lane(log: EventLog, worker: int, offset_s: float) -> Lane:
     timed = [r for r in log.rounds if r.worker == worker and math.isfinite(r.opened_s) and math.isfinite(r.done_s)]
     timed.sort(key=lambda r: (r.opened_s, r.done_s))
     flights = [Span(offset_s + r.opened_s, offset_s + max(r.done_s, r.opened_s)) for r in timed]
-    last = log.last
-    waited_s = last.wait_s[worker] if last and worker < len(last.wait_s) else 0.0
-    seconds = last.seconds if last and math.isfinite(last.seconds) else 0.0
+    seconds = log.last.seconds if log.last and math.isfinite(log.last.seconds) else 0.0
     return Lane(
         worker=worker,
         begin_s=offset_s,
@@ -70,7 +68,7 @@ def _lane(log: EventLog, worker: int, offset_s: float) -> Lane:
         flights=tuple(flights),
         rounds=tuple(timed),
         rows=tuple(rows(flights)),
-        utilisation=utilisation(waited_s, seconds),
+        utilisation=log.busy_share(worker),
     )
 
 
