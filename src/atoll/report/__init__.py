@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from atoll._util.disk import write_atomically
-from atoll.errors import ConfigError
 from atoll.plan.link import Link
 from atoll.report.load import load, load_all
 from atoll.report.record import RunRecord
@@ -41,8 +40,6 @@ def write(
     from atoll.report.figures import pictures
     from atoll.report.page import page
 
-    if not runs:
-        raise ConfigError("a report needs the folder of at least one run, got none")
     out = Path(out)
     rows = summary(load_all(runs), link)
     drawn = pictures(rows, link)

@@ -38,19 +38,8 @@ def page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "bytes": bytes_text,
-        "counted": _counted,
-        "image": _image,
-        "loss": loss_text,
-        "percent": percent_text,
-        "plain": plain_text,
-        "ratio": ratio_text,
-        "seconds": seconds_text,
-        "share": share_text,
-        "short": shorten,
-        "spaced": lambda text: Markup(_GAP.sub("&nbsp;", text)),
-    }
+    filters = (bytes_text, loss_text, percent_text, plain_text, ratio_text, seconds_text, share_text, shorten)
+    environment.filters |= {function.__name__: function for function in (*filters, counted, data_url, spaced)}
     records = [row.record for row in rows]
     return environment.get_template("page.html.j2").render(
         title=plain_text(title) or (f"Run {rows[0].name}" if len(rows) == 1 else f"{len(rows)} runs compared"),
@@ -79,14 +68,20 @@ def page(
     )
 
 
-def _image(draw: Draw, *, narrow: bool = False, dark: bool = False) -> str:
+def data_url(draw: Draw, *, narrow: bool = False, dark: bool = False) -> str:
     """Returns a picture as a data URL."""
     svg = to_svg(draw, replace(DARK if dark else LIGHT, narrow=narrow))
     return f"data:image/svg+xml;base64,{b64encode(svg).decode()}"
 
 
-def _counted(count: int, what: str) -> str:
+def counted(count: int, what: str) -> str:
+    """Returns a count with its noun, in the plural where it has to be."""
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
+def spaced(text: str) -> Markup:
+    """Returns HTML in which no line breaks between a number and its unit."""
+    return Markup(_GAP.sub("&nbsp;", text))
 
 
 def _span(values: Sequence[int], text: Callable[[int], str]) -> str:
@@ -199,7 +194,7 @@ def _facts_of(r: RunRecord) -> dict[str, str]:
     """Returns the facts about one run; '-' where there is none."""
     start, settings = r.start, _flat(r.config)
     rounds = start.method not in ("none", "data-parallel")
-    delay = _counted(start.delay[0], "step") if len({*start.delay}) == 1 else f"{_value(start.delay)[1:-1]} steps"
+    delay = counted(start.delay[0], "step") if len({*start.delay}) == 1 else f"{_value(start.delay)[1:-1]} steps"
     numbers = {word: settings.get(f"sync.outer_{word}") for word in ("lr", "momentum", "betas", "eps")}
     outer = [settings.get("sync.outer"), *(f"{word} {value}" for word, value in numbers.items() if value)]
     return {
@@ -209,7 +204,7 @@ def _facts_of(r: RunRecord) -> dict[str, str]:
         "vocabulary": f"{start.vocabulary:,}",
         "inner steps": f"{r.step:,}" if r.finished else f"{r.step:,} of {start.steps:,}",
         "tokens, all workers": f"{r.tokens:,}",
-        "period": _counted(start.period, "step") if rounds else "-",
+        "period": counted(start.period, "step") if rounds else "-",
         "delay": delay if rounds and start.delay else "-",
         "codec": plain_text(start.codec),
         "fragments": str(len(start.payload_bytes)) if rounds else "-",
@@ -224,7 +219,7 @@ def _facts_of(r: RunRecord) -> dict[str, str]:
         "hidden by training, per worker": seconds_text(r.per_worker("hidden_s")) if r.on_wire else "-",
         "device": plain_text(start.device),
         "threads": str(start.threads),
-        "resumed": _counted(len(r.resumes), "time") if r.resumes else "never",
+        "resumed": counted(len(r.resumes), "time") if r.resumes else "never",
         **{key: _value(r.about.get(key, "-")) for key in ("seed", "started", "command", "versions")},
         "folder": plain_text("/".join(r.folder.resolve().parts[-2:])),
     }

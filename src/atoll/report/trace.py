@@ -28,8 +28,6 @@ def write_trace(folders: Sequence[Path], out: Path) -> Path:
 
     A folder that is no run but holds runs stands for those.
     """
-    if not folders:
-        raise ConfigError("a trace needs the folder of at least one run, got none")
     out = Path(out)
     if out.is_dir():
         raise ConfigError(f"--trace {out}: is a folder; give the file to write, such as {out / 'trace.json'}")
