@@ -26,7 +26,7 @@ from atoll.report.figures import pictures
 from atoll.report.lanes import Span, lanes, rows
 from atoll.report.page import page
 from atoll.report.record import log_of, merge
-from atoll.runs.events import End, Eval, Event, Fault, Round, Start, Step
+from atoll.runs.events import End, Eval, Event, Fault, RoundApplied, Start, Step
 from voyage import BEGAN, Voyage, save, save_workers
 
 LINK = Link(1e6)
@@ -99,7 +99,9 @@ def test_workers_that_stopped_at_different_steps(tmp_path: Path) -> None:
     assert [step.participants for step in found.steps] == [3] * 4 + [2] * 4
     assert [step.loss[0] is None for step in found.steps] == [False] * 4 + [True] * 4
     assert {step.bytes_sent[0] for step in found.steps[3:]} == {last.bytes_sent[0]}, "what it sent stays sent"
-    assert [(r.step, r.fragment) for r in found.rounds] == [(r.step, r.fragment) for r in one if isinstance(r, Round)]
+    assert [(r.step, r.fragment) for r in found.rounds] == [
+        (r.step, r.fragment) for r in one if isinstance(r, RoundApplied)
+    ]
     nobody = [[e for e in events if not isinstance(e, End)] for events in (zero, one)]
     assert report.load(save_workers(tmp_path / "killed", [*nobody, two[:-1]])).end is None
     stops = [[replace(e, outcome="interrupted") if isinstance(e, End) else e for e in es] for es in (zero, one, two)]
@@ -165,7 +167,7 @@ def split(event: Event, worker: int) -> Event | None:
                 for name in ("loss", "grad_norm"):
                     changes[name] = [v if w == worker else None for w, v in enumerate(getattr(event, name))]
             return replace(event, **changes)
-        case Round():
+        case RoundApplied():
             return replace(event, worker=worker)
         case Fault():
             return event if event.worker == worker else None
@@ -203,8 +205,8 @@ def runs(draw: st.DrawFn) -> list[Event]:
         )  # fmt: skip
         if draw(st.booleans()):
             events.append(
-                Round(step=step, fragment=0, applied=step, members=[0], expected=2, norm=1.0, cosine=None, bytes=4,
-                      opened_s=1.0, done_s=2.0)
+                RoundApplied(step=step, fragment=0, applied=step, members=[0], expected=2, norm=1.0, cosine=None,
+                             bytes=4, opened_s=1.0, done_s=2.0)
             )  # fmt: skip
             events.append(Eval(step=step, tokens=1, seconds=1.0, loss=draw(floats), best=False))
             events.append(Fault(step=step, worker=draw(st.integers(0, workers - 1)), what="lost"))

@@ -28,7 +28,7 @@ from atoll.report.canvas import DARK, LIGHT, Draw
 from atoll.report.figures import pictures
 from atoll.report.lanes import clock
 from atoll.report.page import page
-from atoll.runs.events import End, Eval, Event, Fault, Jsonl, Resumed, Round, Start, Step
+from atoll.runs.events import End, Eval, Event, Fault, Jsonl, Resumed, RoundApplied, Start, Step
 
 LINK = Link(1e6)
 HOSTILE = "$\\bad{1}$<script>alert('x')</script>\"><img src=x onerror=alert(1)> \u65e5\u672c \u202e\x1b[31m ]]>&_"
@@ -68,7 +68,7 @@ def events(first: Start, final: float = 2.0, *, until: int | None = None, missin
             members = [0, 1, 2] if rounds <= missing else [0, 1, 2, 3]
             if not gradients:
                 found.append(
-                    Round(
+                    RoundApplied(
                         step=step, fragment=fragment, applied=step, members=members, expected=4,
                         norm=3.0 + fragment, cosine=0.5, bytes=first.payload_bytes[fragment],
                     )

@@ -11,7 +11,7 @@ from atoll.plan.job import Job
 from atoll.plan.link import Link
 from atoll.plan.simulate import stops
 from atoll.report.record import EventLog, RunRecord
-from atoll.runs.events import Round
+from atoll.runs.events import RoundApplied
 
 
 class Span(NamedTuple):
@@ -33,7 +33,7 @@ class Lane:
     """Exposed waits in order, none over another."""
     flights: tuple[Span, ...]
     """When rounds were under way, from send to arrival; modelled: when the link is busy."""
-    rounds: tuple[Round, ...] = ()
+    rounds: tuple[RoundApplied, ...] = ()
     """The rounds of these flights, if they were measured."""
     rows: tuple[int, ...]
     """For each flight a row in which none is over another."""
@@ -72,7 +72,7 @@ def _lane(log: EventLog, worker: int, offset_s: float) -> Lane:
     )
 
 
-def _waits(flights: Iterable[tuple[Round, Span]], begin_s: float) -> Iterable[Span]:
+def _waits(flights: Iterable[tuple[RoundApplied, Span]], begin_s: float) -> Iterable[Span]:
     """Yields the waits: a worker waits until a round is done, and for one round after the other."""
     free_s = begin_s
     for r, span in sorted(flights, key=lambda flight: flight[1].end_s):

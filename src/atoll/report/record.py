@@ -10,10 +10,10 @@ from typing import Any
 
 from atoll.errors import DataError
 from atoll.plan.job import Job
-from atoll.runs.events import End, Eval, Event, Fault, Resumed, Round, Saved, Start, Step, Totals, utilisation
+from atoll.runs.events import End, Eval, Event, Fault, Resumed, RoundApplied, Saved, Start, Step, Totals, utilisation
 
 _TOTALS = ("bytes_sent", "bytes_received", "wait_s", "hidden_s", "wire_sent", "wire_received")
-_LISTS = {"steps": Step, "rounds": Round, "evals": Eval, "faults": Fault, "saves": Saved, "resumes": Resumed}
+_LISTS = {"steps": Step, "rounds": RoundApplied, "evals": Eval, "faults": Fault, "saves": Saved, "resumes": Resumed}
 _SHARED = ("method", "workers", "steps", "parameters", "period", "codec", "fragments")
 
 
@@ -23,7 +23,7 @@ class EventLog:
 
     start: Start
     steps: tuple[Step, ...] = ()
-    rounds: tuple[Round, ...] = ()
+    rounds: tuple[RoundApplied, ...] = ()
     evals: tuple[Eval, ...] = ()
     faults: tuple[Fault, ...] = ()
     saves: tuple[Saved, ...] = ()
@@ -192,7 +192,7 @@ def merge(logs: Sequence[EventLog]) -> EventLog:
                 raise DataError(f"{which}: {name} is {mine} and {theirs}")
     began = [log.start.began for log in logs if log.start.began > 0]
     devices = dict.fromkeys(log.start.device for log in logs)
-    rounds: list[Round] = []
+    rounds: list[RoundApplied] = []
     for log in logs:  # all see the same ones: those of the lowest worker, and what came after it had stopped
         seen = rounds[-1].step if rounds else -1
         rounds += [r for r in log.rounds if r.step > seen]

@@ -16,7 +16,7 @@ from atoll.errors import ConfigError
 from atoll.report.lanes import Lane, Span, lanes
 from atoll.report.load import load_all
 from atoll.report.record import EventLog, RunRecord
-from atoll.runs.events import Round, Step, utilisation
+from atoll.runs.events import RoundApplied, Step, utilisation
 
 _STEPS, _WAITING, _ROUNDS = 1, 2, 3  # tracks; rounds that overlap go on in the next ones
 
@@ -92,7 +92,7 @@ def _steps(log: EventLog, lane: Lane) -> Iterator[Entry]:
         yield _span(f"steps {made + 1} to {step.step}", _STEPS, span, args)
 
 
-def _round(r: Round) -> dict[str, Any]:
+def _round(r: RoundApplied) -> dict[str, Any]:
     names = ("step", "fragment", "bytes", "wire_sent", "wire_received", "hidden_s", "waited_s")
     members = ", ".join(map(str, r.members))
     return {name: getattr(r, name) for name in names} | {"applied after step": r.applied, "members": members}

@@ -107,7 +107,7 @@ class Step(Totals):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class RoundApplied:
     """Reports a round that was applied to the anchor."""
 
     event: Literal["round"] = "round"
@@ -203,7 +203,7 @@ def utilisation(waited_s: float, seconds: float) -> float | None:
     return min(1.0, max(0.0, 1 - waited_s / seconds)) if seconds > 0 and math.isfinite(waited_s) else None
 
 
-Event = Start | Step | Round | Eval | Fault | Saved | Resumed | End
+Event = Start | Step | RoundApplied | Eval | Fault | Saved | Resumed | End
 
 
 class Sink(Protocol):
