@@ -12,6 +12,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from atoll._util.units import bytes_text, count_text, ratio_text
 from atoll.core.schedule import Schedule
+from atoll.plan.job import Job
 from atoll.plan.link import Link
 from atoll.report.canvas import (
     Draw,
@@ -91,7 +92,7 @@ def _loss_against_tokens(rows: Sequence[Row], palette: Palette) -> Figure:
 
 
 def _loss_against_time(rows: Sequence[Row], link: Link, palette: Palette) -> Figure:
-    places: list[Place] = [lambda e, job=row.job: clock(job, link, e.step) for row in rows]  # type: ignore[misc]
+    places = [partial(_modelled_s, row.job, link) for row in rows]
     figure, axes = _draw_losses(rows, places, palette)
     highest = axes.get_ylim()[1]
     ends, begins = [], []
@@ -101,6 +102,10 @@ def _loss_against_time(rows: Sequence[Row], link: Link, palette: Palette) -> Fig
         begins += times[:1]
     time_axis(axes, palette, f"time at {link}", begins, ends)
     return figure
+
+
+def _modelled_s(job: Job, link: Link, event: Step | Eval) -> float:
+    return clock(job, link, event.step)
 
 
 def _draw_losses(rows: Sequence[Row], places: Sequence[Place], palette: Palette) -> tuple[Figure, Axes]:

@@ -16,9 +16,9 @@ from atoll.plan.cost import Array
 from atoll.plan.forecast import bandwidth_needed, steady_utilisation
 from atoll.plan.link import LEAST_BITS_PER_S, Link
 from atoll.plan.method import Method, Model
-from atoll.report.canvas import LIGHT, Palette, dress, lane_handles, shorten, to_png
+from atoll.report.canvas import LIGHT, Palette, dress, shorten, to_png
 from atoll.report.lanes import Lane, Span, clock, modelled_lane
-from atoll.report.timeline import draw_lanes
+from atoll.report.timeline import draw_lanes, lane_handles
 
 _POINTS = 640  # of a curve; with fewer, its kinks are cut off
 _LEAST_RATE = 1e3  # of the axis, bits per second

@@ -4,11 +4,13 @@ from collections.abc import Iterable, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
 from atoll._util.units import share_text
 from atoll.plan.link import Link
-from atoll.report.canvas import Palette, dress, heading, legend_of_lanes, linear_time_axis, new_figure, shorten
+from atoll.report.canvas import Palette, dress, heading, legend_above, linear_time_axis, new_figure, shorten
 from atoll.report.lanes import Lane, Span, clock, lanes, modelled_lane
 from atoll.report.record import RunRecord
 from atoll.report.table import Row
@@ -82,8 +84,18 @@ def _draw(palette: Palette, drawn: Drawn, window_s: float, thin: str, edge: floa
     height = sum(_height(lane) for _, _, lane in drawn)
     figure = new_figure(palette, 1.05 + 0.62 * height, narrow_height=1.58 + 0.62 * height)
     draw_lanes(figure.add_subplot(), palette, drawn, window_s, edge=edge)
-    legend_of_lanes(figure, palette, thin)
+    handles = lane_handles(palette, "computing (in the run's colour)", thin)
+    legend_above(figure, palette, handles, columns=1 if palette.narrow else 3)
     return figure
+
+
+def lane_handles(palette: Palette, thick: str, thin: str) -> list[Patch | Line2D]:
+    """Returns the keys of a timeline's legend."""
+    return [
+        Patch(facecolor=palette.muted, label=thick),
+        Patch(facecolor=palette.idle, edgecolor=palette.grid, label="waiting"),
+        Line2D([], [], color=palette.muted, alpha=0.6, linewidth=3, label=thin),
+    ]
 
 
 def draw_lanes(
