@@ -2,7 +2,7 @@
 
     python benchmarks/predicted.py [--results benchmarks/results]
 
-For every row of wan.json and wire.json in the folder. The line's rate, of which payloads get GOODPUT (plan/link.py),
+For every row of wan.json and wire.json in the folder. The line's rate, of which payloads get GOODPUT (plan/line.py),
 the step's time without any exchange (wan's bare_step_s) and the sizes of the fragments go in, `plan.simulate` runs the
 same periods, sending after the step, and seconds of waiting in a period and bytes of a worker come out. DDP exchanges
 around a ring, where 2 and 4 workers send as many bytes as atoll does. Its gradients travel in buckets, the last and

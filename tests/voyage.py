@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from atoll.core.schedule import Schedule
-from atoll.runs.events import End, Eval, Event, Jsonl, Round, Saved, Start, Step
+from atoll.runs.events import End, Eval, Event, Jsonl, RoundApplied, Saved, Start, Step
 
 BEGAN = 1_700_000_000.0
 
@@ -93,7 +93,7 @@ class _Log:
         self.bytes_received += size * others
         self.wire += (size + 64) * others
         self.events.append(
-            Round(
+            RoundApplied(
                 step=sent, fragment=fragment, applied=step, members=list(range(voyage.workers)),
                 expected=voyage.workers, norm=3.0, cosine=0.5, bytes=size, worker=self.worker,
                 opened_s=opened_s[self.worker] - late_s, done_s=done_s - late_s, waited_s=waited_s,

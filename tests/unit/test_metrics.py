@@ -27,7 +27,7 @@ from atoll.runs.events import (
     Fault,
     Jsonl,
     Resumed,
-    Round,
+    RoundApplied,
     Saved,
     Start,
     Step,
@@ -76,7 +76,7 @@ START = Start(
     threads=2,
     weights=[1.0, 2.0],
 )
-ROUND = Round(step=8, fragment=1, applied=9, members=[0, 1], expected=2, norm=0.25, cosine=0.5, bytes=200)
+ROUND = RoundApplied(step=8, fragment=1, applied=9, members=[0, 1], expected=2, norm=0.25, cosine=0.5, bytes=200)
 END = End(
     step=40,
     tokens=2560,
@@ -139,7 +139,7 @@ def test_an_event_is_a_value() -> None:
     with pytest.raises(FrozenInstanceError):
         saved.step = 2  # type: ignore[misc]
     with pytest.raises(TypeError):
-        Saved(1, 0.5)  # type: ignore[call-arg]
+        Saved(1, 0.5)  # type: ignore[call-arg,arg-type]
 
 
 def test_numbers_that_are_not_finite_are_null(path: Path) -> None:
@@ -287,7 +287,7 @@ def test_what_was_measured_comes_back_and_files_of_before_it_read(path: Path) ->
     path.write_text("".join(json.dumps({k: v for k, v in line.items() if k not in added}) + "\n" for line in lines))
     start, step, made, end = read(path)
     assert (start, step, end) == (START, a_step(10), END)
-    assert isinstance(made, Round) and made.worker == made.wire_sent == made.waited_s == 0
+    assert isinstance(made, RoundApplied) and made.worker == made.wire_sent == made.waited_s == 0
     assert math.isnan(made.opened_s) and math.isnan(made.done_s)
 
 

@@ -26,7 +26,7 @@ from atoll.report.figures import pictures
 from atoll.report.lanes import Span, lanes, rows
 from atoll.report.page import page
 from atoll.report.record import log_of, merge
-from atoll.runs.events import End, Eval, Event, Fault, Round, Start, Step
+from atoll.runs.events import End, Eval, Event, Fault, RoundApplied, Start, Step
 from voyage import BEGAN, Voyage, save, save_workers
 
 LINK = Line(1e6)
@@ -82,11 +82,11 @@ def test_workers_whose_folders_are_elsewhere_are_left_out_of_means(tmp_path: Pat
     some = report.load(save_workers(tmp_path / "gone", [[], one, two]))  # nothing has happened in worker 0's yet
     assert some.workers == (1, 2) and some.per_worker("bytes_sent") == 340_000 and some.evals == ()
     assert [r.worker for r in some.rounds] == [1] * 6
-    words = page([some], report.summary([some], LINK), [], LINK)
+    words = page(report.summary([some], LINK), {}, LINK)
     assert "Worker 0 of far left no numbers here" in words and "Workers were away" not in words
     alone = report.load(tmp_path / "gone" / "worker-2")
     assert alone.workers == (2,) and alone.per_worker("bytes_sent") == 340_000
-    assert "Workers 0, 1 of far left no numbers here" in page([alone], report.summary([alone], LINK), [], LINK)
+    assert "Workers 0, 1 of far left no numbers here" in page(report.summary([alone], LINK), {}, LINK)
 
 
 def test_workers_that_stopped_at_different_steps(tmp_path: Path) -> None:
@@ -99,7 +99,9 @@ def test_workers_that_stopped_at_different_steps(tmp_path: Path) -> None:
     assert [step.participants for step in found.steps] == [3] * 4 + [2] * 4
     assert [step.loss[0] is None for step in found.steps] == [False] * 4 + [True] * 4
     assert {step.bytes_sent[0] for step in found.steps[3:]} == {last.bytes_sent[0]}, "what it sent stays sent"
-    assert [(r.step, r.fragment) for r in found.rounds] == [(r.step, r.fragment) for r in one if isinstance(r, Round)]
+    assert [(r.step, r.fragment) for r in found.rounds] == [
+        (r.step, r.fragment) for r in one if isinstance(r, RoundApplied)
+    ]
     nobody = [[e for e in events if not isinstance(e, End)] for events in (zero, one)]
     assert report.load(save_workers(tmp_path / "killed", [*nobody, two[:-1]])).end is None
     stops = [[replace(e, outcome="interrupted") if isinstance(e, End) else e for e in es] for es in (zero, one, two)]
@@ -165,7 +167,7 @@ def split(event: Event, worker: int) -> Event | None:
                 for name in ("loss", "grad_norm"):
                     changes[name] = [v if w == worker else None for w, v in enumerate(getattr(event, name))]
             return replace(event, **changes)
-        case Round():
+        case RoundApplied():
             return replace(event, worker=worker)
         case Fault():
             return event if event.worker == worker else None
@@ -203,8 +205,8 @@ def runs(draw: st.DrawFn) -> list[Event]:
         )  # fmt: skip
         if draw(st.booleans()):
             events.append(
-                Round(step=step, fragment=0, applied=step, members=[0], expected=2, norm=1.0, cosine=None, bytes=4,
-                      opened_s=1.0, done_s=2.0)
+                RoundApplied(step=step, fragment=0, applied=step, members=[0], expected=2, norm=1.0, cosine=None,
+                             bytes=4, opened_s=1.0, done_s=2.0)
             )  # fmt: skip
             events.append(Eval(step=step, tokens=1, seconds=1.0, loss=draw(floats), best=False))
             events.append(Fault(step=step, worker=draw(st.integers(0, workers - 1)), what="lost"))
@@ -270,11 +272,11 @@ def test_waits_are_columns_where_there_is_a_wire(record: report.RunRecord) -> No
     silent = replace(record, name="near", end=replace(record.end, wire_sent=[0] * 3, wire_received=[0] * 3))
     (quiet,) = report.summary([silent], LINK)
     assert quiet.wait_s is quiet.utilisation is None
-    words = page([record, silent], report.summary([record, silent], LINK), [], LINK)
+    words = page(report.summary([record, silent], LINK), {}, LINK)
     assert "waited here" in words and re.search(r'data-label="computing here">8\d %</td>', words)
     assert 'data-label="computing here">-</td>' in words
     assert "put on the wire, per worker" in words and "601 kB" in words
-    plain = page([silent], report.summary([silent], LINK), [], LINK)
+    plain = page(report.summary([silent], LINK), {}, LINK)
     assert not [word for word in ("waited", "computing here", "measured:", "on the wire, per") if word in plain]
 
 
@@ -300,7 +302,7 @@ def test_lanes_are_what_was_measured(record: report.RunRecord) -> None:
         assert waited_s == pytest.approx(part.end.wait_s[lane.worker])
         assert lane.utilisation == pytest.approx(1 - waited_s / part.end.seconds)
         assert lane.end_s == pytest.approx(lane.begin_s + part.end.seconds)
-    ends = [[span.end_s for _, span in lane.flights] for lane in found]
+    ends = [[span.end_s for span in lane.flights] for lane in found]
     assert ends[0] == pytest.approx(ends[1]) and ends[0] == pytest.approx(ends[2]), "a round ends for all at once"
 
 
@@ -320,8 +322,8 @@ def test_no_two_of_a_row_overlap_and_no_row_is_too_many(found: list[Span]) -> No
 
 def bars(record: report.RunRecord, colour: str) -> list[list[tuple[float, float]]]:
     """From where to where the bars of a colour go in the measured timeline, lane by lane."""
-    drawn = {picture.key: picture for picture in pictures([record], report.summary([record], LINK), LINK)}
-    axes = drawn["measured"].draw(LIGHT).axes[0]
+    drawn = pictures(report.summary([record], LINK), LINK)
+    axes = drawn["measured"](LIGHT).axes[0]
     want = matplotlib.colors.to_rgba(colour)
     return [
         [(float(path.vertices[:, 0].min()), float(path.vertices[:, 0].max())) for path in made.get_paths()]  # type: ignore[index,union-attr]
@@ -356,7 +358,7 @@ def test_without_times_or_without_a_wire_the_timeline_is_modelled(record: report
     assert record.end is not None
     silent = replace(record.end, wire_sent=[0] * 3, wire_received=[0] * 3)
     for changed in (replace(record, processes=tuple(untimed)), replace(record, end=silent)):
-        keys = [picture.key for picture in pictures([changed], report.summary([changed], LINK), LINK)]
+        keys = list(pictures(report.summary([changed], LINK), LINK))
         assert "timeline" in keys and "measured" not in keys
 
 
@@ -374,7 +376,7 @@ def test_many_workers_and_many_rounds_are_drawn_in_both_colours(tmp_path: Path) 
     )  # fmt: skip
     found = report.load(save_workers(tmp_path / "many", many.events()))
     assert max(lanes(found)[0].rows) > 6
-    drawn = {picture.key: picture for picture in pictures([found], report.summary([found], LINK), LINK)}
+    drawn = pictures(report.summary([found], LINK), LINK)
     for palette in (LIGHT, DARK, replace(LIGHT, narrow=True)):
-        words = [text.get_text() for text in drawn["measured"].draw(palette).axes[0].texts]
+        words = [text.get_text() for text in drawn["measured"](palette).axes[0].texts]
         assert words[::2] == [f"far, worker {worker}" for worker in range(8)]

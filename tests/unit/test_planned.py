@@ -59,7 +59,7 @@ def test_timelines_fill_the_window() -> None:
     lower = planned.draw(MODEL, NAMED, 2, Line(1e8)).axes[1]
     window_s = lower.get_xlim()[1]
     for bars in lower.collections:
-        if bars.get_alpha() == 1.0 and len(bars.get_paths()):
+        if bars.get_alpha() is None and len(bars.get_paths()):
             ends = [path.get_extents().x1 for path in bars.get_paths()]
             assert max(ends) <= window_s * (1 + 1e-9)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from atoll import checkpoint
 from atoll.cli.launch import free_ports
 from atoll.errors import ConfigError
-from atoll.runs.events import End, Eval, Event, Fault, Round, Start, Step, read
+from atoll.runs.events import End, Eval, Event, Fault, RoundApplied, Start, Step, read
 from atoll.settings import config
 from atoll.settings.config import RunConfig
 from atoll.train.run import train
@@ -182,7 +182,10 @@ def test_as_with_one_rank(place: Path, alone: dict[str, Path], became: Any, case
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounds_are_those_of_the_whole_worker(place: Path, alone: dict[str, Path], became: Any, kind: str) -> None:
-    here, there = events(workers_of(place, f"streaming-{kind}")[1], Round), events(alone["streaming"], Round)
+    here, there = (
+        events(workers_of(place, f"streaming-{kind}")[1], RoundApplied),
+        events(alone["streaming"], RoundApplied),
+    )
     assert [(r.step, r.fragment, r.applied, r.members) for r in here] == (
         [(r.step, r.fragment, r.applied, r.members) for r in there]
     )
@@ -201,7 +204,7 @@ def test_as_many_bytes_go_over_the_far_link_as_with_one_rank(
         assert end.bytes_received[worker] == there.bytes_received[worker]
         headers = end.wire_sent[worker] - end.bytes_sent[worker]
         assert 0 < headers < 0.02 * end.bytes_sent[worker]
-        assert sum(r.wire_sent for r in events(folder, Round)) == end.wire_sent[worker]
+        assert sum(r.wire_sent for r in events(folder, RoundApplied)) == end.wire_sent[worker]
         counted = [state_of(seat)["outer"][0]["counters"]["wire_sent"] for seat in (folder, folder / "rank-1")]
         assert all(counted) if kind == "fsdp" else counted[0] and not counted[1]
 

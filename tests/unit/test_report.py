@@ -24,11 +24,11 @@ from atoll.core.schedule import Schedule
 from atoll.errors import AtollError, ConfigError, DataError
 from atoll.plan.line import Line
 from atoll.plan.simulate import time_of
-from atoll.report.canvas import DARK, LIGHT
-from atoll.report.figures import Picture, pictures
+from atoll.report.canvas import DARK, LIGHT, Draw
+from atoll.report.figures import pictures
+from atoll.report.lanes import clock
 from atoll.report.page import page
-from atoll.report.timeline import clock
-from atoll.runs.events import End, Eval, Event, Fault, Jsonl, Resumed, Round, Start, Step
+from atoll.runs.events import End, Eval, Event, Fault, Jsonl, Resumed, RoundApplied, Start, Step
 
 LINK = Line(1e6)
 HOSTILE = "$\\bad{1}$<script>alert('x')</script>\"><img src=x onerror=alert(1)> \u65e5\u672c \u202e\x1b[31m ]]>&_"
@@ -68,7 +68,7 @@ def events(first: Start, final: float = 2.0, *, until: int | None = None, missin
             members = [0, 1, 2] if rounds <= missing else [0, 1, 2, 3]
             if not gradients:
                 found.append(
-                    Round(
+                    RoundApplied(
                         step=step, fragment=fragment, applied=step, members=members, expected=4,
                         norm=3.0 + fragment, cosine=0.5, bytes=first.payload_bytes[fragment],
                     )
@@ -325,7 +325,7 @@ def test_the_load_of_the_machine_is_not_a_difference_between_runs(records: list[
     diloco, parallel, _, unfinished = records
     loaded = [paced(diloco, 0.05), paced(parallel, 0.03), unfinished]  # whose step events say 0.02
     assert [row.link_time.compute_s for row in report.summary(loaded, LINK)] == pytest.approx([0.8, 0.8, 25 * 0.02])
-    axes = drawn(loaded)["loss-time"].draw(LIGHT).axes[0]
+    axes = drawn(loaded)["loss-time"](LIGHT).axes[0]
     ends = [curve[0][0] for curve in curves(axes) if len(curve) == 1]
     assert ends[:2] == pytest.approx([row.link_time.total_s for row in report.summary(loaded, LINK)][:2])
     young = replace(unfinished, steps=())
@@ -434,8 +434,8 @@ def test_a_loss_that_is_gone_is_not_replaced_by_an_older_one(tmp_path: Path) -> 
 # ---------------------------------------------------------------------- the pictures
 
 
-def drawn(records: list[report.RunRecord], link: Line = LINK) -> dict[str, Picture]:
-    return {picture.key: picture for picture in pictures(records, report.summary(records, link), link)}
+def drawn(records: list[report.RunRecord], link: Line = LINK) -> dict[str, Draw]:
+    return pictures(report.summary(records, link), link)
 
 
 def curves(axes: Axes) -> list[list[list[float]]]:
@@ -444,7 +444,7 @@ def curves(axes: Axes) -> list[list[list[float]]]:
 
 def test_loss_is_drawn_where_the_cost_model_has_it(records: list[report.RunRecord]) -> None:
     both = records[:2]
-    axes = drawn(both)["loss-time"].draw(LIGHT).axes[0]
+    axes = drawn(both)["loss-time"](LIGHT).axes[0]
     held_out = [curve for curve in curves(axes) if len(curve) > 1][1::2]  # training loss comes first
     for record, curve in zip(both, held_out, strict=True):
         assert curve[-1][0] == pytest.approx(time_of(record.job(), LINK).total_s)
@@ -462,34 +462,34 @@ def test_outer_gradients_are_whole_periods(records: list[report.RunRecord]) -> N
     """Fragments of norm 3 and 4 make 5; the period whose second fragment was never sent is left out."""
     last = replace(records[0].rounds[1], step=40, norm=99.0)  # the rest of fragment 1, sent when the run finishes
     record = replace(records[0], rounds=(*records[0].rounds, last))
-    norm, cosine = drawn([record])["outer"].draw(LIGHT).axes
+    norm, cosine = drawn([record])["outer"](LIGHT).axes
     assert curves(norm) == [[[15, 5.0], [25, 5.0], [35, 5.0]]]
     assert curves(cosine) == [[[15, 0.5], [25, 0.5], [35, 0.5]]]
 
 
 def test_a_timeline_shows_each_kind_of_worker(records: list[report.RunRecord]) -> None:
-    words = [text.get_text() for text in drawn(records[2:3])["timeline"].draw(LIGHT).axes[0].texts]
+    words = [text.get_text() for text in drawn(records[2:3])["timeline"](LIGHT).axes[0].texts]
     assert [w.rpartition(", worker")[2] for w in words[::2]] == ["s 0, 1", " 2", " 3"]
 
 
 def test_bytes_are_drawn_to_scale(records: list[report.RunRecord]) -> None:
-    bars = drawn(records[:2])["bytes"].draw(LIGHT).axes[0].patches
+    bars = drawn(records[:2])["bytes"](LIGHT).axes[0].patches
     assert [bar.get_x() + bar.get_width() for bar in bars] == [14_400, 160_000]  # type: ignore[attr-defined]
 
 
 def test_long_runs_are_thinned_but_keep_their_end(records: list[report.RunRecord]) -> None:
     one = records[0].evals[-1]
     many = tuple(replace(one, step=n, tokens=n, loss=2 + 1 / n) for n in range(1, 5001))
-    axes = drawn([replace(records[0], evals=many)])["loss-tokens"].draw(LIGHT).axes[0]
+    axes = drawn([replace(records[0], evals=many)])["loss-tokens"](LIGHT).axes[0]
     curve = max(curves(axes), key=len)
     assert 200 < len(curve) < 400 and curve[-1] == [5000, 2 + 1 / 5000]
 
 
 def test_evaluations_are_dots_unless_there_are_too_many(records: list[report.RunRecord]) -> None:
-    lines = drawn(records[:1])["loss-tokens"].draw(LIGHT).axes[0].lines
+    lines = drawn(records[:1])["loss-tokens"](LIGHT).axes[0].lines
     assert [line.get_marker() for line in lines[:2]] == ["None", "o"] and len(curves(lines[1].axes)[1]) == 8  # type: ignore[arg-type]
     many = tuple(replace(records[0].evals[-1], tokens=n) for n in range(1, 100))
-    lines = drawn([replace(records[0], evals=many)])["loss-tokens"].draw(LIGHT).axes[0].lines
+    lines = drawn([replace(records[0], evals=many)])["loss-tokens"](LIGHT).axes[0].lines
     assert lines[1].get_marker() == "None"
 
 
@@ -499,9 +499,9 @@ def test_the_training_loss_of_the_last_half_is_in_sight(records: list[report.Run
         steps = tuple(replace(s, loss=[y] * 4) for s, y in zip(record.steps, values, strict=True))
         return replace(record, steps=steps)
 
-    low, high = drawn([trained(records[0], 3.5, 1.1, 1.2, 1.3, 1.4)])["loss-tokens"].draw(LIGHT).axes[0].get_ylim()
+    low, high = drawn([trained(records[0], 3.5, 1.1, 1.2, 1.3, 1.4)])["loss-tokens"](LIGHT).axes[0].get_ylim()
     assert low < 1.1 < 3.5 < high < 9, "not the first half"
-    assert drawn([trained(records[0], 3, 3, 3, 3, 1e9)])["loss-tokens"].draw(LIGHT).axes[0].get_ylim()[1] < 4
+    assert drawn([trained(records[0], 3, 3, 3, 3, 1e9)])["loss-tokens"](LIGHT).axes[0].get_ylim()[1] < 4
 
 
 def test_pictures_without_data_are_left_out(records: list[report.RunRecord]) -> None:
@@ -511,10 +511,10 @@ def test_pictures_without_data_are_left_out(records: list[report.RunRecord]) -> 
 
 def test_times_that_differ_much_are_on_a_logarithmic_axis_with_words(records: list[report.RunRecord]) -> None:
     slow = Line(1e4)  # data-parallel takes 193 s here, DiLoCo 20 s
-    axes = drawn(records[:2], slow)["loss-time"].draw(LIGHT).axes[0]
+    axes = drawn(records[:2], slow)["loss-time"](LIGHT).axes[0]
     assert axes.get_xscale() == "log"
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["100 ms", "1 s", "10 s", "1 min"]
-    assert drawn(records[:1], slow)["loss-time"].draw(LIGHT).axes[0].get_xscale() == "linear"
+    assert drawn(records[:1], slow)["loss-time"](LIGHT).axes[0].get_xscale() == "linear"
 
 
 # ---------------------------------------------------------------------- words
@@ -522,7 +522,7 @@ def test_times_that_differ_much_are_on_a_logarithmic_axis_with_words(records: li
 
 def words_of(records: list[report.RunRecord]) -> str:
     """The page without its pictures, as text."""
-    return re.sub(r"\s+", " ", " ".join(Page(page(records, report.summary(records, LINK), [], LINK)).words))
+    return re.sub(r"\s+", " ", " ".join(Page(page(report.summary(records, LINK), {}, LINK)).words))
 
 
 def test_of_many_runs_the_outstanding_are_told(records: list[report.RunRecord]) -> None:

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from atoll import checkpoint
 from atoll.errors import AtollError, CheckpointError, ConfigError, DataError, LinkError
-from atoll.runs.events import End, Eval, Fault, Resumed, Round, Start, Step, read
+from atoll.runs.events import End, Eval, Fault, Resumed, RoundApplied, Start, Step, read
 from atoll.settings import config
 from atoll.settings.config import RunConfig
 from atoll.train.model.export import load_export
@@ -126,7 +126,7 @@ def test_what_fails_has_written_down_its_last_round(make: Any, monkeypatch: pyte
     with pytest.raises(LinkError, match="the cable was pulled"):
         train(run)
     events = read(Path(run.out) / run.name / "metrics.jsonl")
-    assert [event.applied for event in events if isinstance(event, Round)] == list(range(1, 8))
+    assert [event.applied for event in events if isinstance(event, RoundApplied)] == list(range(1, 8))
 
 
 def interrupt_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_a_run_says_what_it_was_and_what_happened(make: Any) -> None:
     assert [event.step for event in evals] == [5, 10, 15, 20] and evals[-1].loss < evals[0].loss
     behind = [event.is_behind for event in evals]  # a round is applied a step after it was sent
     assert behind == [True, True, True, False] and evals[-1].anchor_step == 20
-    rounds = [event for event in events if isinstance(event, Round)]
+    rounds = [event for event in events if isinstance(event, RoundApplied)]
     assert rounds and all(event.cosine is not None and event.members == [0, 1, 2] for event in rounds)
     about = json.loads((folder / "about.json").read_text())
     assert about["parameters"] == start.parameters and "torch" in about["versions"]
@@ -191,7 +191,7 @@ def test_a_worker_whose_loss_is_not_finite_is_left_out_and_the_run_goes_on(
     events = read(folder / "metrics.jsonl")
     faults = [event for event in events if isinstance(event, Fault)]
     assert [(event.step, event.worker) for event in faults] == [(6, 1), (8, 1)]
-    members = {event.step: event.members for event in events if isinstance(event, Round)}
+    members = {event.step: event.members for event in events if isinstance(event, RoundApplied)}
     assert members == {4: [0, 1, 2], 8: [0, 2], 12: [0, 1, 2], 16: [0, 1, 2], 20: [0, 1, 2]}
     assert isinstance(events[-1], End) and events[-1].loss < 6
 

@@ -14,7 +14,7 @@ from atoll.core.codec import Codec
 from atoll.errors import ConfigError
 from atoll.link.local import local
 from atoll.link.net.seat import Seat
-from atoll.runs.events import End, Jsonl, Outcome, Round, Start, Step, read
+from atoll.runs.events import End, Jsonl, Outcome, RoundApplied, Start, Step, read
 from atoll.runs.layout import CHECKPOINTS, METRICS, MODEL, RUN
 from atoll.settings import config
 from atoll.settings.config import RunConfig
@@ -50,7 +50,7 @@ def test_rounds_expect_those_who_are_there_and_bytes_are_counted_per_worker(tmp_
     assert isinstance(start, Start) and isinstance(end, End) and len(set(start.fragments)) > 1
     sizes = [Codec("e3m0").payload_bytes(numel) for numel in start.fragments]
     assert start.payload_bytes == sizes and start.tokens_per_step == 2 * 16
-    rounds = [event for event in events if isinstance(event, Round)]
+    rounds = [event for event in events if isinstance(event, RoundApplied)]
     sent = [0, 0, 0]
     for event in rounds:
         members = [0, 1] if 5 <= event.step <= 9 else [0, 1, 2]

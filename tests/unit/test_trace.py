@@ -18,7 +18,7 @@ from amount import examples
 from atoll import report
 from atoll.cli.main import app
 from atoll.errors import AtollError, ConfigError
-from atoll.runs.events import Event, Fault, Resumed, Round, Start, Step
+from atoll.runs.events import Event, Fault, Resumed, RoundApplied, Start, Step
 from voyage import BEGAN, Voyage, save, save_workers
 
 VOYAGE = Voyage(delay=20, payload_bytes=(40_000, 60_000, 20_000), travel_s=1.5)
@@ -87,7 +87,7 @@ def test_times_are_those_of_the_events_by_one_clock(far: Path) -> None:
     entries = traced(far)
     for worker, events in enumerate(VOYAGE.events()):
         late_s = VOYAGE.late_s[worker]
-        rounds = [e for e in events if isinstance(e, Round)]
+        rounds = [e for e in events if isinstance(e, RoundApplied)]
         drawn = sorted(spans(entries, worker + 1, "rounds"), key=lambda e: (e["ts"], e["args"]["fragment"]))
         assert [e["ts"] for e in drawn] == [round(1e6 * (late_s + r.opened_s)) for r in rounds]
         assert [e["ts"] + e["dur"] for e in drawn] == [round(1e6 * (late_s + r.done_s)) for r in rounds]
@@ -171,8 +171,8 @@ def test_any_times_make_a_trace_that_loads(
     rounds: list[tuple[float, float, float]], reports: list[float], began: float
 ) -> None:
     """Also those that a clock which was set back, or a damaged file, leaves behind."""
-    first, step, sent = (next(e for e in VOYAGE.events()[0] if e.tag == tag) for tag in ("start", "step", "round"))
-    assert isinstance(first, Start) and isinstance(step, Step) and isinstance(sent, Round)
+    first, step, sent = (next(e for e in VOYAGE.events()[0] if e.event == tag) for tag in ("start", "step", "round"))
+    assert isinstance(first, Start) and isinstance(step, Step) and isinstance(sent, RoundApplied)
     events: list[Event] = [replace(first, began=began)]
     events += [replace(sent, opened_s=a, done_s=b, waited_s=w) for a, b, w in rounds]
     events += [

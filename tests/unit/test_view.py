@@ -15,7 +15,7 @@ from rich.cells import cell_len
 
 import atoll.train.progress.summary
 from atoll.errors import ConfigError
-from atoll.runs.events import End, Eval, Event, Fault, Resumed, Round, Saved, Start, Step
+from atoll.runs.events import End, Eval, Event, Fault, Resumed, RoundApplied, Saved, Start, Step
 from atoll.train.progress.summary import RunSummary, mean_and_spread, sparkline
 from atoll.train.progress.view import Board, preparing, view
 
@@ -76,7 +76,7 @@ def an_end(step: int, seconds: float, interrupted: bool = False) -> End:
     )
 
 
-ROUND = Round(step=3, fragment=0, applied=4, members=[0], expected=4, norm=1.0, cosine=None, bytes=5)
+ROUND = RoundApplied(step=3, fragment=0, applied=4, members=[0], expected=4, norm=1.0, cosine=None, bytes=5)
 FAULT = Fault(step=600, worker=2, what="its loss is not finite [back to the anchor]")
 UNTIL_610: list[Event] = [
     a_start(),

@@ -41,7 +41,7 @@ def compare(
     fresh: bool = False,
     link: str = "100Mbit/s",
 ) -> int:
-    """Train every run of these study and run files, and print a table, the claims and where the report is.
+    """Trains every run of these study and run files, and prints a table, the claims and where the report is.
 
     Args:
         files: Study and run files.
@@ -59,7 +59,7 @@ def compare(
     console = Console()
     console.print(Text(printable(study.title), style="bold"))
     failed = run_all(study, jobs=jobs, fresh=fresh)
-    folders = [folder_of(run) for name, run in study.runs.items() if name not in failed]
+    folders = [RunFolder(run).path for name, run in study.runs.items() if name not in failed]
     if folders:
         rows = summary(load_all(folders), slow)
         console.print(rich_table(rows, slow))
@@ -76,7 +76,7 @@ def compare(
 
 
 def demo(out: Path, steps: int | None = None, jobs: int | None = None) -> int:
-    """Train four methods side by side on the Python standard library's source, and print a sample."""
+    """Trains four methods side by side on the Python standard library's source, and prints a sample."""
     overrides = [] if steps is None else [f"train.steps={steps}", f"train.warmup={steps // 10}"]
     status = compare([DEMO], overrides, jobs=jobs, out=out, fresh=True)
     if status == 0:
@@ -87,13 +87,8 @@ def demo(out: Path, steps: int | None = None, jobs: int | None = None) -> int:
     return status
 
 
-def folder_of(run: RunConfig) -> Path:
-    """Return the folder of a run."""
-    return RunFolder(run).path
-
-
 def verdict(claim: Claim, rows: Sequence[Row]) -> str:
-    """Say whether a claim holds, and by which numbers."""
+    """Says whether a claim holds, and by which numbers."""
     losses = {row.name: row.loss for row in rows}
     one, other = losses.get(claim.run), losses.get(claim.against)
     if one is None or other is None:
@@ -107,7 +102,7 @@ def verdict(claim: Claim, rows: Sequence[Row]) -> str:
 
 
 def run_all(study: Study, *, jobs: int | None = None, fresh: bool = False) -> dict[str, str]:
-    """Train the runs that are not finished; return name -> why it failed."""
+    """Trains the runs that are not finished; returns why runs failed, by name."""
     cores = count_cores()
     at_once = min(jobs or (1 if _on_gpu(study) else cores), len(study.runs))
     asked = os.environ.get("OMP_NUM_THREADS", "")
@@ -131,7 +126,7 @@ def run_all(study: Study, *, jobs: int | None = None, fresh: bool = False) -> di
 
 
 def _check_unchanged(run: RunConfig) -> None:
-    """Refuse a run that began with other settings, before any run is trained."""
+    """Refuses a run that began with other settings, before any run is trained."""
     try:
         RunFolder(run).as_begun(run)
     except ConfigError as problem:
@@ -146,7 +141,7 @@ def _on_gpu(study: Study) -> bool:
 
 
 def _job(run: RunConfig, threads: int, scratch: Path) -> ProcessSpec:
-    """Describe the process that trains a run."""
+    """Describes the process that trains a run."""
     folder = RunFolder(run)
     if run.threads is None and not folder.begun:  # a resumed run keeps its threads
         run = run.changed(threads=threads)
@@ -170,7 +165,7 @@ class _StudyObserver(ProcessObserver):
         self._tails: dict[str, Tail] = {}
 
     def unfinished(self) -> list[RunConfig]:
-        """Return the runs to train, and show the finished ones."""
+        """Returns the runs to train, and shows the finished ones."""
         for name, run in self._runs.items():
             metrics = RunFolder(run).path / METRICS
             if RunFolder(run).finished:
@@ -180,7 +175,7 @@ class _StudyObserver(ProcessObserver):
         return [self._runs[name] for name in self._tails]
 
     def look(self, name: str) -> None:
-        """Show the new events of a run."""
+        """Shows the new events of a run."""
         if name in self.failed:
             return
         try:
@@ -190,7 +185,7 @@ class _StudyObserver(ProcessObserver):
             self._fail(name, str(fault))
 
     def end(self, ended: ProcessExit) -> None:
-        """Record a run that has failed."""
+        """Records a run that has failed."""
         if ended.status and not ended.asked:
             said = ended.said.removeprefix("error: ") or f"exit status {ended.status}"
             self._fail(ended.job.name, f"{said}; its output is in {ended.job.log}")

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from atoll._util.disk import write_atomically
-from atoll.errors import ConfigError
 from atoll.plan.line import Line
 from atoll.report.load import load, load_all
 from atoll.report.record import RunRecord
@@ -41,15 +40,12 @@ def write(
     from atoll.report.figures import pictures
     from atoll.report.page import page
 
-    if not runs:
-        raise ConfigError("a report needs the folder of at least one run, got none")
     out = Path(out)
-    records = load_all(runs)
-    rows = summary(records, link)
-    drawn = pictures(records, rows, link)
-    files = {out / "report.html" if out.is_dir() else out: page(records, rows, drawn, link, title, claims).encode()}
+    rows = summary(load_all(runs), link)
+    drawn = pictures(rows, link)
+    files = {out / "report.html" if out.is_dir() else out: page(rows, drawn, link, title, claims).encode()}
     if png is not None:
-        files |= {Path(png) / f"{picture.key}.png": to_png(picture.draw) for picture in drawn}
+        files |= {Path(png) / f"{name}.png": to_png(draw) for name, draw in drawn.items()}
     for path, content in files.items():
         write_atomically(path, content)
     return list(files)

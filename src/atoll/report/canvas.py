@@ -1,4 +1,4 @@
-"""Draws figures with Matplotlib in the colours of a palette, as SVG for a page and as PNG for a file."""
+"""Draws figures with Matplotlib in the colours of a palette, and renders them as SVG and PNG."""
 
 import io
 import warnings
@@ -9,6 +9,7 @@ from typing import Any, Literal
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
@@ -144,33 +145,24 @@ def legend(figure: Figure, palette: Palette, names: Sequence[str], places: Seque
     handles = [
         Line2D(
             [], [], color=palette.of(n), linestyle=line_style(palette, n), linewidth=1.8,
-            marker=marker(n), markersize=5, markeredgewidth=0,
+            marker=marker(n), markersize=5, markeredgewidth=0, label=" ",
         )
         for n in places or range(len(names))
     ]  # fmt: skip
     short = [shorten(name, 38 if palette.narrow else 34) for name in names]
     letters, key = 46 if palette.narrow else 108, 8  # that fit beside each other, and those of a marker
     columns = max(1, min(len(short), letters // (key + max(map(len, short), default=0))))
-    made = _legend_above(figure, palette, columns, handles, [" "] * len(short))
+    made = legend_above(figure, palette, handles, columns)
     for text, name in zip(made.get_texts(), short, strict=True):  # set later: a label that begins with _ is dropped
         text.set_text(name)
     width, height = figure.get_size_inches()
     figure.set_size_inches(width, height + 0.19 * (-(-len(short) // columns) - 1))
 
 
-def legend_of_lanes(figure: Figure, palette: Palette, thin: str) -> None:
-    """Explains the bars of a timeline; `thin` says what a thin one is."""
-    handles = [
-        Patch(facecolor=palette.muted, label="computing (in the run's colour)"),
-        Patch(facecolor=palette.idle, edgecolor=palette.grid, label="waiting"),
-        Line2D([], [], color=palette.muted, alpha=0.6, linewidth=3, label=thin),
-    ]
-    _legend_above(figure, palette, 1 if palette.narrow else 3, handles, [str(handle.get_label()) for handle in handles])
-
-
-def _legend_above(figure: Figure, palette: Palette, columns: int, handles: Sequence[Any], labels: list[str]) -> Any:
+def legend_above(figure: Figure, palette: Palette, handles: Sequence[Patch | Line2D], columns: int) -> Legend:
+    """Puts a legend of these keys above the axes."""
     return figure.legend(
-        handles, labels, loc="outside upper left", ncols=columns, frameon=False, labelcolor=palette.ink,
+        handles=handles, loc="outside upper left", ncols=columns, frameon=False, labelcolor=palette.ink,
         handlelength=2.2, columnspacing=1.4, borderpad=0.1,
     )  # fmt: skip
 

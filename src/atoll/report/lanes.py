@@ -1,12 +1,17 @@
-"""Computes when each worker of a run waited and had rounds under way, as measured."""
+"""Computes when each worker of a run computed, waited and had rounds under way: as measured, and as modelled."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
+from atoll.plan.line import Line
+from atoll.plan.method import Job
+from atoll.plan.simulate import stops
 from atoll.report.record import EventLog, RunRecord
-from atoll.runs.events import Round, utilisation
+from atoll.runs.events import RoundApplied
 
 
 class Span(NamedTuple):
@@ -16,21 +21,27 @@ class Span(NamedTuple):
     end_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
     """Holds the times of one worker, in seconds since the first worker of its run began."""
 
     worker: int
+    """The worker, or the first of several that behave alike."""
     begin_s: float
     end_s: float
     waits: tuple[Span, ...]
     """Exposed waits in order, none over another."""
-    flights: tuple[tuple[Round, Span], ...]
-    """Rounds from send to arrival, in order of their sends."""
+    flights: tuple[Span, ...]
+    """When rounds were under way, from send to arrival; modelled: when the link is busy."""
+    rounds: tuple[RoundApplied, ...] = ()
+    """The rounds of these flights, if they were measured."""
     rows: tuple[int, ...]
-    """For each of them a row in which none is over another."""
+    """For each flight a row in which none is over another."""
     utilisation: float | None
     """The share of the whole run's time in which it did not wait."""
+
+
+# ---------------------------------------------------------------------- measured
 
 
 def lanes(record: RunRecord, *, aligned: bool = True) -> list[Lane]:
@@ -46,23 +57,22 @@ def lanes(record: RunRecord, *, aligned: bool = True) -> list[Lane]:
 
 def _lane(log: EventLog, worker: int, offset_s: float) -> Lane:
     timed = [r for r in log.rounds if r.worker == worker and math.isfinite(r.opened_s) and math.isfinite(r.done_s)]
-    flights = [(r, Span(offset_s + r.opened_s, offset_s + max(r.done_s, r.opened_s))) for r in timed]
-    flights.sort(key=lambda flight: flight[1])
-    last = log.last
-    waited_s = last.wait_s[worker] if last and worker < len(last.wait_s) else 0.0
-    seconds = last.seconds if last and math.isfinite(last.seconds) else 0.0
+    timed.sort(key=lambda r: (r.opened_s, r.done_s))
+    flights = [Span(offset_s + r.opened_s, offset_s + max(r.done_s, r.opened_s)) for r in timed]
+    seconds = log.last.seconds if log.last and math.isfinite(log.last.seconds) else 0.0
     return Lane(
         worker=worker,
         begin_s=offset_s,
-        end_s=max([offset_s + seconds, *(span.end_s for _, span in flights)]),
-        waits=tuple(_waits(flights, offset_s)),
+        end_s=max([offset_s + seconds, *(span.end_s for span in flights)]),
+        waits=tuple(_waits(zip(timed, flights, strict=True), offset_s)),
         flights=tuple(flights),
-        rows=tuple(rows([span for _, span in flights])),
-        utilisation=utilisation(waited_s, seconds),
+        rounds=tuple(timed),
+        rows=tuple(rows(flights)),
+        utilisation=log.busy_share(worker),
     )
 
 
-def _waits(flights: Iterable[tuple[Round, Span]], begin_s: float) -> Iterable[Span]:
+def _waits(flights: Iterable[tuple[RoundApplied, Span]], begin_s: float) -> Iterable[Span]:
     """Yields the waits: a worker waits until a round is done, and for one round after the other."""
     free_s = begin_s
     for r, span in sorted(flights, key=lambda flight: flight[1].end_s):
@@ -81,3 +91,46 @@ def rows(spans: Sequence[Span]) -> list[int]:
         ends[row:] = [span.end_s, *ends[row + 1 :]]
         found.append(row)
     return found
+
+
+# ---------------------------------------------------------------------- modelled
+
+
+def modelled_lane(job: Job, link: Line, lane: int, utilisation: float, until_s: float = math.inf) -> Lane:
+    """Returns how workers of a lane of the planner would begin, with one machine for each on such a link."""
+    waits: list[Span] = []
+    carried: list[Span] = []
+    for stop in stops(job, link):
+        if stop.reached_s[lane] >= until_s:
+            break
+        if stop.sent:
+            carried.append(Span(*stop.carried_s[lane]))
+        if stop.left_s[lane] > stop.reached_s[lane]:
+            waits.append(Span(stop.reached_s[lane], stop.left_s[lane]))
+    return Lane(
+        worker=job.lanes()[lane][0],
+        begin_s=0.0,
+        end_s=clock(job, link, job.steps),
+        waits=tuple(waits),
+        flights=tuple(carried),
+        rows=(0,) * len(carried),
+        utilisation=utilisation,
+    )
+
+
+def clock(job: Job, link: Line, step: int) -> float:
+    """Returns the modelled seconds until the slowest worker has left this step."""
+    steps, waits = _waited(job, link)
+    return step * job.step_s + waits[bisect_right(steps, step) - 1]
+
+
+@lru_cache(maxsize=64)
+def _waited(job: Job, link: Line) -> tuple[list[int], list[float]]:
+    """Returns the steps after which a worker waited, and the seconds that the slowest had waited by then."""
+    steps, waits = [0], [0.0]
+    for stop in stops(job, link):
+        waited = max(left - stop.step * job.step_s for left in stop.left_s)
+        if waited > waits[-1]:
+            steps.append(stop.step)
+            waits.append(waited)
+    return steps, waits

@@ -72,6 +72,8 @@ def load_all(folders: Sequence[Path]) -> list[RunRecord]:
 
     A folder that is no run but holds runs stands for those, in the order of their names.
     """
+    if not folders:
+        raise ConfigError("give the folder of at least one run, got none")
     unique = {run.resolve(): run for folder in folders for run in _runs_of(Path(folder))}
     records = {path: load(folder) for path, folder in unique.items()}
     named = []

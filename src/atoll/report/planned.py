@@ -4,35 +4,33 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from atoll._util.units import count_words, seconds_text, share_text
+from atoll._util.units import count_words, seconds_text
 from atoll.plan.cost import Array
 from atoll.plan.forecast import bandwidth_needed, utilisation
 from atoll.plan.line import LEAST_BITS_PER_S, Line
 from atoll.plan.method import Method, Model
-from atoll.plan.simulate import stops
-from atoll.report.canvas import LIGHT, Palette, dress, heading, linear_time_axis, shorten, to_png
+from atoll.report.canvas import LIGHT, Palette, dress, shorten, to_png
+from atoll.report.lanes import Lane, Span, clock, modelled_lane
+from atoll.report.timeline import draw_lanes, lane_handles
 
 _POINTS = 640  # of a curve; with fewer, its kinks are cut off
 _LEAST_RATE = 1e3  # of the axis, bits per second
 _PERIODS = 3
 _EDGES = (0.02, 0.999)  # utilisations between which the curves are worth seeing
 _MOST_STEPS = 20_000  # of data-parallel in a timeline
-_MOST_BARS = 4000  # of one method; more would be thinner than a pixel
 _COLOURS = {"data-parallel": 6, "diloco": 1, "streaming-blocking": 2, "streaming-bf16": 3, "streaming": 4, "eager": 0}
 _OTHER = 7  # the colour of a run's own method
 
 
 def write(model: Model, methods: Mapping[str, Method], workers: int, link: Line, target: float, path: Path) -> None:
-    """Draw methods, by label, into a PNG file."""
+    """Draws methods, by label, into a PNG file."""
     path.write_bytes(to_png(partial(draw, model, methods, workers, link, target)))
 
 
@@ -44,7 +42,7 @@ def draw(
     target: float = 0.95,
     palette: Palette = LIGHT,
 ) -> Figure:
-    """Draw curves above, with a line at the target utilisation, and timelines below; each method has its colour."""
+    """Draws curves above, with a line at the target utilisation, and timelines below; each method has its colour."""
     lanes = 0.62 * len(methods)
     figure = Figure(figsize=(8.4, 4.6 + lanes), layout="constrained")
     upper, lower = figure.subplots(2, 1, height_ratios=[3.4, 0.7 + lanes])
@@ -52,7 +50,7 @@ def draw(
     _draw_curves(upper, palette, model, methods, workers, link)
     _draw_timelines(lower, palette, model, methods, workers, link)
     handles = [
-        *(Line2D([], [], color=_colour(palette, m), linewidth=2, label=name) for name, m in methods.items()),
+        *(Line2D([], [], color=palette.of(_place(m)), linewidth=2, label=name) for name, m in methods.items()),
         Line2D([], [], color=palette.muted, linewidth=2, label="best possible"),
         Line2D([], [], color=palette.muted, linewidth=1.3, linestyle=(0, (4, 2)), label="as atoll sends"),
     ]
@@ -62,9 +60,9 @@ def draw(
     return figure
 
 
-def _colour(palette: Palette, method: Method) -> str:
-    """Return a method's colour, the same in every plan."""
-    return palette.of(_COLOURS.get(method.name, _OTHER))
+def _place(method: Method) -> int:
+    """Returns the place of a method's colour in a palette, the same in every plan."""
+    return _COLOURS.get(method.name, _OTHER)
 
 
 # ---------------------------------------------------------------------- curves
@@ -77,7 +75,7 @@ def _draw_curves(
     unit, name = (1e9, "Gbit/s") if rates[-1] > 1e10 else (1e6, "Mbit/s")
     dress(axes, palette, x=f"bandwidth of every worker, {name}", y="time spent computing")
     for method in methods.values():
-        colour = _colour(palette, method)
+        colour = palette.of(_place(method))
         best, ours = (utilisation(model, method, workers, rates, link, layered=layered) for layered in (True, False))
         axes.plot(rates / unit, ours, color=colour, linewidth=1.3, linestyle=(0, (4, 2)), alpha=0.85)
         axes.plot(rates / unit, best, color=colour, linewidth=2)
@@ -100,7 +98,7 @@ def _draw_curves(
 
 
 def _rates(model: Model, methods: Mapping[str, Method], workers: int, link: Line) -> Array:
-    """Return rates from where methods hardly compute to where they hardly wait; the link's rate is among them."""
+    """Returns rates from where methods hardly compute to where they hardly wait; the link's rate is among them."""
     low, high = 1e15, 1e3
     for method in methods.values():
         first, last = (bandwidth_needed(model, method, workers, level, link) for level in _EDGES)
@@ -121,77 +119,35 @@ def _rates(model: Model, methods: Mapping[str, Method], workers: int, link: Line
 def _draw_timelines(
     axes: Axes, palette: Palette, model: Model, methods: Mapping[str, Method], workers: int, link: Line
 ) -> None:
-    """Draw a few periods of each run under way, without the first ones, in which no round has come back."""
-    dress(axes, palette, x="", y="", grid="x")
+    """Draws a few periods of each run under way, without the first ones, in which no round has come back."""
     longest = max(method.period for method in methods.values())
-    timelines = [_timeline(model, method, workers, link, longest) for method in methods.values()]
-    paired = list(zip(timelines, methods.values(), strict=True))
-    ends = [t.periods_s for t, method in paired if not method.gradients] or [t.periods_s for t in timelines]
+    found = {name: _lane(model, method, workers, link, longest) for name, method in methods.items()}
+    ends = [periods_s for name, (_, periods_s) in found.items() if not methods[name].gradients]
+    ends = ends or [periods_s for _, periods_s in found.values()]
     window_s = max(min(max(ends), _PERIODS * min(ends)), model.step_s)  # or the quickest would hardly be seen
-    for n, ((name, method), timeline) in enumerate(zip(methods.items(), timelines, strict=True)):
-        _draw_lane(axes, palette, _colour(palette, method), n, timeline, window_s)
-        heading(axes, palette, n - 0.3, shorten(name, 60), f"{share_text(timeline.share)} computing")
-    axes.set_ylim(len(methods) - 0.45, -0.8)
-    axes.yaxis.set_major_locator(NullLocator())
-    linear_time_axis(axes, palette, "time, as atoll sends", window_s)
+    drawn = [(_place(methods[name]), shorten(name, 60), lane) for name, (lane, _) in found.items()]
+    draw_lanes(axes, palette, drawn, window_s, label="time, as atoll sends")
     axes.legend(
-        handles=[
-            Patch(facecolor=palette.muted, label="computing"),
-            Patch(facecolor=palette.idle, edgecolor=palette.grid, label="waiting"),
-            Line2D([], [], color=palette.muted, alpha=0.6, linewidth=3, label="line busy"),
-        ],
+        handles=lane_handles(palette, "computing", "line busy"),
         loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, frameon=False, labelcolor=palette.ink, borderpad=0.1,
     )  # fmt: skip
 
 
-class _Timeline(NamedTuple):
-    """Holds how a worker spends its time, as (begin, end) in seconds since the beginning of a period."""
+def _lane(model: Model, method: Method, workers: int, link: Line, longest: int) -> tuple[Lane, float]:
+    """Returns the lane of a worker since a period began, and the length of the periods to be shown.
 
-    computing: list[tuple[float, float]]
-    waiting: list[tuple[float, float]]
-    carrying: list[tuple[float, float]]
-    """When the line is busy."""
-    share: float
-    """Computing, of all the time."""
-    periods_s: float
-    """Length of the periods to be shown."""
-
-
-def _timeline(model: Model, method: Method, workers: int, link: Line, longest: int) -> _Timeline:
-    """Simulate several times more periods than are shown, because other methods may be slower."""
+    Several times more periods are simulated than that, because other methods may be slower.
+    """
     period, since = method.period, 4 if method.gradients else 3 * method.period
     shown = since + _PERIODS * (longest if method.gradients else period)
     steps = max(shown, since + min(_PERIODS**2 * (longest if method.gradients else period), _MOST_STEPS))
     job = replace(method.job(model, workers, steps), finish=False)
-    waiting: list[tuple[float, float]] = []
-    carrying: list[tuple[float, float]] = []
-    waited = {since: 0.0, shown: 0.0, steps: 0.0}
-    rate = max(link.goodput * link.bits_per_s, LEAST_BITS_PER_S)
-    for stop in stops(job, Line(rate, link.latency_s)):
-        carrying += stop.carried_s[:1]
-        if stop.left_s[0] > stop.reached_s[0]:
-            waiting.append((stop.reached_s[0], stop.left_s[0]))
-        waited |= {step: stop.left_s[0] - stop.step * job.step_s for step in waited if stop.step <= step}
-    zero, shown_s, end = (step * job.step_s + waited[step] for step in (since, shown, steps))
-    waiting, carrying = (_clipped(spans, zero) for spans in (waiting, carrying))
-    edges = [0.0, *(edge for span in waiting for edge in span), end - zero]
-    computing = [(begin, stop) for begin, stop in zip(edges[::2], edges[1::2], strict=True) if stop > begin]
-    return _Timeline(computing, waiting, carrying, (steps - since) * job.step_s / (end - zero), shown_s - zero)
-
-
-def _clipped(spans: list[tuple[float, float]], zero: float) -> list[tuple[float, float]]:
-    """Return what is left of spans after a time, counted from then."""
-    return [(max(begin - zero, 0.0), end - zero) for begin, end in spans if end > zero]
-
-
-def _draw_lane(axes: Axes, palette: Palette, colour: str, n: int, timeline: _Timeline, window_s: float) -> None:
-    for spans, face, alpha, low, height in (
-        (timeline.computing, colour, 1.0, -0.24, 0.36),
-        (timeline.waiting, palette.idle, 1.0, -0.24, 0.36),
-        (timeline.carrying, colour, 0.6, 0.17, 0.11),
-    ):
-        bars = [(begin, min(end, window_s) - begin) for begin, end in spans if begin < window_s]
-        axes.broken_barh(
-            [bar for bar in bars if bar[1] > 0][:_MOST_BARS],
-            (n + low, height), facecolor=face, alpha=alpha, linewidth=0,
-        )  # fmt: skip
+    line = Line(max(link.goodput * link.bits_per_s, LEAST_BITS_PER_S), link.latency_s)
+    zero_s, shown_s, end_s = (clock(job, line, step) for step in (since, shown, steps))
+    lane = modelled_lane(job, line, 0, (steps - since) * job.step_s / (end_s - zero_s))
+    waits, flights = (
+        tuple(Span(max(begin - zero_s, 0.0), end - zero_s) for begin, end in spans if end > zero_s)
+        for spans in (lane.waits, lane.flights)
+    )
+    lane = replace(lane, end_s=end_s - zero_s, waits=waits, flights=flights, rows=(0,) * len(flights))
+    return lane, shown_s - zero_s

@@ -10,9 +10,10 @@ from typing import Any
 
 from atoll.errors import DataError
 from atoll.plan.method import Job
-from atoll.runs.events import End, Eval, Event, Fault, Resumed, Round, Saved, Start, Step, utilisation
+from atoll.runs.events import End, Eval, Event, Fault, Resumed, RoundApplied, Saved, Start, Step, Totals, utilisation
 
 _TOTALS = ("bytes_sent", "bytes_received", "wait_s", "hidden_s", "wire_sent", "wire_received")
+_LISTS = {"steps": Step, "rounds": RoundApplied, "evals": Eval, "faults": Fault, "saves": Saved, "resumes": Resumed}
 _SHARED = ("method", "workers", "steps", "parameters", "period", "codec", "fragments")
 
 
@@ -22,7 +23,7 @@ class EventLog:
 
     start: Start
     steps: tuple[Step, ...] = ()
-    rounds: tuple[Round, ...] = ()
+    rounds: tuple[RoundApplied, ...] = ()
     evals: tuple[Eval, ...] = ()
     faults: tuple[Fault, ...] = ()
     saves: tuple[Saved, ...] = ()
@@ -36,9 +37,14 @@ class EventLog:
         return tuple(range(self.start.workers)) if self.start.worker is None else (self.start.worker,)
 
     @property
-    def last(self) -> End | Step | None:
+    def last(self) -> Totals | None:
         """The newest event with totals."""
         return self.end or (self.steps[-1] if self.steps else None)
+
+    def busy_share(self, worker: int) -> float | None:
+        """Returns the share of its time in which a worker did not wait, by the clock of its machine."""
+        last = self.last
+        return utilisation(last.wait_s[worker], last.seconds) if last and worker < len(last.wait_s) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +100,10 @@ class RunRecord(EventLog):
 
     @property
     def utilisation(self) -> float | None:
-        """The share of its time in which a worker did not wait, each by its own clock, mean over the workers."""
-        lasts = [(process.last, worker) for process in self.processes if process.last for worker in process.workers]
-        shares = [utilisation(last.wait_s[worker], last.seconds) for last, worker in lasts if worker < len(last.wait_s)]
+        """The share of its time in which a worker did not wait, mean over the workers."""
+        shares = [process.busy_share(worker) for process in self.processes for worker in process.workers]
         known = [share for share in shares if share is not None]
-        return sum(known) / len(known) if known else None
+        return fmean(known) if known else None
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -110,14 +115,11 @@ class RunRecord(EventLog):
         """Mean seconds of compute of one inner step of one worker."""
         if self.end and math.isfinite(self.end.step_s):
             return self.end.step_s
-        total = made = 0.0
-        before = 0
-        for event in self.steps:
-            if math.isfinite(event.step_s):
-                total += event.step_s * (event.step - before)
-                made += event.step - before
-            before = event.step
-        return total / made if made else 0.0
+        before = (0, *(event.step for event in self.steps))
+        timed = [(e.step - since, e.step_s) for since, e in zip(before, self.steps, strict=False)]
+        timed = [(steps, step_s) for steps, step_s in timed if math.isfinite(step_s)]
+        made = sum(steps for steps, _ in timed)
+        return sum(steps * step_s for steps, step_s in timed) / made if made else 0.0
 
     @property
     def missed(self) -> int:
@@ -132,13 +134,13 @@ class RunRecord(EventLog):
     def job(self) -> Job:
         """Returns what the planner needs to model the run with one machine per worker, as far as it got."""
         silent = self.start.method == "none" or self.start.workers == 1
-        delays = set(self.start.delay)
+        delays = tuple(self.start.delay)
         return Job(
             steps=self.step,
             step_s=self.step_s,
             period=max(self.start.period, 1),
             payload_bytes=() if silent else tuple(self.start.payload_bytes),
-            delay=0 if self.gradients or not delays else delays.pop() if len(delays) == 1 else tuple(self.start.delay),
+            delay=0 if self.gradients or not delays else delays[0] if len({*delays}) == 1 else delays,
             workers=self.start.workers,
             gradients=self.gradients,
             finish=self.finished,
@@ -151,17 +153,12 @@ def jobs(records: Sequence[RunRecord]) -> list[Job]:
     Runs of the same model size, tokens per step, device and threads differ in the load of the machine alone: they
     share the smallest mean that was measured among them.
     """
-    quickest: dict[tuple[int, int, str, int], float] = {}
-    for record in records:
+    quickest: dict[tuple[Any, ...], float] = {}
+    kinds = [(r.start.parameters, r.start.tokens_per_step, r.start.device, r.start.threads) for r in records]
+    for record, kind in zip(records, kinds, strict=True):
         if record.step_s > 0:
-            kind = _computes(record)
             quickest[kind] = min(record.step_s, quickest.get(kind, math.inf))
-    return [replace(record.job(), step_s=quickest.get(_computes(record), 0.0)) for record in records]
-
-
-def _computes(record: RunRecord) -> tuple[int, int, str, int]:
-    start = record.start
-    return start.parameters, start.tokens_per_step, start.device, start.threads
+    return [replace(r.job(), step_s=quickest.get(kind, 0.0)) for r, kind in zip(records, kinds, strict=True)]
 
 
 # ---------------------------------------------------------------------- the logs of several processes as one
@@ -169,22 +166,11 @@ def _computes(record: RunRecord) -> tuple[int, int, str, int]:
 
 def log_of(events: Sequence[Event]) -> EventLog | None:
     """Returns the events of one file by kind; None if it has no start event."""
-    found: dict[type, list[Any]] = {kind: [] for kind in (Start, Step, Round, Eval, Fault, Saved, Resumed, End)}
-    for event in events:
-        found[type(event)].append(event)
-    if not found[Start]:
-        return None
-    newest = next((e for e in reversed(events) if isinstance(e, Step | End)), None)
-    return EventLog(
-        start=found[Start][-1],
-        steps=tuple(found[Step]),
-        rounds=tuple(found[Round]),
-        evals=tuple(found[Eval]),
-        faults=tuple(found[Fault]),
-        saves=tuple(found[Saved]),
-        resumes=tuple(found[Resumed]),
-        end=newest if isinstance(newest, End) else None,  # an interrupted run may have gone on
-    )
+    starts = [event for event in events if isinstance(event, Start)]
+    newest = next((e for e in reversed(events) if isinstance(e, Totals)), None)
+    end = newest if isinstance(newest, End) else None  # an interrupted run may have gone on
+    lists: dict[str, Any] = {name: tuple(e for e in events if isinstance(e, kind)) for name, kind in _LISTS.items()}
+    return EventLog(start=starts[-1], end=end, **lists) if starts else None
 
 
 def merge(logs: Sequence[EventLog]) -> EventLog:
@@ -206,7 +192,7 @@ def merge(logs: Sequence[EventLog]) -> EventLog:
                 raise DataError(f"{which}: {name} is {mine} and {theirs}")
     began = [log.start.began for log in logs if log.start.began > 0]
     devices = dict.fromkeys(log.start.device for log in logs)
-    rounds: list[Round] = []
+    rounds: list[RoundApplied] = []
     for log in logs:  # all see the same ones: those of the lowest worker, and what came after it had stopped
         seen = rounds[-1].step if rounds else -1
         rounds += [r for r in log.rounds if r.step > seen]
@@ -271,7 +257,7 @@ def _first(lists: Sequence[Sequence[float | None]]) -> list[float | None]:
     return [next((value for value in values if value is not None), None) for values in zip_longest(*lists)]
 
 
-def _totals(newest: Sequence[Step | End]) -> dict[str, Any]:
+def _totals(newest: Sequence[Totals]) -> dict[str, Any]:
     """Returns the sum entry by entry: every total is 0 but in the process of its worker."""
     return {
         name: [sum(values) for values in zip_longest(*(getattr(event, name) for event in newest), fillvalue=0)]

@@ -30,8 +30,10 @@ class Row:
     """Payload bytes that one worker handed to its link, mean over the workers; each payload counts once."""
     fewer: float | None
     """The reference's bytes over this run's: 80 is 80 times fewer."""
+    job: Job
+    """The run as the planner models it, with the compute time of `jobs`."""
     link_time: RunTime
-    """Modelled: the same run with one machine per worker on the given link, and the compute time of `jobs`."""
+    """Modelled: the job with one machine per worker on the given link."""
     wait_s: float | None
     """Measured: seconds that a worker only waited for rounds, mean; None where no payload left its process."""
     utilisation: float | None
@@ -66,6 +68,7 @@ def _row(record: RunRecord, reference: RunRecord, job: Job, link: Line) -> Row:
         perplexity=math.exp(loss) if loss is not None and loss < 700 else None,
         sent_bytes=sent,
         fewer=compared / sent if sent and compared else None,
+        job=job,
         link_time=time_of(job, link),
         wait_s=record.per_worker("wait_s") if record.on_wire else None,
         utilisation=record.utilisation if record.on_wire else None,

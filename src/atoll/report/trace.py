@@ -6,7 +6,7 @@ counters (C). Times are whole microseconds since the first worker of the run beg
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from atoll.errors import ConfigError
 from atoll.report.lanes import Lane, Span, lanes
 from atoll.report.load import load_all
 from atoll.report.record import EventLog, RunRecord
-from atoll.runs.events import Eval, Round, Step, utilisation
+from atoll.runs.events import RoundApplied, Step, utilisation
 
 _STEPS, _WAITING, _ROUNDS = 1, 2, 3  # tracks; rounds that overlap go on in the next ones
 
@@ -28,8 +28,6 @@ def write_trace(folders: Sequence[Path], out: Path) -> Path:
 
     A folder that is no run but holds runs stands for those.
     """
-    if not folders:
-        raise ConfigError("a trace needs the folder of at least one run, got none")
     out = Path(out)
     if out.is_dir():
         raise ConfigError(f"--trace {out}: is a folder; give the file to write, such as {out / 'trace.json'}")
@@ -48,7 +46,7 @@ def entries(records: Sequence[RunRecord]) -> Iterator[Entry]:
         for lane in lanes(record):
             process += 1  # 0 is the system's own
             names += _names(process, f"{record.name}, worker {lane.worker}", lane)
-            happened += [{**entry, "pid": process} for entry in _of_a_worker(logs[lane.worker], lane)]
+            happened += [{**entry, "pid": process} for entry in _happened(logs[lane.worker], lane)]
     yield from names
     yield from sorted(happened, key=lambda entry: (entry["ts"], -entry.get("dur", 0)))
 
@@ -56,29 +54,25 @@ def entries(records: Sequence[RunRecord]) -> Iterator[Entry]:
 def _names(process: int, title: str, lane: Lane) -> Iterator[Entry]:
     tracks = {_STEPS: "inner steps", _WAITING: "waiting"}
     tracks |= {_ROUNDS + row: f"rounds {row + 1}" if row else "rounds" for row in sorted(set(lane.rows))}
-    yield _meta(process, 0, "process_name", {"name": title})
-    yield _meta(process, 0, "process_sort_index", {"sort_index": process})
-    for track, name in tracks.items():
-        yield _meta(process, track, "thread_name", {"name": name})
-        yield _meta(process, track, "thread_sort_index", {"sort_index": track})
+    named = [("process", 0, title, process), *(("thread", track, name, track) for track, name in tracks.items())]
+    for kind, track, name, place in named:
+        for what, args in (("name", {"name": name}), ("sort_index", {"sort_index": place})):
+            yield {"ph": "M", "pid": process, "tid": track, "ts": 0, "name": f"{kind}_{what}", "args": args}
 
 
-def _meta(process: int, track: int, name: str, args: Mapping[str, str | int]) -> Entry:
-    return {"ph": "M", "pid": process, "tid": track, "ts": 0, "name": name, "args": args}
+# ---------------------------------------------------------------------- what happened
 
 
-def _of_a_worker(log: EventLog, lane: Lane) -> Iterator[Entry]:
+def _happened(log: EventLog, lane: Lane) -> Iterator[Entry]:
+    """Yields what a worker did: its steps, waits, rounds, counters and moments."""
     yield from _steps(log, lane)
     for wait in lane.waits:
         yield _span("waiting", _WAITING, wait, {})
-    for (r, span), row in zip(lane.flights, lane.rows, strict=True):
+    for r, span, row in zip(lane.rounds, lane.flights, lane.rows, strict=True):
         yield _span(f"fragment {r.fragment}, step {r.step}", _ROUNDS + row, span, _round(r))
     for step in log.steps:
         yield from _counters(step, lane)
     yield from _moments(log, lane)
-
-
-# ---------------------------------------------------------------------- what happened
 
 
 def _steps(log: EventLog, lane: Lane) -> Iterator[Entry]:
@@ -98,18 +92,10 @@ def _steps(log: EventLog, lane: Lane) -> Iterator[Entry]:
         yield _span(f"steps {made + 1} to {step.step}", _STEPS, span, args)
 
 
-def _round(r: Round) -> dict[str, Any]:
-    return {
-        "step": r.step,
-        "fragment": r.fragment,
-        "applied after step": r.applied,
-        "members": ", ".join(map(str, r.members)),
-        "bytes": r.bytes,
-        "wire_sent": r.wire_sent,
-        "wire_received": r.wire_received,
-        "hidden_s": r.hidden_s,
-        "waited_s": r.waited_s,
-    }
+def _round(r: RoundApplied) -> dict[str, Any]:
+    names = ("step", "fragment", "bytes", "wire_sent", "wire_received", "hidden_s", "waited_s")
+    members = ", ".join(map(str, r.members))
+    return {name: getattr(r, name) for name in names} | {"applied after step": r.applied, "members": members}
 
 
 def _counters(step: Step, lane: Lane) -> Iterator[Entry]:
@@ -124,19 +110,8 @@ def _counters(step: Step, lane: Lane) -> Iterator[Entry]:
         found["wire"] = {"sent, bytes": at(step.wire_sent), "received, bytes": at(step.wire_received)}
     for name, values in found.items():
         if math.isfinite(step.seconds) and (known := _finite(values)):
-            yield {
-                "ph": "C",
-                "cat": "run",
-                "tid": 0,
-                "ts": _micros(lane.begin_s + step.seconds),
-                "name": name,
-                "args": known,
-            }
-
-
-def _evaluated(event: Eval) -> dict[str, Any]:
-    of = {"outer parameters of step": event.anchor_step} if event.is_behind else {}
-    return {"step": event.step, "held-out loss": event.loss, **of}
+            at_us = _micros(lane.begin_s + step.seconds)
+            yield {"ph": "C", "cat": "run", "tid": 0, "ts": at_us, "name": name, "args": known}
 
 
 def _moments(log: EventLog, lane: Lane) -> Iterator[Entry]:
@@ -144,7 +119,9 @@ def _moments(log: EventLog, lane: Lane) -> Iterator[Entry]:
     reports = [(0, 0.0), *((step.step, step.seconds) for step in log.steps)]
     found: list[tuple[str, float, Mapping[str, Any]]] = []
     if lane.worker == log.workers[0]:
-        found += [("evaluation", e.seconds, _evaluated(e)) for e in log.evals]
+        for e in log.evals:
+            of = {"outer parameters of step": e.anchor_step} if e.is_behind else {}
+            found.append(("evaluation", e.seconds, {"step": e.step, "held-out loss": e.loss, **of}))
         found += [("saved", e.seconds, {"step": e.step}) for e in log.saves]
         found += [("resumed", e.seconds, {"step": e.step}) for e in log.resumes]
     for fault in log.faults:
@@ -176,5 +153,6 @@ def _entry(values: Sequence[float | None], worker: int) -> float | None:
 
 def _finite(args: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments that JSON can hold: without None, NaN and infinity."""
-    items: Iterable[tuple[str, Any]] = args.items()
-    return {name: v for name, v in items if v is not None and not (isinstance(v, float) and not math.isfinite(v))}
+    return {
+        name: v for name, v in args.items() if v is not None and not (isinstance(v, float) and not math.isfinite(v))
+    }

@@ -12,12 +12,12 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cache, reduce
-from operator import or_
+from functools import cache
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import IO, Annotated, Any, ClassVar, Final, Literal, Protocol, get_args
+from typing import IO, Annotated, Any, Final, Literal, Protocol
 
-from pydantic import BeforeValidator, Discriminator, Tag, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Discriminator, TypeAdapter, ValidationError
 
 from atoll._util.disk import lines_limited, open_plain, writing
 from atoll.errors import DataError
@@ -38,8 +38,7 @@ MOST_LINE: Final = 2**24
 class Start:
     """Opens a run and describes it."""
 
-    tag: ClassVar[str] = "start"
-
+    event: Literal["start"] = "start"
     name: str
     method: str
     workers: int
@@ -68,32 +67,22 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """Reports some inner steps; bytes and waits are totals per worker since the run's start."""
+class Totals:
+    """Holds the totals since the run's start that `Step` and `End` report; lists are per worker."""
 
-    tag: ClassVar[str] = "step"
-
+    event: str
     step: int
     tokens: int
-    """Trained on by all workers since the run's start."""
+    """Trained on by all workers."""
     seconds: Number
     """Seconds since the run's start, over resumes."""
     step_s: Number
-    """Mean seconds of compute of one inner step of one worker since the last of these events."""
-    loss: list[float | None]
-    """Nats per token, per worker; None: did not train, or not finite."""
-    lr: Number
-    grad_norm: list[float | None]
-    """Norm of the gradient before clipping, per worker."""
-    tokens_per_s: Number
-    """Tokens a second of all workers together."""
+    """Mean seconds of compute of one inner step of one worker: in a Step since the one before."""
     bytes_sent: list[int]
     """Bytes of payloads, each counted once."""
     bytes_received: list[int]
     wait_s: list[Number]
     """Exposed wait: seconds in which a worker only waited for rounds; workers of one process wait together."""
-    participants: int
-    """Workers that trained."""
     hidden_s: list[Number] = field(default_factory=list)
     """Seconds in which rounds travelled while the worker trained, summed over rounds."""
     wire_sent: list[int] = field(default_factory=list)
@@ -102,11 +91,26 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class Step(Totals):
+    """Reports some inner steps."""
+
+    event: Literal["step"] = "step"
+    loss: list[float | None]
+    """Nats per token, per worker; None: did not train, or not finite."""
+    lr: Number
+    grad_norm: list[float | None]
+    """Norm of the gradient before clipping, per worker."""
+    tokens_per_s: Number
+    """Tokens a second of all workers together."""
+    participants: int
+    """Workers that trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundApplied:
     """Reports a round that was applied to the anchor."""
 
-    tag: ClassVar[str] = "round"
-
+    event: Literal["round"] = "round"
     step: int
     """The step after which it was sent."""
     fragment: int
@@ -138,8 +142,7 @@ class Round:
 class Eval:
     """Reports the loss of the outer parameters on held-out text."""
 
-    tag: ClassVar[str] = "eval"
-
+    event: Literal["eval"] = "eval"
     step: int
     tokens: int
     seconds: Number
@@ -160,8 +163,7 @@ class Eval:
 class Fault:
     """Reports a failure of one worker that does not end the run."""
 
-    tag: ClassVar[str] = "fault"
-
+    event: Literal["fault"] = "fault"
     step: int
     worker: int
     what: str
@@ -171,8 +173,7 @@ class Fault:
 class Saved:
     """Reports a checkpoint on disk; seconds since the run's start."""
 
-    tag: ClassVar[str] = "saved"
-
+    event: Literal["saved"] = "saved"
     step: int
     seconds: Number
 
@@ -181,32 +182,20 @@ class Saved:
 class Resumed:
     """Reports that the run continues from a checkpoint; seconds trained since the run's start."""
 
-    tag: ClassVar[str] = "resumed"
-
+    event: Literal["resumed"] = "resumed"
     step: int
     seconds: Number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """Closes a run that has finished, or was interrupted and can be resumed; totals as in Step."""
+class End(Totals):
+    """Closes a run that has finished, or was interrupted and can be resumed."""
 
-    tag: ClassVar[str] = "end"
-
-    step: int
-    tokens: int
-    seconds: Number
-    step_s: Number
+    event: Literal["end"] = "end"
     loss: Number
     """The last held-out loss, nats per token; NaN if there was no evaluation."""
     best_loss: Number
-    bytes_sent: list[int]
-    bytes_received: list[int]
-    wait_s: list[Number]
     outcome: Outcome
-    hidden_s: list[Number] = field(default_factory=list)
-    wire_sent: list[int] = field(default_factory=list)
-    wire_received: list[int] = field(default_factory=list)
 
 
 def utilisation(waited_s: float, seconds: float) -> float | None:
@@ -214,7 +203,7 @@ def utilisation(waited_s: float, seconds: float) -> float | None:
     return min(1.0, max(0.0, 1 - waited_s / seconds)) if seconds > 0 and math.isfinite(waited_s) else None
 
 
-Event = Start | Step | Round | Eval | Fault | Saved | Resumed | End
+Event = Start | Step | RoundApplied | Eval | Fault | Saved | Resumed | End
 
 
 class Sink(Protocol):
@@ -244,7 +233,10 @@ class Jsonl:
         with writing(self.path):
             # Unbuffered, so that a line is one write(), and one that failed is not tried again by close().
             self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115
-            whole = _length_of_whole_lines(self._file, at or 0)
+            whole = 0
+            if end := min(at or 0, os.fstat(self._file.fileno()).st_size):
+                with mmap(self._file.fileno(), 0, access=ACCESS_READ) as content:
+                    whole = content.rfind(b"\n", 0, end) + 1
             self._file.truncate(whole)
             self.missing = (at or 0) - whole
 
@@ -262,7 +254,7 @@ class Jsonl:
                 raise
 
     def position(self) -> int:
-        """Waits until all events are on disk, and returns the length in bytes, to be given as `at` after a crash."""
+        """Waits until all events are on disk, and returns the length in bytes: the `at` of a resume."""
         with writing(self.path):
             os.fsync(self._file.fileno())
             return os.fstat(self._file.fileno()).st_size
@@ -278,7 +270,7 @@ def read(path: str | Path) -> list[Event]:
     path = Path(path)
     try:
         with open_plain(path) as file:
-            return _events(path, lines_limited(path, file, MOST_LINE))
+            return [event for _, event in _parsed(path, file)]
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror}; give the metrics.jsonl of a run") from fault
 
@@ -299,27 +291,17 @@ class Tail:
                 if file.read(len(self._last)) != self._last:
                     self._forget()
                     file.seek(0)
-                return self._new(lines_limited(self._path, file, MOST_LINE))
+                found = list(_parsed(self._path, file, after=self._lines))
         except FileNotFoundError:
             self._forget()
             return []
         except OSError as fault:
             raise DataError(f"{self._path} cannot be read: {fault.strerror}") from fault
-
-    def _new(self, lines: Iterator[bytes]) -> list[Event]:
-        read: list[int] = []
-
-        def whole() -> Iterator[bytes]:
-            for line in lines:
-                if line.endswith(b"\n"):
-                    read.append(len(line))
-                    self._last = line[-64:]
-                yield line
-
-        found = _events(self._path, whole(), after=self._lines)
-        self._offset += sum(read)
-        self._lines += len(found)
-        return found
+        if found:
+            self._offset += sum(len(line) for line, _ in found)
+            self._lines += len(found)
+            self._last = found[-1][0][-64:]
+        return [event for _, event in found]
 
     def _forget(self) -> None:
         self._offset, self._lines, self._last = 0, 0, b""
@@ -327,7 +309,7 @@ class Tail:
 
 def _line(event: Event) -> bytes:
     """Returns an event as one line of JSON."""
-    fields = {"event": event.tag, **{name: _finite(value) for name, value in asdict(event).items()}}
+    fields = {name: _finite(value) for name, value in asdict(event).items()}
     text = json.dumps(fields, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return text.encode(errors="replace") + b"\n"
 
@@ -339,31 +321,27 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-@cache
-def _parser() -> TypeAdapter[Event]:
-    """Returns the validator of a line, by its event."""
-    kinds: Any = reduce(or_, (Annotated[kind, Tag(kind.tag)] for kind in get_args(Event)))
-    says = Discriminator(lambda line: line.get("event") if isinstance(line, dict) else None)
-    return TypeAdapter(Annotated[kinds, says])
-
-
 _LONG_NUMBER = re.compile(rb"[:,\[]\s*-?[0-9]{30}")
 
 
-def _events(path: Path, lines: Iterator[bytes], after: int = 0) -> list[Event]:
-    """Returns the events of the whole lines among these, which follow `after` other lines of the file."""
-    found: list[Event] = []
-    for number, line in enumerate(lines, after + 1):
+@cache
+def _parser() -> TypeAdapter[Event]:
+    return TypeAdapter(Annotated[Event, Discriminator("event")])
+
+
+def _parsed(path: Path, file: IO[bytes], after: int = 0) -> Iterator[tuple[bytes, Event]]:
+    """Yields the whole lines of a file, each with its event; `after` lines of the file were read before."""
+    for number, line in enumerate(lines_limited(path, file, MOST_LINE), after + 1):
         if not line.endswith(b"\n"):
-            break
+            return
         if _LONG_NUMBER.search(line):  # JSON has no largest number, but the floats of a report have
             raise DataError(f"{path}, line {number} is damaged: it holds a number of 30 digits or more")
         try:
-            found.append(_parser().validate_json(line, strict=True))
+            event = _parser().validate_json(line, strict=True)
         except ValidationError as fault:
             first = fault.errors(include_url=False, include_input=False)[0]
             raise DataError(f"{path}, line {number} is damaged: {_complaint(first)}") from fault
-    return found
+        yield line, event
 
 
 def _complaint(error: Mapping[str, Any]) -> str:
@@ -371,21 +349,9 @@ def _complaint(error: Mapping[str, Any]) -> str:
     match error["type"]:
         case "json_invalid":
             return "it is not JSON"
-        case "union_tag_not_found":
+        case "union_tag_not_found" | "dict_type":
             return 'it has no "event"'
         case "union_tag_invalid":
             known = error["ctx"]["expected_tags"].replace("'", "")
             return f"its event is {error['ctx']['tag']!r}, known are {known}; if a newer atoll wrote it, upgrade"
     return f"{'.'.join(map(str, error['loc']))}: {error['msg'][:1].lower()}{error['msg'][1:]}"
-
-
-def _length_of_whole_lines(file: IO[bytes], limit: int) -> int:
-    """Returns how many of the file's first `limit` bytes are whole lines."""
-    end = min(limit, os.fstat(file.fileno()).st_size)
-    while end > 0:
-        begin = max(0, end - 65536)
-        file.seek(begin)
-        if newline := file.read(end - begin).rfind(b"\n") + 1:
-            return begin + newline
-        end = begin
-    return 0

@@ -12,7 +12,7 @@ from typing import Any
 
 from atoll._util.disk import read_limited, write_atomically, writing
 from atoll.errors import ConfigError
-from atoll.runs.events import Eval, Event, Round, Sink, Step, utilisation
+from atoll.runs.events import Eval, Event, RoundApplied, Sink, Step, utilisation
 
 
 class Metrics:
@@ -43,7 +43,7 @@ def scalars(event: Event) -> tuple[int, dict[str, float]]:
             where, curves = event.step, _curves_of_workers(event)
             curves |= {"lr": event.lr, "participants": event.participants}
             curves |= {"speed/step_s": event.step_s, "speed/tokens_per_s": event.tokens_per_s}
-        case Round():
+        case RoundApplied():
             measured: dict[str, float | None] = {
                 "outer_norm": event.norm,
                 "outer_cosine": event.cosine,

@@ -16,13 +16,13 @@ at_most = 0.05
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from atoll.errors import ConfigError
 from atoll.settings import config as run_config
@@ -50,18 +50,22 @@ class Claim(Section):
     at_least: Number | None = None
     """Lowest difference; a negative one is better."""
 
-    @model_validator(mode="after")
-    def _says_something(self) -> "Claim":
-        if self.at_most is None and self.at_least is None:
-            raise ValueError("needs at_most, at_least or both")
-        if self.at_most is not None and self.at_least is not None and self.at_least > self.at_most:
-            raise ValueError(f"at_least ({self.at_least:g}) is above at_most ({self.at_most:g}): nothing is both")
-        return self
-
     def holds(self, difference: float) -> bool:
         """Returns whether a difference is within the bounds; NaN is not."""
         above = self.at_least is None or difference >= self.at_least
         return above and (self.at_most is None or difference <= self.at_most)
+
+    def problems(self, names: Sequence[str]) -> Iterator[str]:
+        """Yields what is wrong with a claim about runs of these names."""
+        if self.at_most is None and self.at_least is None:
+            yield "needs at_most, at_least or both"
+        elif self.at_most is not None and self.at_least is not None and self.at_least > self.at_most:
+            yield f"at_least ({self.at_least:g}) is above at_most ({self.at_most:g}): nothing is both"
+        for key, name in (("run", self.run), ("against", self.against)):
+            if names and name not in names:
+                close = get_close_matches(name, names, n=1, cutoff=0.6)
+                hint = f'did you mean "{close[0]}"?' if close else f"there are {', '.join(names)}"
+                yield f"{key}: no run has the name {runfile.shown(name)}; {hint}"
 
 
 class StudySection(Section):
@@ -104,8 +108,9 @@ def read(files: Sequence[Path], overrides: Sequence[str] = (), out: Path | None 
     runs: dict[str, RunConfig] = {}
     for part in parts:
         part.add_to(runs)
+    names = [name for part in parts for _, table in part.runs if isinstance(name := table.get("name"), str)]
     for part in parts:
-        part.check_claims([name for other in parts for name in other.names])
+        part.problems += [(place, line) for place, claim in part.claims.items() for line in claim.problems(names)]
     if refused := [str(part.refusal(overrides)) for part in parts if part.problems]:
         raise ConfigError("\n".join(refused))
     if out is None and runs:
@@ -131,11 +136,6 @@ class _File:
     problems: list[tuple[str, str]] = field(default_factory=list)
     """Place in the file (empty: the file as a whole), and a line that begins with its key."""
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all runs, also of those with problems."""
-        return [name for _, table in self.runs if isinstance(name := table.get("name"), str)]
-
     @staticmethod
     def read(path: Path, overrides: Sequence[runfile.Override]) -> "_File":
         table = runfile.parse_toml(runfile.read(path, "no such study; see examples/"), str(path))
@@ -144,18 +144,22 @@ class _File:
             named = {"name": run_config.name_of(path)} | table
             file.runs = [("", runfile.overridden(named, overrides))]
             return file
-        section, file.problems = _checked_section(table.pop("study"))
-        file.title = section.title
+        section, wrong = _checked_section(table.pop("study"))
+        file.title, file.problems = section.title, [("", line) for line in wrong]
         for number, entry in enumerate(section.runs, start=1):
             place = f"study.runs {number}"
-            file.problems += [(place, line) for line in _misplaced(entry)]
+            if "name" not in entry:
+                file.problems.append((place, "name: is missing: give each run of a study a name"))
+            if "out" in entry:
+                file.problems.append((place, "out: is the same for all runs of a study: set it at the top of the file"))
             file.runs.append((place, runfile.overridden(_merged(table, entry), overrides)))
         for number, entry in enumerate(section.claims, start=1):
             place = f"study.claims {number}"
             try:
                 file.claims[place] = Claim.model_validate(entry)
             except ValidationError as error:
-                file.problems += [(place, line) for line in _claim_problems(error, entry)]
+                wrong = runfile.problems(error.errors(include_url=False), Claim, entry, "a claim").values()
+                file.problems += [(place, line) for line in wrong]
         return file
 
     def add_to(self, runs: dict[str, RunConfig]) -> None:
@@ -177,46 +181,20 @@ class _File:
             everywhere = len(where) == len(self.runs)  # then it is a problem of the file, listed once
             self.problems += [("", line)] if everywhere else [(at, line) for at in where]
 
-    def check_claims(self, names: Sequence[str]) -> None:
-        """Refuses claims about runs that are in no file."""
-        for place, claim in self.claims.items():
-            for key, name in (("run", claim.run), ("against", claim.against)):
-                if names and name not in names:
-                    close = get_close_matches(name, names, n=1, cutoff=0.6)
-                    hint = f'did you mean "{close[0]}"?' if close else f"there are {', '.join(names)}"
-                    self.problems.append((place, f"{key}: no run has the name {runfile.shown(name)}; {hint}"))
-
     def refusal(self, overrides: Sequence[str]) -> ConfigError:
         where = run_config.blamed(str(self.path), [line for _, line in self.problems], overrides)
         return runfile.refusal(where, [f"{place}: {line}" if place else line for place, line in self.problems])
 
 
-def _checked_section(given: Any) -> tuple[StudySection, list[tuple[str, str]]]:
-    """Returns the section without its wrong settings, and the problems."""
+def _checked_section(given: Any) -> tuple[StudySection, Iterable[str]]:
+    """Returns the section without its wrong settings, and a line for each of those."""
     table = {"study": given}
     try:
-        return _StudyFile.model_validate(table).study, []
+        return _StudyFile.model_validate(table).study, ()
     except ValidationError as error:
         wrong = runfile.problems(error.errors(include_url=False), _StudyFile, table, "a study")
-    lines = [("", line) for line in wrong.values()]
-    if ("study",) in wrong:
-        return StudySection.model_construct(runs=()), lines
-    right = runfile.without(table, wrong)["study"]
-    return StudySection.model_construct(**{"runs": ()} | right), lines
-
-
-def _misplaced(entry: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what is wrong with the place of a setting: in a run of a study, or at the top of the file."""
-    if "name" not in entry:
-        yield "name: is missing: give each run of a study a name"
-    if "out" in entry:
-        yield "out: is the same for all runs of a study: set it at the top of the file"
-
-
-def _claim_problems(error: ValidationError, entry: Mapping[str, Any]) -> list[str]:
-    errors = error.errors(include_url=False)
-    whole = [str(e["ctx"]["error"]) for e in errors if not e["loc"]]
-    return [*runfile.problems((e for e in errors if e["loc"]), Claim, entry, "a claim").values(), *whole]
+    right = {} if ("study",) in wrong else runfile.without(table, wrong)["study"]
+    return StudySection.model_construct(**{"runs": ()} | right), wrong.values()
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from atoll.outer.loop import OuterLoop
 from atoll.outer.presets import Sync
 from atoll.outer.stats import Applied, Counters, sizes
-from atoll.runs.events import End, Eval, Event, Fault, Outcome, Round, Sink, Start, Step
+from atoll.runs.events import End, Eval, Event, Fault, Outcome, RoundApplied, Sink, Start, Step
 from atoll.runs.sinks import Metrics
 from atoll.settings.config import RunConfig
 from atoll.train.progress.totals import Totals
@@ -101,14 +101,14 @@ class Reporter:
         while self._unwritten and self._unwritten[0][0].step < before:
             self.sink.write(self._round(*self._unwritten.pop(0)))
 
-    def _round(self, applied: Applied, zero_s: float) -> Round:
+    def _round(self, applied: Applied, zero_s: float) -> RoundApplied:
         sent, transfer, loop = applied.round_id, applied.transfer, self.loops[0]
         assert self._sync is not None and transfer is not None
         wire_sent, wire_received, *sums = self._ranks.sum_over_shards(
             [transfer.sent_bytes, transfer.received_bytes, *applied.sums]
         )
         norm, cosine = sizes(sums)
-        return Round(
+        return RoundApplied(
             step=sent.step,
             fragment=sent.fragment,
             applied=applied.step,

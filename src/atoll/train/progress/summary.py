@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from atoll._util.units import loss_text
-from atoll.runs.events import End, Eval, Event, Fault, Resumed, Round, Start, Step, utilisation
+from atoll.runs.events import End, Eval, Event, Fault, Resumed, RoundApplied, Start, Step, utilisation
 
 KEPT = 18
 """Evaluations that the sparkline shows."""
@@ -47,7 +47,7 @@ class RunSummary:
         match event:
             case Start():
                 return type(self)(start=event, marks=((0, 0.0),))
-            case Round():
+            case RoundApplied():
                 return self
             case Fault():
                 return replace(self, step=event.step, faults=self.faults + 1)
