@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from atoll.settings.sections import DataSection
-from atoll.train.data.tokens import prepare
+from atoll.train.data.token_files import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = "The Project Gutenberg EBook of A Book\r\n\r\n*** START OF THIS PROJECT GUTENBERG EBOOK ***\r\n"

@@ -21,11 +21,11 @@ import pytest
 
 from atoll.errors import ConfigError, DataError
 from atoll.settings.sections import DataSection
-from atoll.train.data import tokens as tokens_module
+from atoll.train.data import token_files as tokens_module
 from atoll.train.data.cache import MANIFEST
 from atoll.train.data.corpus import documents
+from atoll.train.data.token_files import TokenData, TokenFile, check_there, prepare
 from atoll.train.data.tokenizer import FILE, Bytes, train_bpe
-from atoll.train.data.tokens import TokenData, TokenFile, check_there, prepare
 
 
 @pytest.fixture
@@ -397,7 +397,7 @@ def test_a_cache_that_is_a_file_is_refused(corpus: str, tmp_path: Path) -> None:
 CHILD = """
 import sys
 from atoll.settings.sections import DataSection
-from atoll.train.data.tokens import prepare
+from atoll.train.data.token_files import prepare
 
 def tell(stage, done, total):
     print(stage, flush=True)

@@ -239,6 +239,11 @@ def test_lines_tell_of_steps_every_ten_seconds() -> None:
     assert [int(re.findall(r"step (\d+)", line)[0]) for line in steps] == [10, 110, 210, 310, 410, 510, 610]
 
 
+def test_lines_tell_of_checkpoints_at_most_every_ten_seconds() -> None:
+    saves = shown("lines", [Saved(step=n, seconds=n * 1.0) for n in range(25)]).splitlines()
+    assert [line.split()[2] for line in saves] == ["0:", "10:", "20:"]
+
+
 def test_lines_after_a_resume_do_not_repeat_the_past() -> None:
     events: list[Event] = [Resumed(step=610, seconds=61.0), a_step(620, 62.0), an_eval(620, 62.0, 3.6, best=False)]
     assert shown("lines", events, past=UNTIL_610).splitlines() == [

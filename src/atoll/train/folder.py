@@ -23,7 +23,7 @@ from atoll.runs.events import End, read
 from atoll.runs.layout import ABOUT, CHECKPOINTS, METRICS, MODEL, RUN, rank_folder, worker_folder, worker_folders
 from atoll.settings import config as run_config
 from atoll.settings.config import RunConfig
-from atoll.train.data.tokens import TokenData
+from atoll.train.data.token_files import TokenData
 from atoll.train.model.export import exists, export
 from atoll.train.trainer import Trainer
 

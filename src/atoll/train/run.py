@@ -17,9 +17,9 @@ from atoll.runs.events import Jsonl, Resumed, Saved, Sink, read
 from atoll.runs.layout import BEST, CHECKPOINTS, METRICS, MODEL, RUN, worker_folder
 from atoll.runs.sinks import Metrics, TensorBoard, Trackio, WandB
 from atoll.settings.config import RunConfig
-from atoll.train.data import tokens
+from atoll.train.data import token_files
 from atoll.train.data.batches import Batches, HeldOut, held_out
-from atoll.train.data.tokens import TokenData
+from atoll.train.data.token_files import TokenData
 from atoll.train.folder import RunCheckpoint, RunFolder
 from atoll.train.model import hub
 from atoll.train.model.decoder import Decoder
@@ -143,7 +143,7 @@ def _connect(
 def _agree(process: _Process, given: RunConfig, config: RunConfig, finished: bool) -> bool:
     """Compare settings with all other processes; return False if the run has ended on all of them."""
     if process.folder.of_many:
-        tokens.check_there(config.data)  # before waiting for the others
+        token_files.check_there(config.data)  # before waiting for the others
     if process.control.all_finished(finished):
         return False
     process.control.agree_on_settings(given)  # not as begun: a worker without a checkpoint has left much out
@@ -167,7 +167,7 @@ def _build(process: _Process, config: RunConfig) -> tuple[TokenData, Trainer]:
 def prepare(config: RunConfig) -> TokenData:
     """Return the tokens of a run, building them first if they are not in the cache."""
     with preparing(config.log.view) as on_progress:
-        return tokens.prepare(config.data, workers=config.sync.workers, on_progress=on_progress)
+        return token_files.prepare(config.data, workers=config.sync.workers, on_progress=on_progress)
 
 
 def start(config: RunConfig, data: TokenData) -> tuple[Model, RunConfig]:
@@ -293,7 +293,8 @@ def _write_last_rounds(trainer: Trainer) -> None:
 def _print_notes(config: RunConfig, data: TokenData, trainer: Trainer) -> None:
     size = count_text(sum(len(file) for file in data.train))
     epochs = f"this run reads them {trainer.epochs:.2g} times"
-    _print(config, f"{size} training tokens in {data.documents} documents; {epochs}")
+    documents = f"{data.documents} document{'' if data.documents == 1 else 's'}"
+    _print(config, f"{size} training tokens in {documents}; {epochs}")
     steps, period = config.train.steps or 0, config.sync.used_period
     if config.sync.method not in ("none", "data-parallel") and period > steps:
         why = f"sync.period ({period}) is longer than the run ({steps} steps)"

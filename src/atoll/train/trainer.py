@@ -31,7 +31,7 @@ from atoll.train.ranks import fsdp
 from atoll.train.ranks.worker_ranks import Model, WorkerRanks
 from atoll.train.step.backward import Backward, LossFunction, autocast
 from atoll.train.step.cuda_graph import BackwardPass, capture_small_passes
-from atoll.train.step.optimizer import InnerOptimizer, learning_rate
+from atoll.train.step.inner_optimizer import InnerOptimizer, learning_rate
 
 
 @dataclass(slots=True)

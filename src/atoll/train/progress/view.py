@@ -16,7 +16,7 @@ from rich.text import Text
 
 from atoll._util.units import bytes_text, count_text, loss_text, seconds_text
 from atoll.errors import ConfigError, printable
-from atoll.runs.events import End, Event, Resumed, Sink, Start, Step
+from atoll.runs.events import End, Event, Resumed, Saved, Sink, Start, Step
 from atoll.runs.sinks import Metrics
 from atoll.settings.sections import View
 from atoll.train.data.cache import OnProgress, no_progress
@@ -67,23 +67,23 @@ def _one_line(*parts: str | tuple[str, str]) -> Text:
 
 
 class _LinesView:
-    """Prints a line for every event that matters, and one every ten seconds for steps."""
+    """Prints a line for every event that matters; for steps and for saves, one every ten seconds."""
 
     def __init__(self, console: Console, run: RunSummary, label: str = "") -> None:
         self._console = console
         self._run = run
         self._label = label  # before every line, where several runs share the console
-        self._last_s = -math.inf
+        self._said_s: dict[type[Event], float] = {}  # when a kind of event last got a line
 
     def write(self, event: Event) -> None:
         """Print an event that is worth a line."""
         self._run = self._run.after(event)
         if isinstance(event, Start | Resumed):
-            self._last_s = -math.inf
-        if isinstance(event, Step):
-            if event.seconds - self._last_s < QUIET_S:
+            self._said_s.clear()
+        if isinstance(event, Step | Saved):
+            if event.seconds - self._said_s.get(type(event), -math.inf) < QUIET_S:
                 return
-            self._last_s = event.seconds
+            self._said_s[type(event)] = event.seconds
         if line := event_line(event, self._run):
             named = isinstance(event, Start | End) and not self._label
             _print(self._console, with_name(self._run, line) if named else self._label + line)

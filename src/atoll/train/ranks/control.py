@@ -16,8 +16,8 @@ from atoll.link.base import LEFT_OUT, describe_differences
 from atoll.link.net.link import NetLink
 from atoll.link.net.seat import Seat
 from atoll.settings.config import RunConfig, settings_of
+from atoll.train.data.token_files import TokenData
 from atoll.train.data.tokenizer import FILE
-from atoll.train.data.tokens import TokenData
 from atoll.train.ranks.worker_ranks import WorkerRanks
 
 FREE_TO_DIFFER = (
