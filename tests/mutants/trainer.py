@@ -97,8 +97,8 @@ MUTANTS = [
     # evaluation
     Mutant("evaluation batches weigh the same", "train/trainer.py",
            "predicted = batch.shape[0] * (batch.shape[1] - 1) * counts", "predicted = (batch.shape[1] - 1) * counts"),
-    Mutant("the last evaluation batch is left out", "train/data/batches.py", "return -(-len(self._rows) // self._batch)",
-           "return max(1, len(self._rows) // self._batch)", tests=("tests/unit/test_batches.py",)),
+    Mutant("the last evaluation batch is left out", "train/data/batches.py", "list(chosen.split(batch))",
+           "list(chosen.split(batch))[: max(1, len(chosen) // batch)]", tests=("tests/unit/test_batches.py",)),
     Mutant("evaluated on one row too few", "train/data/batches.py", "max(1, round(tokens / sequence))",
            "max(1, round(tokens / sequence) - 1)"),
     Mutant("a worker's own parameters are evaluated", "train/trainer.py",

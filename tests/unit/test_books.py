@@ -116,7 +116,7 @@ def test_tokens_that_travelled_are_those_that_were_packed(
     assert counted["vocabulary"] == 300
     data = prepare(DataSection(source=str(text / "tokens"), cache=str(tmp_path)))
     whole = [data.tokenizer.encode(book).tolist() for book in books.texts(text / "books.jsonl")]
-    assert data.train[0].tokens.tolist() == [i for ids in whole for i in (*ids, data.tokenizer.separator)]
+    assert data.train[0].tolist() == [i for ids in whole for i in (*ids, data.tokenizer.separator)]
     books.pack(text)
     parts = sorted((text / "parts").iterdir())
     assert len(parts) > 2

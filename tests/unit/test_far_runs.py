@@ -263,8 +263,7 @@ def test_without_a_step_that_all_have_nothing_is_resumed(tmp_path: Path) -> None
         for worker in fleet.crew:
             assert status(worker) == 1
             assert (
-                "no checkpoint exists on every worker, so none can be resumed from: worker 0 has step"
-                in worker.output
+                "no checkpoint exists on every worker, so none can be resumed from: worker 0 has step" in worker.output
             )
             assert "worker 1 has none" in worker.output
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from atoll._util.signals import Interrupts, interruptible
 from atoll._util.units import count_text
@@ -18,7 +19,7 @@ from atoll.runs.layout import BEST, CHECKPOINTS, METRICS, MODEL, RUN, worker_fol
 from atoll.runs.sinks import Metrics, TensorBoard, Trackio, WandB
 from atoll.settings.config import RunConfig
 from atoll.train.data import token_files
-from atoll.train.data.batches import Batches, HeldOut, held_out
+from atoll.train.data.batches import Batches, held_out
 from atoll.train.data.token_files import TokenData
 from atoll.train.folder import RunCheckpoint, RunFolder
 from atoll.train.model import hub
@@ -205,7 +206,7 @@ def _batches(config: RunConfig, data: TokenData) -> Batches:
     )
 
 
-def _held_out(config: RunConfig, data: TokenData, ranks: int) -> HeldOut:
+def _held_out(config: RunConfig, data: TokenData, ranks: int) -> Sequence[Tensor]:
     settings = config.train
     assert settings.sequence is not None
     batch = max(settings.batch // (settings.accumulate * ranks), 1)
