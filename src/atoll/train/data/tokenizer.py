@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from atoll._util.disk import parse_json, read_limited
 from atoll.errors import ConfigError, DataError
-from atoll.settings.sections import LEAST_BPE_VOCABULARY
 from atoll.train.data.corpus import missing, need
 
 FILE: Final = "tokenizer.json"
@@ -111,16 +110,8 @@ class Subwords:
         (folder / FILE).write_text(self._inner.to_str(pretty=True), encoding="utf-8")
 
 
-def check_vocabulary(vocabulary: object) -> None:
-    """Refuse a vocabulary that a byte-level BPE cannot have."""
-    if type(vocabulary) is not int or not LEAST_BPE_VOCABULARY <= vocabulary <= 2**32:
-        why = "256 bytes and the separator are always in it"
-        raise ConfigError(f"data.vocabulary must be at least {LEAST_BPE_VOCABULARY}, got {vocabulary!r}: {why}")
-
-
 def train_bpe(documents: Iterable[str], vocabulary: int) -> Subwords:
-    """Train a byte-level BPE of at most `vocabulary` tokens; the same text gives the same BPE."""
-    check_vocabulary(vocabulary)
+    """Train a byte-level BPE of 257 to `vocabulary` tokens; the same text gives the same BPE."""
     library = need("tokenizers", "a BPE tokenizer")
     byte_level = library.pre_tokenizers.ByteLevel
     inner = library.Tokenizer(library.models.BPE())
