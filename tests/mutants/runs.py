@@ -142,7 +142,7 @@ MUTANTS = [
            "sync.ahead if sync and self.of_many else 0", "0", tests=KEPT),
     # exports
     Mutant("damaged weights are loaded", "train/model/export.py", '!= digest:\n', "!= digest and False:\n", tests=EXPORT),
-    Mutant("a tokenizer of another model is loaded", "train/model/export.py", "if tokenizer.vocabulary > vocabulary:",
+    Mutant("a tokenizer of another model is loaded", "train/model/export.py", "if tokenizer.vocabulary > model.vocabulary:",
            "if False:", tests=EXPORT),
     Mutant("an export deletes what is no export", "train/model/export.py",
            "    if folder.exists():\n        raise ConfigError", "    if False:\n        raise ConfigError",
@@ -170,7 +170,7 @@ MUTANTS = [
            "else tokens[:, : self.context]", tests=HUB),
     Mutant("weights that are missing are drawn", "train/model/hub.py", 'if missing := sorted(report["missing_keys"]):',
            "if missing := []:", tests=HUB),
-    Mutant("dropout while text is drawn", "train/model/hub.py", "        self.eval()\n        try:\n", "        try:\n",
+    Mutant("dropout while text is drawn", "train/model/decoder.py", "        self.eval()\n        try:\n", "        try:\n",
            tests=HUB),
     Mutant("the whole text is fed into a full cache", "train/model/hub.py",
            "new = tokens if cache is None else tokens[:, -1:]", "new = tokens", tests=HUB),

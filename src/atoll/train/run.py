@@ -181,17 +181,15 @@ def start(config: RunConfig, data: TokenData) -> tuple[Model, RunConfig]:
         check_room(config, shape)
         config = config.changed(**{f"model.{name}": value for name, value in asdict(shape).items()})
         model = Decoder(shape, generator=torch.Generator().manual_seed(config.seed))
-        context: int | None = shape.context
     else:
         model = hub.load(config.model.hf, weights=config.model.hf_weights)
-        context = model.context
         if model.vocabulary < vocabulary:
             raise ConfigError(
                 f"data.tokenizer: has {vocabulary} tokens, but {config.model.hf} knows {model.vocabulary}: "
                 "use the tokenizer.json that belongs to the model"
             )
     parameters = sum(p.numel() for p in model.parameters())
-    return model.to(device_of(config)).train(), resolve(config, parameters=parameters, context=context)
+    return model.to(device_of(config)).train(), resolve(config, parameters=parameters, context=model.context)
 
 
 def _batches(config: RunConfig, data: TokenData) -> Batches:

@@ -25,7 +25,6 @@ from atoll.outer.stats import Counters
 from atoll.runs.events import Outcome
 from atoll.settings.config import RunConfig
 from atoll.train.data.batches import Batches
-from atoll.train.model.decoder import Decoder
 from atoll.train.progress.reporter import Reporter
 from atoll.train.ranks import fsdp
 from atoll.train.ranks.worker_ranks import Model, WorkerRanks
@@ -163,9 +162,7 @@ class Trainer:
 
     def write_start(self) -> None:
         """Write the event that says what this run is."""
-        model = self.models[0]
-        vocabulary = model.config.vocabulary if isinstance(model, Decoder) else model.vocabulary
-        self.reporter.write_start(self.parameters, vocabulary)
+        self.reporter.write_start(self.parameters, self.models[0].vocabulary)
 
     # ------------------------------------------------------------------ one inner step
 

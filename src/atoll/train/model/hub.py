@@ -18,14 +18,14 @@ from torch.nn import functional
 
 from atoll._util.units import bytes_text
 from atoll.errors import ConfigError, DataError
-from atoll.train.model.decoder import Loss, check_generation, draw
+from atoll.train.model.decoder import CausalModel, Loss
 
 MOST_JSON: Final = 2**28
 """Most bytes of a JSON file in the folder of a model."""
 _NAME_ON_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-class HubModel(nn.Module):
+class HubModel(CausalModel):
     """Gives a causal language model of transformers the methods of `Decoder`.
 
     The wrapped model is called `module`, as in DDP: the outer loop removes that prefix, so workers that train the bare
@@ -37,10 +37,9 @@ class HubModel(nn.Module):
         self.module = module
         config: Any = module.config
         shape = config.get_text_config()
-        self.vocabulary: int = shape.vocab_size
+        self.vocabulary = shape.vocab_size
         positions = getattr(shape, "max_position_embeddings", None)
-        self.context: int | None = positions if isinstance(positions, int) and positions > 0 else None
-        """Longest sequence, in tokens; None if the model sets no limit."""
+        self.context = positions if isinstance(positions, int) and positions > 0 else None
         self._has_cache = "past_key_values" in signature(module.forward).parameters
         names = ("router_aux_loss_coef", "aux_loss_coef")
         weights = [getattr(owner, name, None) for owner in (module, shape) for name in names]
@@ -73,25 +72,6 @@ class HubModel(nn.Module):
             total = total + self._router_weight * routers
         return Loss(total, cross_entropy.detach())
 
-    def generate(
-        self, prompt: Tensor, count: int, *, temperature: float = 1.0, generator: torch.Generator | None = None
-    ) -> Tensor:
-        """Return the prompt [batch, time] followed by `count` tokens sampled without dropout [batch, time + count].
-
-        Each is drawn from softmax(logits / temperature) given the last `context` tokens; 0 takes the likeliest.
-        """
-        check_generation(count, temperature)
-        tokens, cache, training = prompt, None, self.training
-        self.eval()
-        try:
-            with torch.no_grad():
-                for _ in range(count):
-                    logits, cache = self._next_logits(tokens, cache)
-                    tokens = torch.cat((tokens, draw(logits, temperature, generator)), 1)
-        finally:
-            self.train(training)
-        return tokens
-
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the wrapped model for `loss`; `generate` runs uncompiled, since its shapes change."""
         self.module.compile(*args, **kwargs)
@@ -100,7 +80,7 @@ class HubModel(nn.Module):
         self._check_length(tokens)
         return self.module(input_ids=tokens, use_cache=False)
 
-    def _next_logits(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
+    def next_logits(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """Return the logits [batch, vocabulary] of the next token, and the cache for the next call, or None."""
         self._check_length(tokens[:, : self.context])
         if not self._has_cache or (self.context is not None and tokens.shape[1] > self.context):
