@@ -25,6 +25,7 @@ from atoll.settings import config as run_config
 from atoll.settings.config import RunConfig
 from atoll.train.data.token_files import TokenData
 from atoll.train.model.export import exists, export
+from atoll.train.ranks import fsdp
 from atoll.train.trainer import Trainer
 
 LOCK = ".lock"
@@ -207,8 +208,9 @@ class RunFolder:
     def export(self, trainer: Trainer, data: TokenData, name: str) -> None:
         """Export the outer parameters, replacing an earlier export; all ranks call it and the leader writes."""
         with trainer.outer_model() as model:
-            tensors = trainer.ranks.full_state_dict(model)
-            if trainer.ranks.is_leader:
+            ranks = trainer.ranks
+            tensors = None if ranks.hold_whole_model else fsdp.full_state_dict(model, keep=ranks.is_leader)
+            if ranks.is_leader:
                 export(model, data.tokenizer, self.path / name, tensors)
 
     def forget_after(self, step: int) -> None:

@@ -121,7 +121,8 @@ class Trainer:
                 f'"whole" and "balanced:2" fit any: {error}'
             ) from error
         for worker, loop in zip(self._local, loops, strict=True):
-            self.ranks.check_fragments(worker.model, loop.fragments)
+            if not self.ranks.hold_whole_model:
+                fsdp.check_fragments(worker.model, loop.fragments, self.ranks.count)
             worker.loop = loop
         self.reporter.loops = loops
         return loops
@@ -196,7 +197,8 @@ class Trainer:
         batch = self.ranks.own_rows(self._batches.batch(worker.number, worker.draws))
         worker.draws += 1
         cross_entropy = worker.backward(batch)
-        self.ranks.share_nonfinite(worker.model)
+        if not self.ranks.hold_whole_model:
+            fsdp.share_nonfinite(worker.model)
         return self.ranks.mean(cross_entropy)
 
     # ------------------------------------------------------------------ non-finite numbers

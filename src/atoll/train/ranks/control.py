@@ -103,13 +103,12 @@ class ControlPlane:
 
         None with several processes: there is none. None in a run of one process: the newest good one, if any.
         """
-        if self.ranks.count > 1:
-            shared = self.ranks.common_steps(steps)
-            return self.ranks.decide(lambda: self._common_step(shared) if self._link else max(shared, default=None))
-        return self._common_step(steps) if self._link else None
-
-    def _common_step(self, steps: Sequence[int]) -> int | None:
-        return checkpoint.common_step(self.gather("checkpoints", list(steps)))
+        mine = self.ranks.common_steps(steps)
+        if self.ranks.count == 1 and self._link is None:
+            return None
+        return self.ranks.decide(
+            lambda: checkpoint.common_step(self.gather("checkpoints", mine) if self._link else {"here": mine})
+        )
 
     # ------------------------------------------------------------------ stopping
 
