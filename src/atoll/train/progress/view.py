@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TextIO, get_args
+from typing import TextIO
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -15,13 +15,22 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll._util.units import bytes_text, count_text, loss_text, seconds_text
-from atoll.errors import ConfigError, printable
+from atoll.errors import printable
 from atoll.runs.events import End, Event, Resumed, Saved, Sink, Start, Step
 from atoll.runs.sinks import Metrics
-from atoll.settings.sections import View
 from atoll.train.data.cache import OnProgress, no_progress
-from atoll.train.progress.sentences import computing_share, end_line, event_line, run_title, time_left, with_name
-from atoll.train.progress.summary import RunSummary, mean, mean_and_spread, sparkline
+from atoll.train.progress.summary import (
+    RunSummary,
+    computing_share,
+    end_line,
+    event_line,
+    mean,
+    mean_and_spread,
+    run_title,
+    sparkline,
+    time_left,
+    with_name,
+)
 
 QUIET_S = 10.0
 """Seconds between two plain lines that only report progress."""
@@ -34,9 +43,6 @@ def view(kind: str = "auto", stream: TextIO | None = None, past: Iterable[Event]
         kind: "live", "lines", "none", or "auto": live on a terminal and lines elsewhere.
         stream: Where to write; None is standard output.
         past: Events of a run that is resumed, which are not shown again.
-
-    Raises:
-        ConfigError: for another kind.
     """
     console = _console(kind, stream)
     if console is None:
@@ -46,8 +52,6 @@ def view(kind: str = "auto", stream: TextIO | None = None, past: Iterable[Event]
 
 
 def _console(kind: str, stream: TextIO | None) -> Console | None:
-    if kind not in get_args(View):
-        raise ConfigError(f"log.view must be one of {', '.join(get_args(View))}, got {kind!r}")
     return None if kind == "none" else Console(file=stream, force_terminal=True if kind == "live" else None)
 
 
@@ -311,26 +315,18 @@ class _StageBars:
 
 
 class _StageLines:
-    """Prints a line when a stage begins, every ten seconds, and when it ends."""
+    """Prints a line when a stage begins, every ten seconds, and when all of it is done."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._stage = ""
-        self._pending = ""
         self._last_s = 0.0
 
     def update(self, stage: str, done: int, total: int | None) -> None:
         now = time.monotonic()
-        if stage != self._stage:
-            self.close()
-            self._stage, self._last_s = stage, -math.inf
-        amount = _amount(done, total)
-        self._pending = f"{stage}: {amount}" if amount else stage
-        if now - self._last_s >= QUIET_S:
-            self._last_s = now
-            self.close()
+        if stage != self._stage or now - self._last_s >= QUIET_S or done == total:
+            self._stage, self._last_s = stage, now
+            _print(self._console, ": ".join(filter(None, (stage, _amount(done, total)))))
 
     def close(self) -> None:
-        if self._pending:
-            _print(self._console, self._pending)
-            self._pending = ""
+        """Do nothing: every line is printed."""
