@@ -161,10 +161,6 @@ class Trainer:
         """The number of parameters of the model."""
         return sum(p.numel() for p in self.models[0].parameters())
 
-    def write_start(self) -> None:
-        """Write the event that says what this run is."""
-        self.reporter.write_start(self.parameters, self.models[0].vocabulary)
-
     # ------------------------------------------------------------------ one inner step
 
     def step(self) -> None:
