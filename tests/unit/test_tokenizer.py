@@ -159,15 +159,6 @@ def test_a_missing_tokenizer_is_refused(tmp_path: Path) -> None:
         open_tokenizer(tmp_path)
 
 
-def test_a_missing_package_is_named(tmp_path: Path, bpe: Subwords, monkeypatch: pytest.MonkeyPatch) -> None:
-    bpe.save(tmp_path)
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match=r"a BPE tokenizer needs the package tokenizers: pip install"):
-        train_bpe(TEXTS, 300)
-    with pytest.raises(ConfigError, match=r"the tokenizer .* needs the package tokenizers: pip install"):
-        open_tokenizer(tmp_path)
-
-
 @pytest.mark.parametrize(("vocabulary", "size"), [(1, 1), (256, 1), (257, 2), (65536, 2), (65537, 4)])
 def test_ids_take_as_few_bytes_as_they_can(vocabulary: int, size: int) -> None:
     assert dtype_of(vocabulary).itemsize == size

@@ -537,8 +537,8 @@ def test_preparing_in_lines_tells_the_beginning_and_the_end_of_every_stage() -> 
             tell("tokenizing", done, 10_000)
     assert stream.getvalue().splitlines() == [
         "reading",
-        "tokenizing: 0 of 10,000",
-        "tokenizing: 10,000 of 10,000",
+        "tokenizing: 0 B of 10.0 kB",
+        "tokenizing: 10.0 kB of 10.0 kB",
     ]
 
 
@@ -549,8 +549,8 @@ def test_preparing_live_draws_a_bar_a_stage() -> None:
             tell("reading", done, None)
         tell("tokenizing", 10_000, 10_000)
     reading, tokenizing = frame(stream.getvalue())
-    assert re.fullmatch(r"reading    ━+ 5,000 +0:00:\d\d", reading)
-    assert re.fullmatch(r"tokenizing ━+ 10,000 of 10,000 0:00:\d\d", tokenizing)
+    assert re.fullmatch(r"reading    ━+ 5\.0/5\.0 kB +0:00:\d\d", reading)
+    assert re.fullmatch(r"tokenizing ━+ 10\.0/10\.0 kB 0:00:\d\d", tokenizing)
 
 
 @pytest.mark.parametrize("kind", ["live", "lines", "none", "auto"])

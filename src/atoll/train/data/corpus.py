@@ -94,13 +94,13 @@ def text_bytes(source: str | Sequence[str], limit: int | None) -> int | None:
     return sum(size for _, size, _ in _stamps(files))
 
 
-def need(module: str, what: str) -> Any:
+def need(module: str, what: str, extra: str = "data") -> Any:
     """Import an optional module; ConfigError says what it is for and how to install it."""
     try:
         return import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise ConfigError(f"{what} needs the package {package}: pip install 'atoll[data]'") from error
+        raise ConfigError(f"{what} needs the package {package} ({error}): pip install 'atoll[{extra}]'") from error
 
 
 def missing(path: Path) -> str:

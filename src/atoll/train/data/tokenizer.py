@@ -10,10 +10,11 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import tokenizers
 
 from atoll._util.disk import parse_json, read_limited
 from atoll.errors import ConfigError, DataError
-from atoll.train.data.corpus import missing, need
+from atoll.train.data.corpus import missing
 
 FILE: Final = "tokenizer.json"
 MOST_BYTES: Final = 2**28
@@ -112,12 +113,11 @@ class Subwords:
 
 def train_bpe(documents: Iterable[str], vocabulary: int) -> Subwords:
     """Train a byte-level BPE of 257 to `vocabulary` tokens; the same text gives the same BPE."""
-    library = need("tokenizers", "a BPE tokenizer")
-    byte_level = library.pre_tokenizers.ByteLevel
-    inner = library.Tokenizer(library.models.BPE())
+    byte_level: Any = tokenizers.pre_tokenizers.ByteLevel
+    inner: Any = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.pre_tokenizer = byte_level(add_prefix_space=False)
-    inner.decoder = library.decoders.ByteLevel()
-    trainer = library.trainers.BpeTrainer(
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocabulary, special_tokens=[END], initial_alphabet=byte_level.alphabet(), show_progress=False
     )
     inner.train_from_iterator(documents, trainer)
@@ -143,9 +143,8 @@ def open_tokenizer(folder_or_file: Path) -> Tokenizer:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"the tokenizer {path} cannot be read: {reason}") from error
-    library = need("tokenizers", f"the tokenizer {path}")
     try:
-        inner = library.Tokenizer.from_str(text)
+        inner: Any = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the package raises nothing more exact
         raise DataError(f"{path} is not a tokenizer.json of the package tokenizers: {error}") from error
     separators = [inner.token_to_id(token) for token in SEPARATORS if inner.token_to_id(token) is not None]

@@ -119,6 +119,16 @@ class CausalModel(nn.Module):
     context: int | None
     """Longest sequence, in tokens; None if the model sets no limit."""
 
+    def check_length(self, tokens: Tensor) -> None:
+        """Refuse tokens [batch, time] that are none, or more than `context`."""
+        time = tokens.shape[1]
+        if time < 1 or (self.context is not None and time > self.context):
+            most = "" if self.context is None else f" and at most {self.context}, the model's context"
+            raise ConfigError(
+                f"a sequence must have at least 1 token{most}, got {time} (loss takes one more, the last to predict): "
+                "cut it"
+            )
+
     def next_logits(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """Return the next token's logits [batch, vocabulary], fp32, and a cache for the next call, or None.
 
@@ -213,12 +223,8 @@ class Decoder(CausalModel):
 
     def _hidden(self, tokens: Tensor) -> Tensor:
         """Return the input of the head [batch, time, width]."""
-        config, time, kind = self.config, tokens.shape[1], tokens.device.type
-        if not 1 <= time <= config.context:
-            raise ConfigError(
-                f"a sequence must have between 1 and {config.context} tokens, the model's context, got "
-                f"{time} (loss takes one more, the last to predict): cut it, or make context larger"
-            )
+        self.check_length(tokens)
+        config, kind = self.config, tokens.device.type
         own = self.embedding.weight.dtype
         stream = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else own
         rotary = rotary_tables(config.context, config.head_width, config.rope_base, tokens.device, own)

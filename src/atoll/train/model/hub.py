@@ -6,7 +6,6 @@ Only config.json and safetensors are read: no code that comes with a model is ru
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +17,7 @@ from torch.nn import functional
 
 from atoll._util.units import bytes_text
 from atoll.errors import ConfigError, DataError
+from atoll.train.data.corpus import need
 from atoll.train.model.decoder import CausalModel, Loss
 
 MOST_JSON: Final = 2**28
@@ -77,12 +77,12 @@ class HubModel(CausalModel):
         self.module.compile(*args, **kwargs)
 
     def _outputs(self, tokens: Tensor) -> Any:
-        self._check_length(tokens)
+        self.check_length(tokens)
         return self.module(input_ids=tokens, use_cache=False)
 
     def next_logits(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """Return the logits [batch, vocabulary] of the next token, and the cache for the next call, or None."""
-        self._check_length(tokens[:, : self.context])
+        self.check_length(tokens[:, : self.context])
         if not self._has_cache or (self.context is not None and tokens.shape[1] > self.context):
             # Once the window slides, every token's position differs from the one in the cache.
             window = tokens if self.context is None else tokens[:, -self.context :]
@@ -90,15 +90,6 @@ class HubModel(CausalModel):
         new = tokens if cache is None else tokens[:, -1:]
         outputs = self.module.forward(input_ids=new, past_key_values=cache, use_cache=True)
         return outputs.logits[:, -1].float(), outputs.past_key_values
-
-    def _check_length(self, tokens: Tensor) -> None:
-        time = tokens.shape[1]
-        if time < 1 or (self.context is not None and time > self.context):
-            allowed = "at least 1 token" if self.context is None else f"between 1 and {self.context} tokens"
-            raise ConfigError(
-                f"a sequence must have {allowed}, the context of {type(self.module).__name__}, got {time} (loss "
-                "takes one more, the last to predict): cut it"
-            )
 
 
 def load(where: str, *, weights: bool) -> HubModel:
@@ -118,7 +109,7 @@ def load(where: str, *, weights: bool) -> HubModel:
         _check_folder(Path(place))
     elif not _NAME_ON_THE_HUB.fullmatch(where):
         raise ConfigError(f"model.hf: there is no folder {where!r}, and a name on the hub looks like owner/name")
-    transformers = _transformers()
+    transformers = need("transformers", "a Hugging Face model", extra="hf")
     with _quiet(transformers, bars=not local):
         try:
             config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False, local_files_only=local)
@@ -141,7 +132,7 @@ def save(model: HubModel, folder: Path, *, end: int | None = None, tensors: Mapp
         end: The token that ended documents in training, where transformers' `generate` stops.
         tensors: The full state dict, if this rank's model holds only a shard of it.
     """
-    transformers = _transformers()
+    transformers = need("transformers", "a Hugging Face model", extra="hf")
     module: Any = model.module
     with _quiet(transformers, bars=False):
         if module.can_generate():
@@ -157,14 +148,6 @@ def save(model: HubModel, folder: Path, *, end: int | None = None, tensors: Mapp
 
 
 # --- loading
-
-
-def _transformers() -> Any:
-    try:
-        return import_module("transformers")
-    except ImportError as error:
-        command = "pip install 'atoll[hf]'"
-        raise ConfigError(f"Hugging Face models need transformers ({error}): {command}") from error
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import TextIO
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -282,18 +282,11 @@ def preparing(kind: str = "auto", stream: TextIO | None = None) -> Iterator[OnPr
         shown.close()
 
 
-def _amount(done: int, total: int | None) -> str:
-    """Return how much is done; empty while waiting, when there is nothing to count."""
-    if not done and total is None:
-        return ""
-    return f"{done:,}" + ("" if total is None else f" of {total:,}")
-
-
 class _StageBars:
-    """Draws one bar per stage."""
+    """Draws one bar per stage, of bytes."""
 
     def __init__(self, console: Console) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[amount]}"))
+        columns = (TextColumn("{task.description}"), BarColumn(24), DownloadColumn())
         self._progress = Progress(*columns, TimeRemainingColumn(elapsed_when_finished=True), console=console)
 
     def update(self, stage: str, done: int, total: int | None) -> None:
@@ -301,9 +294,8 @@ class _StageBars:
         if not tasks or tasks[-1].description != stage:
             self._end_stage()
             self._progress.start()
-            self._progress.add_task(stage, total=None, amount="")
-        task = self._progress.tasks[-1]
-        self._progress.update(task.id, completed=done, total=total, amount=_amount(done, total))
+            self._progress.add_task(stage, total=None)
+        self._progress.update(self._progress.tasks[-1].id, completed=done, total=total)
 
     def _end_stage(self) -> None:
         if (tasks := self._progress.tasks) and tasks[-1].total is None:  # or the bar would look busy for ever
@@ -326,7 +318,8 @@ class _StageLines:
         now = time.monotonic()
         if stage != self._stage or now - self._last_s >= QUIET_S or done == total:
             self._stage, self._last_s = stage, now
-            _print(self._console, ": ".join(filter(None, (stage, _amount(done, total)))))
+            amount = bytes_text(done) + ("" if total is None else f" of {bytes_text(total)}")
+            _print(self._console, f"{stage}: {amount}" if done or total else stage)
 
     def close(self) -> None:
         """Do nothing: every line is printed."""

@@ -28,6 +28,7 @@ from atoll.settings.config import RunConfig
 from atoll.train.model.decoder import Decoder, Loss
 from atoll.train.model.hub import HubModel
 from atoll.train.step.backward import LossFunction
+from atoll.train.step.recipe import device_of
 
 Model = Decoder | HubModel
 Value = TypeVar("Value")
@@ -235,7 +236,7 @@ def _shard(model: Model, mesh: DeviceMesh) -> nn.Module:
 @contextmanager
 def connect_ranks(config: RunConfig, seat: Seat | None) -> Iterator[WorkerRanks]:
     """Connect the ranks of this process's worker; inside, torch's default process group is theirs."""
-    on_gpu = _on_gpu(config) and "LOCAL_RANK" in os.environ
+    on_gpu = "LOCAL_RANK" in os.environ and device_of(config).startswith("cuda")
     if on_gpu and seat is not None:
         _set_gpu(config, seat.ranks)
     if seat is None or seat.ranks == 1:
@@ -276,10 +277,6 @@ def _init_process_group(seat: Seat, on_gpu: bool, timeout: timedelta) -> None:
     except RuntimeError as error:
         problem = shorten(str(error), 300, placeholder=" ...")
         raise LinkError(f"{seat} cannot connect to the other ranks of its worker: {problem}") from error
-
-
-def _on_gpu(config: RunConfig) -> bool:
-    return config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
 
 
 def _set_gpu(config: RunConfig, ranks: int) -> None:
