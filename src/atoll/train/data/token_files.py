@@ -49,7 +49,7 @@ BPE_BYTES: Final = 2**28
 
 @dataclass(frozen=True, eq=False)
 class TokenData:
-    """A corpus as token ids [tokens], uint8, uint16 or uint32, mapped into memory read-only."""
+    """Holds a corpus as token ids [tokens], uint8, uint16 or uint32, mapped into memory read-only."""
 
     tokenizer: Tokenizer
     train: tuple[Ids, ...]

@@ -113,7 +113,7 @@ class Loss(NamedTuple):
 
 
 class CausalModel(nn.Module):
-    """A language model that predicts the next token: atoll's `Decoder`, or a `HubModel`."""
+    """Predicts the next token of a text: the base of atoll's `Decoder` and of `HubModel`."""
 
     vocabulary: int
     context: int | None

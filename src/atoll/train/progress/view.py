@@ -100,9 +100,8 @@ class _LiveView:
     """Keeps a few lines in place until the run ends; they stay if it fails."""
 
     def __init__(self, console: Console, run: RunSummary) -> None:
-        self._console = console
         self._run = run
-        self._live: Live | None = None
+        self._live = Live(self, console=console, refresh_per_second=4)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         run, width = self._run, options.max_width
@@ -115,21 +114,15 @@ class _LiveView:
         """Update the lines."""
         self._run = self._run.after(event)
         if isinstance(event, End):
-            self._stop(transient=True)
-            _print(self._console, with_name(self._run, end_line(event, self._run)))
-        elif self._live is None and self._run.end is None:
-            self._live = Live(self, console=self._console, refresh_per_second=4)
+            self._live.transient = True
+            self._live.stop()
+            _print(self._live.console, with_name(self._run, end_line(event, self._run)))
+        elif self._run.end is None:
             self._live.start()
 
     def close(self) -> None:
         """Give the terminal back."""
-        self._stop(transient=False)
-
-    def _stop(self, *, transient: bool) -> None:
-        if self._live is not None:
-            self._live.transient = transient
-            self._live.stop()
-            self._live = None
+        self._live.stop()
 
 
 def _progress_bar(run: RunSummary, width: int) -> Table | Text:

@@ -38,7 +38,7 @@ _TIMEOUT_S = 3600.0  # for a rank that evaluates, exports or saves; one that die
 
 
 class WorkerRanks:
-    """One rank of a worker, or its only one; every rank holds the whole model, the same bits (DDP).
+    """Runs as one rank of a worker whose ranks each hold the whole model (DDP), or as its only rank.
 
     The leader exchanges with other workers. `FSDPRanks` has what differs where each rank holds a shard.
 
@@ -166,7 +166,7 @@ class WorkerRanks:
 
 
 class FSDPRanks(WorkerRanks):
-    """One rank of several that hold a shard of every parameter each (FSDP2).
+    """Runs as one rank of several that each hold a shard of every parameter (FSDP2).
 
     Each rank exchanges its shard with the same rank of other workers.
     """
