@@ -117,8 +117,7 @@ def load(where: str, *, weights: bool) -> HubModel:
             raise ConfigError(_config_problem(where, local, error)) from error
         if getattr(config, "quantization_config", None):
             raise ConfigError(f"{where}: its weights are quantised and cannot be trained: take the original model")
-        module = _with_weights(transformers, place, config, local) if weights else _drawn(transformers, where, config)
-        model = HubModel(module)
+        model = HubModel(_make(transformers, place, config, weights=weights, local=local))
         _check_causal(model, where)
     return model.train()
 
@@ -188,40 +187,30 @@ def _config_problem(where: str, local: bool, error: Exception) -> str:
     return f"model.hf: {where!r} is not a folder here, and the Hugging Face hub did not provide it: {_one_line(error)}"
 
 
-def _model_problem(where: str, config: Any, error: Exception) -> str:
-    """Return why a model could not be made from a config, in one line."""
-    if "Unrecognized configuration class" in str(error):
-        return f"{where}: a {config.model_type} model is not a causal language model, which predicts the next token"
-    return f"{where}: transformers cannot make the model: {_one_line(error)}"
-
-
-def _drawn(transformers: Any, where: str, config: Any) -> nn.Module:
+def _make(transformers: Any, place: str, config: Any, *, weights: bool, local: bool) -> nn.Module:
+    """Return the module of a config, with the weights beside it or with random ones."""
+    module: nn.Module
+    auto, options = transformers.AutoModelForCausalLM, {"dtype": torch.float32, "trust_remote_code": False}
     try:
-        module: nn.Module = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=False
-        )
-    except Exception as error:
-        raise ConfigError(_model_problem(where, config, error)) from error
-    return module
-
-
-def _with_weights(transformers: Any, place: str, config: Any, local: bool) -> nn.Module:
-    try:
-        module: nn.Module
-        module, report = transformers.AutoModelForCausalLM.from_pretrained(
+        if not weights:
+            module = auto.from_config(config, **options)
+            return module
+        module, report = auto.from_pretrained(
             place,
             config=config,
-            dtype=torch.float32,
             use_safetensors=True,
-            trust_remote_code=False,
             local_files_only=local,
             ignore_mismatched_sizes=True,  # its error names none of them; they are refused below
             output_loading_info=True,
+            **options,
         )
     except (SafetensorError, OSError) as error:
         raise DataError(f"{place}: its safetensors weights cannot be read: {_one_line(error)}") from error
     except Exception as error:
-        raise ConfigError(_model_problem(place, config, error)) from error
+        problem = f"transformers cannot make the model: {_one_line(error)}"
+        if "Unrecognized configuration class" in str(error):
+            problem = f"a {config.model_type} model is not a causal language model, which predicts the next token"
+        raise ConfigError(f"{place}: {problem}") from error
     if missing := sorted(report["missing_keys"]):
         lost = f"{missing[0]} ({len(missing)} in all)"
         raise DataError(f"{place}: its weights lack {lost}: the file is of another model, or damaged")
