@@ -15,7 +15,7 @@ import torch
 from atoll.settings.model_presets import preset
 from atoll.settings.run_settings import DataSection
 from atoll.train.data.batches import Batches
-from atoll.train.data.tokens import prepare
+from atoll.train.data.token_files import prepare
 from atoll.train.model.decoder import Decoder
 
 SEQUENCE, BATCH, WORKERS = 256, 8, 4

@@ -276,7 +276,7 @@ def digest(run: run_file.RunConfig) -> str:
     """Of the tokens that a run trains on and is measured by."""
     data, found = prepare(run), hashlib.blake2b(digest_size=16)
     for file in (*data.train, data.held_out):
-        found.update(file.tokens.data)
+        found.update(file.data)
     return found.hexdigest()
 
 

@@ -6,25 +6,25 @@ TESTS = ["tests/unit/test_tokens.py"]
 MUTANTS = [
     Mutant(
         "tokens of another vocabulary are taken",
-        "train/data/tokens.py",
+        "train/data/token_files.py",
         "if settings.vocabulary not in (None, vocabulary):",
         "if settings.vocabulary == 0:",
     ),
     Mutant(
         "a limit is passed over where tokens are there",
-        "train/data/tokens.py",
+        "train/data/token_files.py",
         "if settings.limit is not None:\n        raise",
         "if settings.limit == 0:\n        raise",
     ),
     Mutant(
         "a folder of tokens is looked through for text",
-        "train/data/tokens.py",
+        "train/data/token_files.py",
         "    if _ready(settings) is None:\n",
         "    if True:\n",
     ),
     Mutant(
         "a folder of tokens in a list is taken for text",
-        "train/data/tokens.py",
+        "train/data/token_files.py",
         "if len(sources) != 1:",
         "if len(sources) != 2:",
     ),

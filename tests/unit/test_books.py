@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from atoll.settings.run_settings import DataSection
-from atoll.train.data.tokens import prepare
+from atoll.train.data.token_files import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = "The Project Gutenberg EBook of A Book\r\n\r\n*** START OF THIS PROJECT GUTENBERG EBOOK ***\r\n"
@@ -116,7 +116,7 @@ def test_tokens_that_travelled_are_those_that_were_packed(
     assert counted["vocabulary"] == 300
     data = prepare(DataSection(source=str(text / "tokens"), cache=str(tmp_path)))
     whole = [data.tokenizer.encode(book).tolist() for book in books.texts(text / "books.jsonl")]
-    assert data.train[0].tokens.tolist() == [i for ids in whole for i in (*ids, data.tokenizer.separator)]
+    assert data.train[0].tolist() == [i for ids in whole for i in (*ids, data.tokenizer.separator)]
     books.pack(text)
     parts = sorted((text / "parts").iterdir())
     assert len(parts) > 2

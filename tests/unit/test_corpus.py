@@ -299,9 +299,9 @@ def test_what_is_not_there_is_named_with_what_comes_close(tmp_path: Path, act: C
         "storys/grimm.txt": r"storys does not exist; did you mean .*stories\?",
         "stories/grimm.txt/more": r"grimm\.txt cannot be listed: Not a directory",
         "stories/xyz": r"xyz does not exist$",
-        "stories/*.text": r"matches no file; did you mean .*stories/grimm\.txt\?",
+        "stories/*.text": r"matches no file: .*text does not exist; did you mean .*stories/grimm\.txt\?",
         "storys/*.txt": r"matches no file: .*storys does not exist; did you mean",
-        "empty/*": r"matches no file: .*empty holds nothing",
+        "empty/*": r"matches no file: .*empty/\* does not exist",
         "empty": r"empty holds no file with a known ending: \.parquet \.txt",
         "stories/\0": "does not exist",
         "x" * 300: "does not exist",
@@ -362,7 +362,7 @@ def test_missing_packages_are_named_with_the_command_to_get_them(
     path = name if name.startswith("hf:") else str(tmp_path / name)
     if path != name:
         Path(path).write_bytes(b"")
-    with pytest.raises(ConfigError, match=rf"needs the package {package}: pip install 'atoll\[data\]'"):
+    with pytest.raises(ConfigError, match=rf"needs the package {package} .*: pip install 'atoll\[data\]'"):
         read(path)
 
 

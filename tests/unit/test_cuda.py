@@ -39,7 +39,7 @@ from atoll.train.model.decoder import Decoder
 from atoll.train.ranks.worker_ranks import WorkerRanks
 from atoll.train.step.backward import Backward
 from atoll.train.step.cuda_graph import GraphedPass
-from atoll.train.step.optimizer import InnerOptimizer
+from atoll.train.step.inner_optimizer import InnerOptimizer
 from atoll.train.step.recipe import resolve
 from atoll.train.step.step_time import probe_step
 from atoll.train.trainer import Trainer

@@ -23,7 +23,7 @@ from atoll.settings import config, study
 from atoll.settings.config import RunConfig
 from atoll.settings.model_presets import preset
 from atoll.settings.run_settings import DataSection
-from atoll.train.data import cache, corpus, tokens
+from atoll.train.data import cache, corpus, token_files
 from atoll.train.data.corpus import MOST_ROW, documents
 from atoll.train.data.tokenizer import open_tokenizer
 from atoll.train.model import hub
@@ -292,7 +292,7 @@ def test_a_device_among_the_files_of_a_cache_is_no_file(tmp_path: Path) -> None:
 def test_the_tokenizer_of_a_run_is_refused_before_any_text_is_read(tmp_path: Path) -> None:
     zeros(tmp_path / "tokenizer.json")
     with bounded(), pytest.raises(DataError, match=r"tokenizer\.json cannot be read: it has more than 268 MB"):
-        tokens.check_there(DataSection(tokenizer=str(tmp_path / "tokenizer.json")))
+        token_files.check_there(DataSection(tokenizer=str(tmp_path / "tokenizer.json")))
 
 
 # ---- absurd sizes

@@ -458,13 +458,13 @@ def test_sequences_must_fit_the_context() -> None:
     model = nano()
     assert model(batch(1, 16)).shape == (1, 16, NANO.vocabulary)
     assert model.loss(batch(1, 17)).total.isfinite()
-    with pytest.raises(ConfigError, match=r"between 1 and 16 tokens, the model's context, got 17 "):
+    with pytest.raises(ConfigError, match=r"at least 1 token and at most 16, the model's context, got 17 "):
         model(batch(1, 17))
-    with pytest.raises(ConfigError, match=r"between 1 and 16 tokens, the model's context, got 17 "):
+    with pytest.raises(ConfigError, match=r"at least 1 token and at most 16, the model's context, got 17 "):
         model.loss(batch(1, 18))
-    with pytest.raises(ConfigError, match=r"between 1 and 16 tokens, the model's context, got 0 \(loss takes one more"):
+    with pytest.raises(ConfigError, match=r"at most 16, the model's context, got 0 \(loss takes one more"):
         model.loss(batch(1, 1))
-    with pytest.raises(ConfigError, match=r"between 1 and 16 tokens, the model's context, got 0 "):
+    with pytest.raises(ConfigError, match=r"at least 1 token and at most 16, the model's context, got 0 "):
         model.generate(batch(1, 0), 3)
     with pytest.raises(ConfigError, match="count must be a whole number of at least 1, got 0"):
         model.generate(batch(1, 3), 0)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from atoll.settings.run_settings import DataSection
-from atoll.train.data.tokens import prepare
+from atoll.train.data.token_files import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 

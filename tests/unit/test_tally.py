@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from atoll.train.progress.totals import Totals
+from atoll.train.progress.reporter import Totals
 
 
 def losses(*values: float) -> dict[int, torch.Tensor]:

@@ -21,11 +21,11 @@ import pytest
 
 from atoll.errors import ConfigError, DataError
 from atoll.settings.run_settings import DataSection
-from atoll.train.data import tokens as tokens_module
+from atoll.train.data import token_files as tokens_module
 from atoll.train.data.cache import MANIFEST
 from atoll.train.data.corpus import documents
-from atoll.train.data.tokenizer import FILE, Bytes, train_bpe
-from atoll.train.data.tokens import TokenData, TokenFile, check_there, prepare
+from atoll.train.data.token_files import TokenData, check_there, prepare
+from atoll.train.data.tokenizer import FILE, Bytes, Ids, train_bpe
 
 
 @pytest.fixture
@@ -56,9 +56,9 @@ def made(corpus: str, tmp_path: Path, **settings: Any) -> TokenData:
     return tokens_of(corpus, cache=tmp_path / "cache", **settings)
 
 
-def texts_in(file: TokenFile) -> list[str]:
+def texts_in(tokens: Ids) -> list[str]:
     """The documents in a file of bytes."""
-    parts = file.tokens.tobytes().split(b"\0")
+    parts = tokens.tobytes().split(b"\0")
     assert parts.pop() == b""
     return [part.decode() for part in parts]
 
@@ -76,8 +76,8 @@ def test_a_folder_of_tokens_is_a_source(corpus: str, tmp_path: Path) -> None:
     again = tokens_of([str(one.folder)], cache=tmp_path / "other", vocabulary=300)
     assert again.folder == one.folder
     assert not (tmp_path / "other").exists()
-    assert np.array_equal(again.train[0].tokens, one.train[0].tokens)
-    assert np.array_equal(again.held_out.tokens, one.held_out.tokens)
+    assert np.array_equal(again.train[0], one.train[0])
+    assert np.array_equal(again.held_out, one.held_out)
     assert again.tokenizer.vocabulary == 300
     check_there(section(str(one.folder), tmp_path, tokenizer="bpe", vocabulary=300))
 
@@ -111,12 +111,13 @@ def test_every_document_is_on_one_side(corpus: str, tmp_path: Path) -> None:
 
 
 def test_files_are_read_only_maps(corpus: str, tmp_path: Path) -> None:
-    file = made(corpus, tmp_path).train[0]
-    assert type(file.tokens) is np.ndarray
-    assert file.tokens.dtype == np.uint8
-    assert len(file) == len(file.tokens) == file.path.stat().st_size
+    data = made(corpus, tmp_path)
+    file = data.train[0]
+    assert type(file) is np.ndarray
+    assert file.dtype == np.uint8
+    assert len(file) == (data.folder / "train.bin").stat().st_size
     with pytest.raises(ValueError, match="read-only"):
-        file.tokens[0] = 1
+        file[0] = 1
 
 
 def test_the_same_documents_are_held_out_whatever_their_order_and_number(corpus: str, tmp_path: Path) -> None:
@@ -180,9 +181,9 @@ def test_a_bpe_is_trained_once_and_kept(corpus: str, tmp_path: Path) -> None:
     data = made(corpus, tmp_path, tokenizer="bpe", vocabulary=300)
     file = data.train[0]
     assert data.tokenizer.vocabulary == 300
-    assert file.tokens.dtype == np.dtype("<u2")
+    assert file.dtype == np.dtype("<u2")
     assert len(file) < 0.6 * len(made(corpus, tmp_path).train[0])
-    parts = np.split(file.tokens, np.flatnonzero(file.tokens == data.tokenizer.separator) + 1)
+    parts = np.split(file, np.flatnonzero(file == data.tokenizer.separator) + 1)
     assert parts.pop().size == 0
     decoded = [data.tokenizer.decode(part[:-1].tolist()) for part in parts]
     assert set(decoded) < set(documents(corpus))
@@ -207,11 +208,12 @@ def test_clusters_share_out_the_same_documents(corpus: str, tmp_path: Path) -> N
     shards = [texts_in(file) for file in data.train]
     assert all(shards)
     assert Counter(chain.from_iterable(shards)) == Counter(texts_in(iid.train[0]))
-    assert data.held_out.path == iid.held_out.path
+    assert np.array_equal(data.held_out, iid.held_out)
     kinds = [Counter(each.split()[2] for each in shard) for shard in shards]
     assert all(len(kind) == 1 for kind in kinds)  # cats to one worker, dogs to another
     assert len(made(corpus, tmp_path, split="clusters", workers=2).train) == 2
-    assert [file.path for file in made(corpus, tmp_path, split="clusters").train] == [iid.train[0].path]
+    (whole,) = made(corpus, tmp_path, split="clusters").train
+    assert np.array_equal(whole, iid.train[0])
 
 
 def test_fewer_documents_than_workers_are_refused(corpus: str, tmp_path: Path) -> None:
@@ -264,9 +266,9 @@ def test_progress_over_plain_text_ends_at_its_total(tmp_path: Path) -> None:
 
 
 def test_a_read_only_cache_that_has_the_tokens_will_do(corpus: str, tmp_path: Path, tiny_disk: Path) -> None:
-    expected = tokens_of(corpus, cache=tiny_disk).held_out.tokens
+    expected = tokens_of(corpus, cache=tiny_disk).held_out
     subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)
-    assert np.array_equal(tokens_of(corpus, cache=tiny_disk).held_out.tokens, expected)
+    assert np.array_equal(tokens_of(corpus, cache=tiny_disk).held_out, expected)
     with pytest.raises(DataError, match=r"tokens cannot be kept in data\.cache .*: Read-only file system"):
         tokens_of(corpus, cache=tiny_disk, limit=5)
 
@@ -302,7 +304,7 @@ def test_damage_is_named_and_nothing_is_deleted(corpus: str, tmp_path: Path, nam
     assert "\n" not in str(caught.value)
     assert {file: file.read_bytes() for file in data.folder.rglob("*") if file.is_file()} == before
     shutil.rmtree(path.parent)  # as told
-    assert np.array_equal(made(corpus, tmp_path, **settings).train[0].tokens, data.train[0].tokens)
+    assert np.array_equal(made(corpus, tmp_path, **settings).train[0], data.train[0])
 
 
 @pytest.mark.parametrize(
@@ -397,7 +399,7 @@ def test_a_cache_that_is_a_file_is_refused(corpus: str, tmp_path: Path) -> None:
 CHILD = """
 import sys
 from atoll.settings.run_settings import DataSection
-from atoll.train.data.tokens import prepare
+from atoll.train.data.token_files import prepare
 
 def tell(stage, done, total):
     print(stage, flush=True)

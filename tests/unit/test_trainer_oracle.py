@@ -141,12 +141,12 @@ def run_both(
     made = prepare(given)
     batches = Batches(made.train, workers=sync["workers"], batch=settings["batch"], sequence=SEQUENCE, seed=3)
     rows = settings["eval_tokens"] // SEQUENCE
-    tokens = made.held_out.tokens[: rows * SEQUENCE + 1].astype(np.int64)
+    tokens = made.held_out[: rows * SEQUENCE + 1].astype(np.int64)
     rows_held_out = np.stack([tokens[r * SEQUENCE : (r + 1) * SEQUENCE + 1] for r in range(rows)])
     weights = [1.0] * sync["workers"]
     if len(made.train) > 1 and given.data.weighting == "examples":
-        assert len({len(file.tokens) for file in made.train}) > 1
-        weights = [float((len(file.tokens) - 1) // SEQUENCE) for file in made.train]
+        assert len({len(file) for file in made.train}) > 1
+        weights = [float((len(file) - 1) // SEQUENCE) for file in made.train]
     model = Decoder(ModelConfig(vocabulary=256, **shape), generator=torch.Generator().manual_seed(3))
     passed_over = ("batch", "accumulate", "eval_tokens", "log_every", "save_every")
     log, evals, outers = oracle.train(

@@ -23,8 +23,9 @@ from atoll.runs.events import End, read
 from atoll.runs.layout import ABOUT, CHECKPOINTS, METRICS, MODEL, RUN, rank_folder, worker_folder, worker_folders
 from atoll.settings import config as run_config
 from atoll.settings.config import RunConfig
-from atoll.train.data.tokens import TokenData
+from atoll.train.data.token_files import TokenData
 from atoll.train.model.export import exists, export
+from atoll.train.ranks import fsdp
 from atoll.train.trainer import Trainer
 
 LOCK = ".lock"
@@ -32,7 +33,7 @@ FREE_TO_CHANGE = ("out", "name", "log.", "link.", "train.keep", "train.save_ever
 """Settings that a resumed run may change: they do not affect what is computed."""
 
 
-class RunCheckpoint(NamedTuple):
+class _RunCheckpoint(NamedTuple):
     """Holds what a checkpoint of a run saves."""
 
     trainer: dict[str, Any]
@@ -57,19 +58,6 @@ class RunFolder:
             self.path /= worker_folder(seat.worker)
             if seat.rank:
                 self.path /= rank_folder(seat.rank)
-
-    def refuse_mixture(self) -> None:
-        """Refuse to put a run of one process and a run of several into the same folder."""
-        if self.path != self._run and (self._run / RUN).exists():
-            raise ConfigError(
-                f"{self._run} holds a run whose workers are all in one process, and this is one of several: "
-                "choose another name, or delete it"
-            )
-        if self.path == self._run and (workers := worker_folders(self.path)):
-            raise ConfigError(
-                f"{self.path} holds a run whose workers have separate processes ({workers[0].name}): continue it "
-                "with --worker K --resume or `atoll launch`, choose another name, or delete it"
-            )
 
     @property
     def begun(self) -> bool:
@@ -113,6 +101,31 @@ class RunFolder:
 
     # ------------------------------------------------------------------ resuming
 
+    def resolve(self, config: RunConfig, resume: bool) -> RunConfig:
+        """Return the settings as the run began, if it did; refuse a folder that it cannot have."""
+        if self.path != self._run and (self._run / RUN).exists():
+            raise ConfigError(
+                f"{self._run} holds a run whose workers are all in one process, and this is one of several: "
+                "choose another name, or delete it"
+            )
+        if self.path == self._run and (workers := worker_folders(self.path)):
+            raise ConfigError(
+                f"{self.path} holds a run whose workers have separate processes ({workers[0].name}): continue it "
+                "with --worker K --resume or `atoll launch`, choose another name, or delete it"
+            )
+        if self.begun:
+            if not resume:
+                raise ConfigError(
+                    f"{self.path} holds a run already: continue it with --resume, choose another name, or delete it"
+                )
+            return self.as_begun(config)
+        if (self.path / CHECKPOINTS).exists():
+            raise ConfigError(
+                f"{self.path} holds checkpoints but no {RUN}, so their settings are unknown: "
+                "put that file back, or choose another name"
+            )
+        return config
+
     def as_begun(self, config: RunConfig) -> RunConfig:
         """Return the settings that the run began with, and those of `config` that are free to change.
 
@@ -141,10 +154,13 @@ class RunFolder:
         """Return the steps of the checkpoints, ascending."""
         return checkpoint.steps(self.path / CHECKPOINTS)
 
-    def last_checkpoint(self, config: RunConfig, data: TokenData, step: int | None = None) -> RunCheckpoint | None:
-        """Load the newest intact checkpoint, or that of a step; None before the first.
+    def restore(self, trainer: Trainer, data: TokenData, step: int | None) -> int | None:
+        """Load the newest intact checkpoint, or that of a step, into a trainer; delete those of later steps.
 
         With several processes and no step in common, none is loaded: all start from the beginning.
+
+        Returns:
+            The length of the metrics file when it was saved, bytes; None if there was none to load.
 
         Raises:
             CheckpointError: if no checkpoint can be read, or it belongs to a run with other settings.
@@ -158,11 +174,11 @@ class RunFolder:
             _, state = checkpoint.load(root, step)
         for warning in skipped:
             print(f"warning: {printable(str(warning.message))}", file=sys.stderr)
-        if set(state) != set(RunCheckpoint._fields):
+        if set(state) != set(_RunCheckpoint._fields):
             raise CheckpointError(f"the checkpoint in {root} is not that of a run: it holds {', '.join(state)}")
-        saved = RunCheckpoint(**state)
+        saved = _RunCheckpoint(**state)
         before = run_config.parse(saved.config, where=str(root))
-        changes = run_config.differences({"before": before, "now": config})
+        changes = run_config.differences({"before": before, "now": trainer.config})
         bound = [(key, values) for key, values in changes if not key.startswith(FREE_TO_CHANGE)]
         if bound:
             changed = "; ".join(f"{key} was {old!r}, is {now!r}" for key, (old, now) in bound)
@@ -172,7 +188,15 @@ class RunFolder:
                 f"{self.path} cannot be resumed: the text or the tokenizer of data.source has changed since it began; "
                 "bring the old text back, or start another run with another name"
             )
-        return saved
+        try:
+            trainer.load_state_dict(saved.trainer)
+        except (RuntimeError, KeyError, ValueError, TypeError) as error:
+            if isinstance(error, AtollError):
+                raise
+            problem = shorten(str(error), 300, placeholder=" ...")
+            raise CheckpointError(f"the checkpoint in {root} is not of this model: {problem}") from error
+        checkpoint.drop_after(root, trainer.steps)  # the resumed run makes them again
+        return saved.metrics
 
     # ------------------------------------------------------------------ writing
 
@@ -199,7 +223,7 @@ class RunFolder:
     def save(self, trainer: Trainer, metrics: int, data: TokenData) -> None:
         """Write a checkpoint; `metrics` is the length of the metrics file in bytes."""
         config = trainer.config
-        state = RunCheckpoint(trainer.state_dict(), metrics, config.to_toml(), data.folder.name)
+        state = _RunCheckpoint(trainer.state_dict(), metrics, config.to_toml(), data.folder.name)
         sync = config.synchronisation()
         ahead = sync.ahead if sync and self.of_many else 0
         checkpoint.save(self.path / CHECKPOINTS, trainer.steps, state._asdict(), keep=config.train.keep, ahead=ahead)
@@ -207,21 +231,7 @@ class RunFolder:
     def export(self, trainer: Trainer, data: TokenData, name: str) -> None:
         """Export the outer parameters, replacing an earlier export; all ranks call it and the leader writes."""
         with trainer.outer_model() as model:
-            tensors = trainer.ranks.full_state_dict(model)
-            if trainer.ranks.is_leader:
+            ranks = trainer.ranks
+            tensors = None if ranks.hold_whole_model else fsdp.full_state_dict(model, keep=ranks.is_leader)
+            if ranks.is_leader:
                 export(model, data.tokenizer, self.path / name, tensors)
-
-    def forget_after(self, step: int) -> None:
-        """Delete checkpoints of later steps, which the resumed run makes again."""
-        checkpoint.drop_after(self.path / CHECKPOINTS, step)
-
-    def load(self, trainer: Trainer, saved: RunCheckpoint) -> None:
-        """Load a checkpoint into a trainer."""
-        try:
-            trainer.load_state_dict(saved.trainer)
-        except (RuntimeError, KeyError, ValueError, TypeError) as error:
-            if isinstance(error, AtollError):
-                raise
-            problem = shorten(str(error), 300, placeholder=" ...")
-            where = self.path / CHECKPOINTS
-            raise CheckpointError(f"the checkpoint in {where} is not of this model: {problem}") from error

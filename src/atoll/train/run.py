@@ -1,5 +1,6 @@
 """One run from its settings to its model: resolve, connect, agree, build, restore, begin, train, end."""
 
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -14,13 +15,13 @@ from atoll.errors import AtollError, ConfigError
 from atoll.link.base import Link
 from atoll.link.net.seat import Seat
 from atoll.runs.events import Jsonl, Resumed, Saved, Sink, read
-from atoll.runs.layout import BEST, CHECKPOINTS, METRICS, MODEL, RUN, worker_folder
+from atoll.runs.layout import BEST, METRICS, MODEL, worker_folder
 from atoll.runs.sinks import Metrics, TensorBoard, Trackio, WandB
 from atoll.settings.config import RunConfig
-from atoll.train.data import tokens
-from atoll.train.data.batches import Batches, HeldOut, held_out
-from atoll.train.data.tokens import TokenData
-from atoll.train.folder import RunCheckpoint, RunFolder
+from atoll.train.data import token_files
+from atoll.train.data.batches import Batches, held_out
+from atoll.train.data.token_files import TokenData
+from atoll.train.folder import RunFolder
 from atoll.train.model import hub
 from atoll.train.model.decoder import Decoder
 from atoll.train.progress.plan_check import plan_check
@@ -77,7 +78,7 @@ def train(config: RunConfig, *, worker: int | None = None, resume: bool = False)
     with connect_ranks(config, seat) as ranks:
         given = ranks.local_config(config)
         folder = RunFolder(given, seat)
-        config = _resolve(given, folder, resume)
+        config = folder.resolve(given, resume)
         finished = ranks.from_leader(lambda: folder.finished)
         if finished and not folder.of_many:
             return _already_finished(folder, ranks)
@@ -86,33 +87,13 @@ def train(config: RunConfig, *, worker: int | None = None, resume: bool = False)
             if not _agree(process, given, config, finished):
                 return _already_finished(folder, ranks)
             data, trainer = _build(process, config)
-            saved = _restore(process, trainer, data)
-            log = _begin(process, trainer, data, saved)
+            metrics = _restore(process, trainer, data)
+            log = _begin(process, trainer, data, metrics)
             _train(process, trainer, data, log)
             trainer.end("finished")
         if ranks.is_leader and (line := plan_check(trainer.config, trainer.reporter)):
             _print(config, line)
     return folder.path
-
-
-# ---------------------------------------------------------------------- resolve
-
-
-def _resolve(config: RunConfig, folder: RunFolder, resume: bool) -> RunConfig:
-    """Return the settings of a run as it began, if it did; refuse a folder that it cannot have."""
-    folder.refuse_mixture()
-    if folder.begun:
-        if not resume:
-            raise ConfigError(
-                f"{folder.path} holds a run already: continue it with --resume, choose another name, or delete it"
-            )
-        return folder.as_begun(config)
-    if (folder.path / CHECKPOINTS).exists():
-        raise ConfigError(
-            f"{folder.path} holds checkpoints but no {RUN}, so their settings are unknown: "
-            "put that file back, or choose another name"
-        )
-    return config
 
 
 def _already_finished(folder: RunFolder, ranks: WorkerRanks) -> Path:
@@ -143,7 +124,7 @@ def _connect(
 def _agree(process: _Process, given: RunConfig, config: RunConfig, finished: bool) -> bool:
     """Compare settings with all other processes; return False if the run has ended on all of them."""
     if process.folder.of_many:
-        tokens.check_there(config.data)  # before waiting for the others
+        token_files.check_there(config.data)  # before waiting for the others
     if process.control.all_finished(finished):
         return False
     process.control.agree_on_settings(given)  # not as begun: a worker without a checkpoint has left much out
@@ -160,14 +141,21 @@ def _build(process: _Process, config: RunConfig) -> tuple[TokenData, Trainer]:
     data = prepare(config)
     model, config = start(config, data)
     ranks.seed(config.seed)
-    batches, evaluated = _batches(config, data), _held_out(config, data, ranks.count)
+    settings, workers = config.train, config.sync.workers
+    size, sequence = settings.batch, settings.sequence
+    assert sequence is not None
+    batches = Batches(
+        data.train, workers=workers, batch=size, sequence=sequence, seed=config.seed, device=config.device
+    )
+    rows = max(size // (settings.accumulate * ranks.count), 1)
+    evaluated = held_out(data.held_out, sequence=sequence, tokens=settings.eval_tokens, batch=rows)
     return data, Trainer(config, model, batches, evaluated, process.links, ranks)
 
 
 def prepare(config: RunConfig) -> TokenData:
     """Return the tokens of a run, building them first if they are not in the cache."""
     with preparing(config.log.view) as on_progress:
-        return tokens.prepare(config.data, workers=config.sync.workers, on_progress=on_progress)
+        return token_files.prepare(config.data, workers=config.sync.workers, on_progress=on_progress)
 
 
 def start(config: RunConfig, data: TokenData) -> tuple[Model, RunConfig]:
@@ -180,61 +168,42 @@ def start(config: RunConfig, data: TokenData) -> tuple[Model, RunConfig]:
         check_room(config, shape)
         config = config.changed(**{f"model.{name}": value for name, value in asdict(shape).items()})
         model = Decoder(shape, generator=torch.Generator().manual_seed(config.seed))
-        context: int | None = shape.context
     else:
         model = hub.load(config.model.hf, weights=config.model.hf_weights)
-        context = model.context
         if model.vocabulary < vocabulary:
             raise ConfigError(
                 f"data.tokenizer: has {vocabulary} tokens, but {config.model.hf} knows {model.vocabulary}: "
                 "use the tokenizer.json that belongs to the model"
             )
     parameters = sum(p.numel() for p in model.parameters())
-    return model.to(device_of(config)).train(), resolve(config, parameters=parameters, context=context)
-
-
-def _batches(config: RunConfig, data: TokenData) -> Batches:
-    assert config.train.sequence is not None
-    return Batches(
-        data.train,
-        workers=config.sync.workers,
-        batch=config.train.batch,
-        sequence=config.train.sequence,
-        seed=config.seed,
-        device=config.device,
-    )
-
-
-def _held_out(config: RunConfig, data: TokenData, ranks: int) -> HeldOut:
-    settings = config.train
-    assert settings.sequence is not None
-    batch = max(settings.batch // (settings.accumulate * ranks), 1)
-    return held_out(data.held_out, sequence=settings.sequence, tokens=settings.eval_tokens, batch=batch)
+    return model.to(device_of(config)).train(), resolve(config, parameters=parameters, context=model.context)
 
 
 # ---------------------------------------------------------------------- restore
 
 
-def _restore(process: _Process, trainer: Trainer, data: TokenData) -> RunCheckpoint | None:
-    """Load the newest checkpoint that all processes have, and join the other workers."""
+def _restore(process: _Process, trainer: Trainer, data: TokenData) -> int | None:
+    """Load the newest checkpoint that all processes have, if any, and join the other workers.
+
+    Returns:
+        The bytes that the metrics file had when it was saved; None without a checkpoint.
+    """
     folder, control = process.folder, process.control
     control.agree_on_data(data)
-    saved = folder.last_checkpoint(trainer.config, data, control.step_to_resume(folder.checkpoints()))
-    if saved:
-        folder.load(trainer, saved)
-        folder.forget_after(trainer.steps)
+    metrics = folder.restore(trainer, data, control.step_to_resume(folder.checkpoints()))
     trainer.join()
     process.interrupts.wait_for_steps()  # not before: until here this process may wait for workers that never come
-    return saved
+    return metrics
 
 
 # ---------------------------------------------------------------------- begin
 
 
-def _begin(process: _Process, trainer: Trainer, data: TokenData, saved: RunCheckpoint | None) -> Jsonl | None:
+def _begin(process: _Process, trainer: Trainer, data: TokenData, metrics: int | None) -> Jsonl | None:
     """Open the sinks, and write the run file and, of several processes, a first checkpoint.
 
-    All that may be refused has been: until here the folder is as it was.
+    All that may be refused has been: until here the folder is as it was. `metrics` is the length in bytes to which the
+    metrics file of a resumed run is cut.
 
     Returns:
         The metrics file; None on a rank that is not its worker's leader.
@@ -247,8 +216,8 @@ def _begin(process: _Process, trainer: Trainer, data: TokenData, saved: RunCheck
     folder.begin(config, trainer.parameters, data)
     log = None
     if process.ranks.is_leader:
-        log = _open_log(trainer, folder, others, saved.metrics if saved else None, process.cleanup)
-    if saved is None and folder.of_many:  # no worker trains on before all have a checkpoint to come back to
+        log = _open_log(trainer, folder, others, metrics, process.cleanup)
+    if metrics is None and folder.of_many:  # no worker trains on before all have a checkpoint to come back to
         folder.save(trainer, log.position() if log else 0, data)
         process.wait_for_all("begun")
     return log
@@ -278,7 +247,7 @@ def _open_log(trainer: Trainer, folder: RunFolder, others: Sink, length: int | N
     if log.missing:
         print(f"warning: {folder.path / METRICS} has lost {log.missing} bytes of what happened", file=sys.stderr)
     if log.position() == 0:
-        trainer.write_start()
+        trainer.reporter.write_start(trainer.parameters, trainer.models[0].vocabulary)
     if resumed:
         trainer.reporter.sink.write(Resumed(step=trainer.steps, seconds=trainer.seconds))
     return log
@@ -293,7 +262,8 @@ def _write_last_rounds(trainer: Trainer) -> None:
 def _print_notes(config: RunConfig, data: TokenData, trainer: Trainer) -> None:
     size = count_text(sum(len(file) for file in data.train))
     epochs = f"this run reads them {trainer.epochs:.2g} times"
-    _print(config, f"{size} training tokens in {data.documents} documents; {epochs}")
+    documents = f"{data.documents} document{'' if data.documents == 1 else 's'}"
+    _print(config, f"{size} training tokens in {documents}; {epochs}")
     steps, period = config.train.steps or 0, config.sync.used_period
     if config.sync.method not in ("none", "data-parallel") and period > steps:
         why = f"sync.period ({period}) is longer than the run ({steps} steps)"
@@ -339,7 +309,9 @@ def _train(process: _Process, trainer: Trainer, data: TokenData, log: Jsonl | No
 def _end_stopped(process: _Process, trainer: Trainer, stop: CoordinatedStop) -> None:
     trainer.end("interrupted")
     if process.ranks.is_leader:
-        command = stop.resume_command(process.folder.path)
+        command = f"atoll train {shlex.quote(str(process.folder.path))} --resume"
+        if process.control.link is not None:
+            command = "the same command and --resume, on every worker"
         print(f"stopped at step {trainer.steps} and saved; continue with: {command}", flush=True)
     raise Stopped(together=stop.together)
 
@@ -359,14 +331,12 @@ def _closing(links: Sequence[Link]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        together = isinstance(error, Stopped) and error.together
+        reason: str | None = str(error) or type(error).__name__
+        if isinstance(error, KeyboardInterrupt | Stopped):
+            together = isinstance(error, Stopped) and error.together
+            reason = None if together else "it was interrupted"
         for link in links:
-            link.close(None if together else _reason(error))
+            link.close(reason)
         raise
     for link in links:
         link.close()
-
-
-def _reason(error: BaseException) -> str:
-    interrupted = isinstance(error, KeyboardInterrupt | Stopped)
-    return "it was interrupted" if interrupted else str(error) or type(error).__name__

@@ -26,13 +26,12 @@ from atoll.outer.stats import Counters
 from atoll.runs.events import Outcome
 from atoll.settings.config import RunConfig
 from atoll.train.data.batches import Batches
-from atoll.train.model.decoder import Decoder
 from atoll.train.progress.reporter import Reporter
 from atoll.train.ranks import fsdp
 from atoll.train.ranks.worker_ranks import Model, WorkerRanks
 from atoll.train.step.backward import Backward, LossFunction, autocast
 from atoll.train.step.cuda_graph import BackwardPass, capture_small_passes
-from atoll.train.step.optimizer import InnerOptimizer, learning_rate
+from atoll.train.step.inner_optimizer import InnerOptimizer, learning_rate
 
 
 @dataclass(slots=True)
@@ -122,7 +121,8 @@ class Trainer:
                 f'"whole" and "balanced:2" fit any: {error}'
             ) from error
         for worker, loop in zip(self._local, loops, strict=True):
-            self.ranks.check_fragments(worker.model, loop.fragments)
+            if not self.ranks.hold_whole_model:
+                fsdp.check_fragments(worker.model, loop.fragments, self.ranks.count)
             worker.loop = loop
         self.reporter.loops = loops
         return loops
@@ -161,12 +161,6 @@ class Trainer:
         """The number of parameters of the model."""
         return sum(p.numel() for p in self.models[0].parameters())
 
-    def write_start(self) -> None:
-        """Write the event that says what this run is."""
-        model = self.models[0]
-        vocabulary = model.config.vocabulary if isinstance(model, Decoder) else model.vocabulary
-        self.reporter.write_start(self.parameters, vocabulary)
-
     # ------------------------------------------------------------------ one inner step
 
     def step(self) -> None:
@@ -199,7 +193,8 @@ class Trainer:
         batch = self.ranks.own_rows(self._batches.batch(worker.number, worker.draws))
         worker.draws += 1
         cross_entropy = worker.backward(batch)
-        self.ranks.share_nonfinite(worker.model)
+        if not self.ranks.hold_whole_model:
+            fsdp.share_nonfinite(worker.model)
         return self.ranks.mean(cross_entropy)
 
     # ------------------------------------------------------------------ non-finite numbers

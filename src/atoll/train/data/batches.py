@@ -8,7 +8,7 @@ depend on how workers synchronise.
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Final, Protocol, overload
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -27,23 +27,15 @@ _BLOCK = 1024  # places
 _ROUNDS = 8  # of 8 bytes of key each: one 64-byte digest
 
 
-class HasTokens(Protocol):
-    """A file of tokens, such as `TokenFile`."""
-
-    @property
-    def tokens(self) -> npt.NDArray[Any]:
-        """Token ids [tokens], any unsigned type."""
-
-
-Tokens = HasTokens | npt.NDArray[Any]
-
-
 class Batches:
-    """Makes the batches of every worker, on `device`: all from one file in turn, or each from its own file."""
+    """Makes the batches of every worker, on `device`: all from one file in turn, or each from its own file.
+
+    Files are token ids [tokens] of any unsigned type.
+    """
 
     def __init__(
         self,
-        files: Sequence[Tokens],
+        files: Sequence[npt.NDArray[Any]],
         *,
         workers: int,
         batch: int,
@@ -65,7 +57,7 @@ class Batches:
                 whose = "the training text" if len(files) == 1 else f"the shard of worker {number}"
                 needed = f"{self._sharers * sequence + 1} ({self._sharers} x {sequence} and one more)"
                 raise DataError(
-                    f"{whose} has {len(_array(file))} tokens, but one row for each of its workers takes {needed}: "
+                    f"{whose} has {len(file)} tokens, but one row for each of its workers takes {needed}: "
                     f"give more text, fewer workers, or a shorter train.sequence"
                 )
 
@@ -166,44 +158,23 @@ def _mixed(numbers: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.ui
     return product ^ product >> np.uint64(32)
 
 
-class HeldOut(Sequence[Tensor]):
-    """Cuts the first rows of a file into batches [at most batch, sequence + 1], int64, when indexed."""
+def held_out(file: npt.NDArray[Any], *, sequence: int, tokens: int, batch: int) -> list[Tensor]:
+    """Return batches [at most batch, sequence + 1], int64, of a held-out file's first rows.
 
-    def __init__(self, rows: npt.NDArray[Any], batch: int) -> None:
-        self._rows, self._batch = rows, batch
-
-    def __len__(self) -> int:
-        return -(-len(self._rows) // self._batch)
-
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Tensor]: ...
-    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        first = range(0, len(self._rows), self._batch)[index]
-        return torch.from_numpy(self._rows[first : first + self._batch].astype(np.int64))
-
-
-def held_out(file: Tokens, *, sequence: int, tokens: int, batch: int) -> HeldOut:
-    """Return batches of the first rows of a held-out file, about `tokens` tokens and at least one row."""
+    They have about `tokens` tokens, and at least one row.
+    """
     for name, value in (("train.sequence", sequence), ("train.eval_tokens", tokens), ("train.batch", batch)):
         check_whole(name, value)
     rows = _rows_of(file, sequence)
     if not len(rows):
-        problem = f"the held-out text has {len(_array(file))} tokens, but a row takes {sequence + 1}"
+        problem = f"the held-out text has {len(file)} tokens, but a row takes {sequence + 1}"
         raise DataError(f"{problem}: give more text, a larger data.held_out, or a shorter train.sequence")
-    return HeldOut(rows[: max(1, round(tokens / sequence))], batch)
+    chosen = torch.from_numpy(rows[: max(1, round(tokens / sequence))].astype(np.int64))
+    return list(chosen.split(batch))
 
 
-def _array(file: Tokens) -> npt.NDArray[Any]:
-    return file if isinstance(file, np.ndarray) else file.tokens
-
-
-def _rows_of(file: Tokens, sequence: int) -> npt.NDArray[Any]:
+def _rows_of(tokens: npt.NDArray[Any], sequence: int) -> npt.NDArray[Any]:
     """Return all rows of a file as a view [rows, sequence + 1]; neighbours share a token."""
-    tokens = _array(file)
     if len(tokens) <= sequence:
         return np.empty((0, sequence + 1), tokens.dtype)
     return sliding_window_view(tokens, sequence + 1)[::sequence]

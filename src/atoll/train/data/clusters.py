@@ -37,7 +37,8 @@ def assign(tokens: npt.NDArray[Any], lengths: npt.NDArray[Any], clusters: int, s
     """
     count = len(lengths)
     if count < clusters:
-        problem = f"{count} documents cannot be split into {clusters} clusters, one for each worker"
+        documents = f"{count} document{'' if count == 1 else 's'}"
+        problem = f"{documents} cannot be split into {clusters} clusters, one for each worker"
         raise DataError(f"{problem}: give more documents, fewer workers, or data.split = 'iid'")
     lengths = lengths.astype(np.int64)
     starts = np.cumsum(lengths) - lengths

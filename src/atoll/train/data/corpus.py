@@ -94,13 +94,13 @@ def text_bytes(source: str | Sequence[str], limit: int | None) -> int | None:
     return sum(size for _, size, _ in _stamps(files))
 
 
-def need(module: str, what: str) -> Any:
+def need(module: str, what: str, extra: str = "data") -> Any:
     """Import an optional module; ConfigError says what it is for and how to install it."""
     try:
         return import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise ConfigError(f"{what} needs the package {package}: pip install 'atoll[data]'") from error
+        raise ConfigError(f"{what} needs the package {package} ({error}): pip install 'atoll[{extra}]'") from error
 
 
 def missing(path: Path) -> str:
@@ -108,7 +108,7 @@ def missing(path: Path) -> str:
     while not os.path.exists(path.parent):
         path = path.parent
     try:
-        close = get_close_matches(path.name, os.listdir(path.parent), n=1)
+        close = get_close_matches(path.name, os.listdir(path.parent), n=1, cutoff=0.4)
     except OSError as error:
         return f"{path.parent} cannot be listed: {error.strerror}"
     return f"{path} does not exist" + (f"; did you mean {path.parent / close[0]}?" if close else "")
@@ -143,22 +143,9 @@ def _files(source: str) -> list[Path]:
     if glob.has_magic(source):
         found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(name)]
         if not found:
-            raise DataError(f"data.source {source!r} matches no file" + _near(path))
+            raise DataError(f"data.source {source!r} matches no file: {missing(path)}")
         return found
     raise DataError(f"data.source {source!r} cannot be read: {missing(path)}")
-
-
-def _near(pattern: Path) -> str:
-    """Return a hint for a glob without a match: the missing folder, or what the folder holds."""
-    folder = pattern.parent
-    while glob.has_magic(str(folder)):
-        folder = folder.parent
-    try:
-        names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
-    except OSError:
-        return f": {missing(folder / pattern.name)}"
-    close = get_close_matches(pattern.name, names, n=1, cutoff=0.4)
-    return f"; did you mean {folder / close[0]}?" if close else f": {folder} holds {', '.join(names[:5]) or 'nothing'}"
 
 
 def _walk(root: Path, endings: tuple[str, ...] = ("",), skipped: Iterable[str] = ()) -> Iterator[Path]:
@@ -206,16 +193,7 @@ def _documents(sources: list[str], field: str) -> Generator[str, None, None]:
             texts = chain.from_iterable(readers[_kind(path)](path, field) for path in _files(source))
         for text in texts:
             if text:
-                yield _valid(text)
-
-
-def _valid(text: str) -> str:
-    """Replace lone surrogates, which JSON allows and UTF-8 does not, by question marks."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode(errors="replace").decode()
-    return text
+                yield text.encode(errors="replace").decode()  # JSON allows lone surrogates, UTF-8 does not
 
 
 def _open(path: Path) -> IO[bytes]:

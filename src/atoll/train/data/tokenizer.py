@@ -10,11 +10,11 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import tokenizers
 
 from atoll._util.disk import parse_json, read_limited
 from atoll.errors import ConfigError, DataError
-from atoll.settings.run_settings import LEAST_BPE_VOCABULARY
-from atoll.train.data.corpus import missing, need
+from atoll.train.data.corpus import missing
 
 FILE: Final = "tokenizer.json"
 MOST_BYTES: Final = 2**28
@@ -111,22 +111,13 @@ class Subwords:
         (folder / FILE).write_text(self._inner.to_str(pretty=True), encoding="utf-8")
 
 
-def check_vocabulary(vocabulary: object) -> None:
-    """Refuse a vocabulary that a byte-level BPE cannot have."""
-    if type(vocabulary) is not int or not LEAST_BPE_VOCABULARY <= vocabulary <= 2**32:
-        why = "256 bytes and the separator are always in it"
-        raise ConfigError(f"data.vocabulary must be at least {LEAST_BPE_VOCABULARY}, got {vocabulary!r}: {why}")
-
-
 def train_bpe(documents: Iterable[str], vocabulary: int) -> Subwords:
-    """Train a byte-level BPE of at most `vocabulary` tokens; the same text gives the same BPE."""
-    check_vocabulary(vocabulary)
-    library = need("tokenizers", "a BPE tokenizer")
-    byte_level = library.pre_tokenizers.ByteLevel
-    inner = library.Tokenizer(library.models.BPE())
+    """Train a byte-level BPE of 257 to `vocabulary` tokens; the same text gives the same BPE."""
+    byte_level: Any = tokenizers.pre_tokenizers.ByteLevel
+    inner: Any = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.pre_tokenizer = byte_level(add_prefix_space=False)
-    inner.decoder = library.decoders.ByteLevel()
-    trainer = library.trainers.BpeTrainer(
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocabulary, special_tokens=[END], initial_alphabet=byte_level.alphabet(), show_progress=False
     )
     inner.train_from_iterator(documents, trainer)
@@ -152,9 +143,8 @@ def open_tokenizer(folder_or_file: Path) -> Tokenizer:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"the tokenizer {path} cannot be read: {reason}") from error
-    library = need("tokenizers", f"the tokenizer {path}")
     try:
-        inner = library.Tokenizer.from_str(text)
+        inner: Any = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the package raises nothing more exact
         raise DataError(f"{path} is not a tokenizer.json of the package tokenizers: {error}") from error
     separators = [inner.token_to_id(token) for token in SEPARATORS if inner.token_to_id(token) is not None]

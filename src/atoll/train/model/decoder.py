@@ -112,14 +112,53 @@ class Loss(NamedTuple):
     """Detached and without z-loss, so runs with different z-losses compare."""
 
 
-def check_generation(count: int, temperature: float) -> None:
-    """Refuse a count or a temperature that text cannot be sampled with."""
-    check_whole("count", count)
-    why = "0 takes the likeliest token, more gives others a chance"
-    check_number("temperature", temperature, least=0, why=why)
+class CausalModel(nn.Module):
+    """Predicts the next token of a text: the base of atoll's `Decoder` and of `HubModel`."""
+
+    vocabulary: int
+    context: int | None
+    """Longest sequence, in tokens; None if the model sets no limit."""
+
+    def check_length(self, tokens: Tensor) -> None:
+        """Refuse tokens [batch, time] that are none, or more than `context`."""
+        time = tokens.shape[1]
+        if time < 1 or (self.context is not None and time > self.context):
+            most = "" if self.context is None else f" and at most {self.context}, the model's context"
+            raise ConfigError(
+                f"a sequence must have at least 1 token{most}, got {time} (loss takes one more, the last to predict): "
+                "cut it"
+            )
+
+    def next_logits(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """Return the next token's logits [batch, vocabulary], fp32, and a cache for the next call, or None.
+
+        They depend on the last `context` of the tokens [batch, time].
+        """
+        raise NotImplementedError
+
+    def generate(
+        self, prompt: Tensor, count: int, *, temperature: float = 1.0, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Return the prompt [batch, time] followed by `count` tokens sampled without dropout [batch, time + count].
+
+        Each is drawn from softmax(logits / temperature) given the last `context` tokens; 0 takes the likeliest.
+        """
+        check_whole("count", count)
+        why = "0 takes the likeliest token, more gives others a chance"
+        check_number("temperature", temperature, least=0, why=why)
+        tokens, cache, training = prompt, None, self.training
+        self.eval()
+        try:
+            with torch.no_grad():
+                for _ in range(count):
+                    logits, cache = self.next_logits(tokens, cache)
+                    tokens = torch.cat((tokens, _draw(logits, temperature, generator)), 1)
+        finally:
+            self.train(training)
+        return tokens
 
 
-def draw(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+def _draw(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
     """Sample tokens [batch, 1] from logits [batch, vocabulary]; temperature 0 takes the likeliest."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
@@ -128,7 +167,7 @@ def draw(logits: Tensor, temperature: float, generator: torch.Generator | None) 
     return torch.multinomial(scores.softmax(-1), 1, generator=generator)
 
 
-class Decoder(nn.Module):
+class Decoder(CausalModel):
     """A decoder-only language model, initialised from `generator` or torch's global one.
 
     Call `model.compile()` to compile it. A model on the meta device gets values by `to_empty` and `initialise`.
@@ -137,6 +176,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.config = config
+        self.vocabulary, self.context = config.vocabulary, config.context
         self._compiled: Callable[..., Tensor] | None = None
         with torch.device("meta"):  # skips the initialisation of torch's layers
             self.embedding = nn.Embedding(config.vocabulary, config.width)
@@ -183,12 +223,8 @@ class Decoder(nn.Module):
 
     def _hidden(self, tokens: Tensor) -> Tensor:
         """Return the input of the head [batch, time, width]."""
-        config, time, kind = self.config, tokens.shape[1], tokens.device.type
-        if not 1 <= time <= config.context:
-            raise ConfigError(
-                f"a sequence must have between 1 and {config.context} tokens, the model's context, got "
-                f"{time} (loss takes one more, the last to predict): cut it, or make context larger"
-            )
+        self.check_length(tokens)
+        config, kind = self.config, tokens.device.type
         own = self.embedding.weight.dtype
         stream = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else own
         rotary = rotary_tables(config.context, config.head_width, config.rope_base, tokens.device, own)
@@ -205,17 +241,6 @@ class Decoder(nn.Module):
         hidden: Tensor = self.norm(x)
         return hidden
 
-    def generate(
-        self, prompt: Tensor, count: int, *, temperature: float = 1.0, generator: torch.Generator | None = None
-    ) -> Tensor:
-        """Return the prompt [batch, time] followed by `count` sampled tokens [batch, time + count].
-
-        Each is drawn from softmax(logits / temperature) given the last `context` tokens; 0 takes the likeliest.
-        """
-        check_generation(count, temperature)
-        tokens = prompt
-        with torch.no_grad():
-            for _ in range(count):
-                logits: Tensor = self(tokens[:, -self.config.context :])[:, -1].float()
-                tokens = torch.cat((tokens, draw(logits, temperature, generator)), 1)
-        return tokens
+    def next_logits(self, tokens: Tensor, cache: Any) -> tuple[Tensor, None]:
+        """Return the next token's logits [batch, vocabulary], without a cache."""
+        return self(tokens[:, -self.config.context :])[:, -1].float(), None

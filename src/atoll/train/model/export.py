@@ -88,17 +88,15 @@ def load_export(folder: Path) -> tuple[Decoder | HubModel, Tokenizer]:
     model: Decoder | HubModel
     if config.get("format") == FORMAT:
         model = _load_decoder(folder, config)
-        vocabulary = model.config.vocabulary
     elif "model_type" in config:
         model = hub.load(str(folder), weights=True)
-        vocabulary = model.vocabulary
     else:
         raise DataError(
             f"{folder / CONFIG} describes neither an {FORMAT} nor a Hugging Face model: its keys are others"
         )
     tokenizer = open_tokenizer(folder)
-    if tokenizer.vocabulary > vocabulary:
-        sizes = f"{tokenizer.vocabulary} tokens, the model knows {vocabulary}"
+    if tokenizer.vocabulary > model.vocabulary:
+        sizes = f"{tokenizer.vocabulary} tokens, the model knows {model.vocabulary}"
         raise DataError(f"{folder} is not of one piece: its tokenizer has {sizes}; export it again")
     return model, tokenizer
 

@@ -6,7 +6,6 @@ Only config.json and safetensors are read: no code that comes with a model is ru
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Any, Final
@@ -18,14 +17,15 @@ from torch.nn import functional
 
 from atoll._util.units import bytes_text
 from atoll.errors import ConfigError, DataError
-from atoll.train.model.decoder import Loss, check_generation, draw
+from atoll.train.data.corpus import need
+from atoll.train.model.decoder import CausalModel, Loss
 
 MOST_JSON: Final = 2**28
 """Most bytes of a JSON file in the folder of a model."""
 _NAME_ON_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-class HubModel(nn.Module):
+class HubModel(CausalModel):
     """Gives a causal language model of transformers the methods of `Decoder`.
 
     The wrapped model is called `module`, as in DDP: the outer loop removes that prefix, so workers that train the bare
@@ -37,10 +37,9 @@ class HubModel(nn.Module):
         self.module = module
         config: Any = module.config
         shape = config.get_text_config()
-        self.vocabulary: int = shape.vocab_size
+        self.vocabulary = shape.vocab_size
         positions = getattr(shape, "max_position_embeddings", None)
-        self.context: int | None = positions if isinstance(positions, int) and positions > 0 else None
-        """Longest sequence, in tokens; None if the model sets no limit."""
+        self.context = positions if isinstance(positions, int) and positions > 0 else None
         self._has_cache = "past_key_values" in signature(module.forward).parameters
         names = ("router_aux_loss_coef", "aux_loss_coef")
         weights = [getattr(owner, name, None) for owner in (module, shape) for name in names]
@@ -73,36 +72,17 @@ class HubModel(nn.Module):
             total = total + self._router_weight * routers
         return Loss(total, cross_entropy.detach())
 
-    def generate(
-        self, prompt: Tensor, count: int, *, temperature: float = 1.0, generator: torch.Generator | None = None
-    ) -> Tensor:
-        """Return the prompt [batch, time] followed by `count` tokens sampled without dropout [batch, time + count].
-
-        Each is drawn from softmax(logits / temperature) given the last `context` tokens; 0 takes the likeliest.
-        """
-        check_generation(count, temperature)
-        tokens, cache, training = prompt, None, self.training
-        self.eval()
-        try:
-            with torch.no_grad():
-                for _ in range(count):
-                    logits, cache = self._next_logits(tokens, cache)
-                    tokens = torch.cat((tokens, draw(logits, temperature, generator)), 1)
-        finally:
-            self.train(training)
-        return tokens
-
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the wrapped model for `loss`; `generate` runs uncompiled, since its shapes change."""
         self.module.compile(*args, **kwargs)
 
     def _outputs(self, tokens: Tensor) -> Any:
-        self._check_length(tokens)
+        self.check_length(tokens)
         return self.module(input_ids=tokens, use_cache=False)
 
-    def _next_logits(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
+    def next_logits(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """Return the logits [batch, vocabulary] of the next token, and the cache for the next call, or None."""
-        self._check_length(tokens[:, : self.context])
+        self.check_length(tokens[:, : self.context])
         if not self._has_cache or (self.context is not None and tokens.shape[1] > self.context):
             # Once the window slides, every token's position differs from the one in the cache.
             window = tokens if self.context is None else tokens[:, -self.context :]
@@ -110,15 +90,6 @@ class HubModel(nn.Module):
         new = tokens if cache is None else tokens[:, -1:]
         outputs = self.module.forward(input_ids=new, past_key_values=cache, use_cache=True)
         return outputs.logits[:, -1].float(), outputs.past_key_values
-
-    def _check_length(self, tokens: Tensor) -> None:
-        time = tokens.shape[1]
-        if time < 1 or (self.context is not None and time > self.context):
-            allowed = "at least 1 token" if self.context is None else f"between 1 and {self.context} tokens"
-            raise ConfigError(
-                f"a sequence must have {allowed}, the context of {type(self.module).__name__}, got {time} (loss "
-                "takes one more, the last to predict): cut it"
-            )
 
 
 def load(where: str, *, weights: bool) -> HubModel:
@@ -138,7 +109,7 @@ def load(where: str, *, weights: bool) -> HubModel:
         _check_folder(Path(place))
     elif not _NAME_ON_THE_HUB.fullmatch(where):
         raise ConfigError(f"model.hf: there is no folder {where!r}, and a name on the hub looks like owner/name")
-    transformers = _transformers()
+    transformers = need("transformers", "a Hugging Face model", extra="hf")
     with _quiet(transformers, bars=not local):
         try:
             config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False, local_files_only=local)
@@ -146,8 +117,7 @@ def load(where: str, *, weights: bool) -> HubModel:
             raise ConfigError(_config_problem(where, local, error)) from error
         if getattr(config, "quantization_config", None):
             raise ConfigError(f"{where}: its weights are quantised and cannot be trained: take the original model")
-        module = _with_weights(transformers, place, config, local) if weights else _drawn(transformers, where, config)
-        model = HubModel(module)
+        model = HubModel(_make(transformers, place, config, weights=weights, local=local))
         _check_causal(model, where)
     return model.train()
 
@@ -161,7 +131,7 @@ def save(model: HubModel, folder: Path, *, end: int | None = None, tensors: Mapp
         end: The token that ended documents in training, where transformers' `generate` stops.
         tensors: The full state dict, if this rank's model holds only a shard of it.
     """
-    transformers = _transformers()
+    transformers = need("transformers", "a Hugging Face model", extra="hf")
     module: Any = model.module
     with _quiet(transformers, bars=False):
         if module.can_generate():
@@ -177,14 +147,6 @@ def save(model: HubModel, folder: Path, *, end: int | None = None, tensors: Mapp
 
 
 # --- loading
-
-
-def _transformers() -> Any:
-    try:
-        return import_module("transformers")
-    except ImportError as error:
-        command = "pip install 'atoll[hf]'"
-        raise ConfigError(f"Hugging Face models need transformers ({error}): {command}") from error
 
 
 @contextmanager
@@ -225,40 +187,30 @@ def _config_problem(where: str, local: bool, error: Exception) -> str:
     return f"model.hf: {where!r} is not a folder here, and the Hugging Face hub did not provide it: {_one_line(error)}"
 
 
-def _model_problem(where: str, config: Any, error: Exception) -> str:
-    """Return why a model could not be made from a config, in one line."""
-    if "Unrecognized configuration class" in str(error):
-        return f"{where}: a {config.model_type} model is not a causal language model, which predicts the next token"
-    return f"{where}: transformers cannot make the model: {_one_line(error)}"
-
-
-def _drawn(transformers: Any, where: str, config: Any) -> nn.Module:
+def _make(transformers: Any, place: str, config: Any, *, weights: bool, local: bool) -> nn.Module:
+    """Return the module of a config, with the weights beside it or with random ones."""
+    module: nn.Module
+    auto, options = transformers.AutoModelForCausalLM, {"dtype": torch.float32, "trust_remote_code": False}
     try:
-        module: nn.Module = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=False
-        )
-    except Exception as error:
-        raise ConfigError(_model_problem(where, config, error)) from error
-    return module
-
-
-def _with_weights(transformers: Any, place: str, config: Any, local: bool) -> nn.Module:
-    try:
-        module: nn.Module
-        module, report = transformers.AutoModelForCausalLM.from_pretrained(
+        if not weights:
+            module = auto.from_config(config, **options)
+            return module
+        module, report = auto.from_pretrained(
             place,
             config=config,
-            dtype=torch.float32,
             use_safetensors=True,
-            trust_remote_code=False,
             local_files_only=local,
             ignore_mismatched_sizes=True,  # its error names none of them; they are refused below
             output_loading_info=True,
+            **options,
         )
     except (SafetensorError, OSError) as error:
         raise DataError(f"{place}: its safetensors weights cannot be read: {_one_line(error)}") from error
     except Exception as error:
-        raise ConfigError(_model_problem(place, config, error)) from error
+        problem = f"transformers cannot make the model: {_one_line(error)}"
+        if "Unrecognized configuration class" in str(error):
+            problem = f"a {config.model_type} model is not a causal language model, which predicts the next token"
+        raise ConfigError(f"{place}: {problem}") from error
     if missing := sorted(report["missing_keys"]):
         lost = f"{missing[0]} ({len(missing)} in all)"
         raise DataError(f"{place}: its weights lack {lost}: the file is of another model, or damaged")

@@ -1,5 +1,6 @@
 """Samples text from a trained model."""
 
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -75,10 +76,5 @@ def _exported(folder: Path, *, best: bool) -> Path:
 
 def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
     """Return the text of ids with an empty line between documents."""
-    documents: list[list[int]] = [[]]
-    for token in ids:
-        if token == tokenizer.separator:
-            documents.append([])
-        else:
-            documents[-1].append(token)
-    return "\n\n".join(tokenizer.decode(document) for document in documents if document)
+    parts = groupby(ids, lambda token: token == tokenizer.separator)
+    return "\n\n".join(tokenizer.decode(list(document)) for is_separator, document in parts if not is_separator)

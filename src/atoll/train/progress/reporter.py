@@ -7,9 +7,10 @@ make the same calls, and only the leader's sink writes anything.
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from atoll.outer.loop import OuterLoop
@@ -18,10 +19,108 @@ from atoll.outer.stats import Applied, Counters, sizes
 from atoll.runs.events import End, Eval, Event, Fault, Outcome, RoundApplied, Sink, Start, Step
 from atoll.runs.sinks import Metrics
 from atoll.settings.config import RunConfig
-from atoll.train.progress.totals import Totals
 from atoll.train.ranks.worker_ranks import WorkerRanks
 
 Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Holds the means since the last report; lists have one entry per worker, None if it did not train."""
+
+    losses: list[float | None]
+    """Mean loss over the worker's steps, nats per token."""
+    norms: list[float | None]
+    """Norm of its last gradient, before clipping."""
+    step_s: float
+    """Mean seconds of one inner step of one worker, without waiting."""
+    tokens_per_s: float
+    """Tokens per second of all workers."""
+    participants: int
+    """Workers that trained."""
+
+
+class Totals:
+    """Sums up the inner steps of all workers; losses stay on their device until they are read."""
+
+    def __init__(self, workers: int) -> None:
+        self.tokens = 0
+        """Tokens trained on by all workers."""
+        self.seconds = 0.0
+        """Seconds spent on the run."""
+        self.trained_s = 0.0
+        """Those in which no worker here waited for a round."""
+        self.worker_steps = 0
+        self._start_interval(workers)
+
+    def _start_interval(self, workers: int) -> None:
+        self.losses: list[list[Tensor]] = [[] for _ in range(workers)]
+        self.norms: list[Tensor | None] = [None] * workers
+        self.interval_s, self.interval_trained_s, self.interval_tokens = 0.0, 0.0, 0
+
+    def add(
+        self,
+        losses: Mapping[int, Tensor],
+        norms: Mapping[int, Tensor],
+        tokens_each: int,
+        seconds: float,
+        waited_s: float = 0.0,
+    ) -> None:
+        """Add one inner step.
+
+        Args:
+            losses: Loss of each worker that trained, a scalar on any device.
+            norms: Gradient norm of each of them, before clipping.
+            tokens_each: Tokens that each trained on.
+            seconds: How long the step took.
+            waited_s: How much of that was waiting for rounds.
+        """
+        for worker, loss in losses.items():
+            self.losses[worker].append(loss)
+            self.norms[worker] = norms[worker]
+        self.tokens += tokens_each * len(losses)
+        self.seconds += seconds
+        self.trained_s += seconds - waited_s
+        self.worker_steps += len(losses)
+        self.interval_s += seconds
+        self.interval_trained_s += seconds - waited_s
+        self.interval_tokens += tokens_each * len(losses)
+
+    def take(self) -> Interval:
+        """Return the means since the last call, and start again."""
+        steps = sum(map(len, self.losses))
+        interval = Interval(
+            losses=[torch.stack(losses).mean().item() if losses else None for losses in self.losses],
+            norms=[None if norm is None else norm.item() for norm in self.norms],
+            step_s=self.interval_trained_s / max(1, steps),
+            tokens_per_s=self.interval_tokens / self.interval_s if self.interval_s else 0.0,
+            participants=sum(bool(losses) for losses in self.losses),
+        )
+        self._start_interval(len(self.losses))
+        return interval
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the losses since the last report and the last norms are finite; waits for their device."""
+        values = [loss for losses in self.losses for loss in losses]
+        values += [norm for norm in self.norms if norm is not None]
+        return bool(torch.stack(values).isfinite().all()) if values else True
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of one inner step of one worker over the whole run, without waiting."""
+        return self.trained_s / max(1, self.worker_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all sums, with those of an unfinished interval."""
+        return {**vars(self), "losses": [list(losses) for losses in self.losses], "norms": list(self.norms)}
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Continue from a state; losses move to this device."""
+        for name in vars(self):
+            setattr(self, name, state[name])
+        self.losses = [[loss.to(device) for loss in losses] for losses in state["losses"]]
+        self.norms = [None if norm is None else norm.to(device) for norm in state["norms"]]
 
 
 class Reporter:

@@ -4,24 +4,33 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TextIO, get_args
+from typing import TextIO
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from atoll._util.units import bytes_text, count_text, loss_text, seconds_text
-from atoll.errors import ConfigError, printable
-from atoll.runs.events import End, Event, Resumed, Sink, Start, Step
+from atoll.errors import printable
+from atoll.runs.events import End, Event, Resumed, Saved, Sink, Start, Step
 from atoll.runs.sinks import Metrics
-from atoll.settings.run_settings import View
 from atoll.train.data.cache import OnProgress, no_progress
-from atoll.train.progress.sentences import computing_share, end_line, event_line, run_title, time_left, with_name
-from atoll.train.progress.summary import RunSummary, mean, mean_and_spread, sparkline
+from atoll.train.progress.summary import (
+    RunSummary,
+    computing_share,
+    end_line,
+    event_line,
+    mean,
+    mean_and_spread,
+    run_title,
+    sparkline,
+    time_left,
+    with_name,
+)
 
 QUIET_S = 10.0
 """Seconds between two plain lines that only report progress."""
@@ -34,9 +43,6 @@ def view(kind: str = "auto", stream: TextIO | None = None, past: Iterable[Event]
         kind: "live", "lines", "none", or "auto": live on a terminal and lines elsewhere.
         stream: Where to write; None is standard output.
         past: Events of a run that is resumed, which are not shown again.
-
-    Raises:
-        ConfigError: for another kind.
     """
     console = _console(kind, stream)
     if console is None:
@@ -46,8 +52,6 @@ def view(kind: str = "auto", stream: TextIO | None = None, past: Iterable[Event]
 
 
 def _console(kind: str, stream: TextIO | None) -> Console | None:
-    if kind not in get_args(View):
-        raise ConfigError(f"log.view must be one of {', '.join(get_args(View))}, got {kind!r}")
     return None if kind == "none" else Console(file=stream, force_terminal=True if kind == "live" else None)
 
 
@@ -67,23 +71,23 @@ def _one_line(*parts: str | tuple[str, str]) -> Text:
 
 
 class _LinesView:
-    """Prints a line for every event that matters, and one every ten seconds for steps."""
+    """Prints a line for every event that matters; for steps and for saves, one every ten seconds."""
 
     def __init__(self, console: Console, run: RunSummary, label: str = "") -> None:
         self._console = console
         self._run = run
         self._label = label  # before every line, where several runs share the console
-        self._last_s = -math.inf
+        self._said_s: dict[type[Event], float] = {}  # when a kind of event last got a line
 
     def write(self, event: Event) -> None:
         """Print an event that is worth a line."""
         self._run = self._run.after(event)
         if isinstance(event, Start | Resumed):
-            self._last_s = -math.inf
-        if isinstance(event, Step):
-            if event.seconds - self._last_s < QUIET_S:
+            self._said_s.clear()
+        if isinstance(event, Step | Saved):
+            if event.seconds - self._said_s.get(type(event), -math.inf) < QUIET_S:
                 return
-            self._last_s = event.seconds
+            self._said_s[type(event)] = event.seconds
         if line := event_line(event, self._run):
             named = isinstance(event, Start | End) and not self._label
             _print(self._console, with_name(self._run, line) if named else self._label + line)
@@ -96,9 +100,8 @@ class _LiveView:
     """Keeps a few lines in place until the run ends; they stay if it fails."""
 
     def __init__(self, console: Console, run: RunSummary) -> None:
-        self._console = console
         self._run = run
-        self._live: Live | None = None
+        self._live = Live(self, console=console, refresh_per_second=4)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         run, width = self._run, options.max_width
@@ -111,21 +114,15 @@ class _LiveView:
         """Update the lines."""
         self._run = self._run.after(event)
         if isinstance(event, End):
-            self._stop(transient=True)
-            _print(self._console, with_name(self._run, end_line(event, self._run)))
-        elif self._live is None and self._run.end is None:
-            self._live = Live(self, console=self._console, refresh_per_second=4)
+            self._live.transient = True
+            self._live.stop()
+            _print(self._live.console, with_name(self._run, end_line(event, self._run)))
+        elif self._run.end is None:
             self._live.start()
 
     def close(self) -> None:
         """Give the terminal back."""
-        self._stop(transient=False)
-
-    def _stop(self, *, transient: bool) -> None:
-        if self._live is not None:
-            self._live.transient = transient
-            self._live.stop()
-            self._live = None
+        self._live.stop()
 
 
 def _progress_bar(run: RunSummary, width: int) -> Table | Text:
@@ -278,18 +275,11 @@ def preparing(kind: str = "auto", stream: TextIO | None = None) -> Iterator[OnPr
         shown.close()
 
 
-def _amount(done: int, total: int | None) -> str:
-    """Return how much is done; empty while waiting, when there is nothing to count."""
-    if not done and total is None:
-        return ""
-    return f"{done:,}" + ("" if total is None else f" of {total:,}")
-
-
 class _StageBars:
-    """Draws one bar per stage."""
+    """Draws one bar per stage, of bytes."""
 
     def __init__(self, console: Console) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[amount]}"))
+        columns = (TextColumn("{task.description}"), BarColumn(24), DownloadColumn())
         self._progress = Progress(*columns, TimeRemainingColumn(elapsed_when_finished=True), console=console)
 
     def update(self, stage: str, done: int, total: int | None) -> None:
@@ -297,9 +287,8 @@ class _StageBars:
         if not tasks or tasks[-1].description != stage:
             self._end_stage()
             self._progress.start()
-            self._progress.add_task(stage, total=None, amount="")
-        task = self._progress.tasks[-1]
-        self._progress.update(task.id, completed=done, total=total, amount=_amount(done, total))
+            self._progress.add_task(stage, total=None)
+        self._progress.update(self._progress.tasks[-1].id, completed=done, total=total)
 
     def _end_stage(self) -> None:
         if (tasks := self._progress.tasks) and tasks[-1].total is None:  # or the bar would look busy for ever
@@ -311,26 +300,19 @@ class _StageBars:
 
 
 class _StageLines:
-    """Prints a line when a stage begins, every ten seconds, and when it ends."""
+    """Prints a line when a stage begins, every ten seconds, and when all of it is done."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._stage = ""
-        self._pending = ""
         self._last_s = 0.0
 
     def update(self, stage: str, done: int, total: int | None) -> None:
         now = time.monotonic()
-        if stage != self._stage:
-            self.close()
-            self._stage, self._last_s = stage, -math.inf
-        amount = _amount(done, total)
-        self._pending = f"{stage}: {amount}" if amount else stage
-        if now - self._last_s >= QUIET_S:
-            self._last_s = now
-            self.close()
+        if stage != self._stage or now - self._last_s >= QUIET_S or done == total:
+            self._stage, self._last_s = stage, now
+            amount = bytes_text(done) + ("" if total is None else f" of {bytes_text(total)}")
+            _print(self._console, f"{stage}: {amount}" if done or total else stage)
 
     def close(self) -> None:
-        if self._pending:
-            _print(self._console, self._pending)
-            self._pending = ""
+        """Do nothing: every line is printed."""

@@ -31,8 +31,9 @@ def find_seat(config: RunConfig, worker: int | None, environment: Mapping[str, s
     under_torchrun = "TORCHELASTIC_RUN_ID" in environment
     if under_torchrun:
         rank, ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    if worker is not None or under_torchrun:
-        _refuse_faults(config)
+    if (worker is not None or under_torchrun) and (faults := given_faults(config.faults)):
+        # `settings/conflicts.py` sees only runs with an address
+        raise ConfigError(f"faults.{faults[0]}: is for workers of one process; between processes, members are fixed")
     if worker is not None:
         if config.link.address is None:
             raise ConfigError(
@@ -58,12 +59,6 @@ def find_seat(config: RunConfig, worker: int | None, environment: Mapping[str, s
             "out of the run file to train all workers in this process"
         )
     return None
-
-
-def _refuse_faults(config: RunConfig) -> None:
-    """Refuse planned faults between processes; `settings/conflicts.py` sees only runs with an address."""
-    for name in given_faults(config.faults):
-        raise ConfigError(f"faults.{name}: is for workers of one process; between processes, members are fixed")
 
 
 def connect_links(config: RunConfig, seat: Seat | None, ranks: WorkerRanks) -> tuple[list[Link], NetLink | None]:

@@ -1,11 +1,9 @@
 """The control plane of a run: what its processes gather, agree on and stop at, besides their rounds."""
 
-import shlex
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from atoll import checkpoint
@@ -16,8 +14,8 @@ from atoll.link.base import LEFT_OUT, describe_differences
 from atoll.link.net.link import NetLink
 from atoll.link.net.seat import Seat
 from atoll.settings.config import RunConfig, settings_of
+from atoll.train.data.token_files import TokenData
 from atoll.train.data.tokenizer import FILE
-from atoll.train.data.tokens import TokenData
 from atoll.train.ranks.worker_ranks import WorkerRanks
 
 FREE_TO_DIFFER = (
@@ -43,16 +41,12 @@ class ControlPlane:
     def __init__(self, ranks: WorkerRanks | None = None, link: NetLink | None = None) -> None:
         self.ranks = ranks or WorkerRanks()
         """The ranks of this process's worker."""
-        self._link = link
-
-    @property
-    def reaches_workers(self) -> bool:
-        """Whether this process itself has a link to other workers."""
-        return self._link is not None
+        self.link = link
+        """This process's own link to other workers, if it has one."""
 
     def gather(self, key: str, value: Any, within_s: float | None = None) -> dict[Seat, Any]:
         """Return what every process with a link says under a key, in worker order; JSON of one type."""
-        return {} if self._link is None else self._link.gather(key, value, within_s)
+        return {} if self.link is None else self.link.gather(key, value, within_s)
 
     def wait_for_all(self, place: str) -> None:
         """Wait until all processes reach this place of the run, however long they evaluate or export."""
@@ -92,24 +86,19 @@ class ControlPlane:
         self._agree("data", mine, free=("text",))
 
     def _agree(self, key: str, mine: Mapping[str, str], free: Collection[str] = ()) -> None:
-        def compare() -> None:
-            if self._link is not None:
-                _compare(self._link, key, mine, free)
-
-        self.ranks.decide(compare)
+        self.ranks.decide(lambda: None if self.link is None else _compare(self.link, key, mine, free))
 
     def step_to_resume(self, steps: Sequence[int]) -> int | None:
         """Return the newest checkpoint that every process has, given the steps of those here.
 
         None with several processes: there is none. None in a run of one process: the newest good one, if any.
         """
-        if self.ranks.count > 1:
-            shared = self.ranks.common_steps(steps)
-            return self.ranks.decide(lambda: self._common_step(shared) if self._link else max(shared, default=None))
-        return self._common_step(steps) if self._link else None
-
-    def _common_step(self, steps: Sequence[int]) -> int | None:
-        return checkpoint.common_step(self.gather("checkpoints", list(steps)))
+        mine = self.ranks.common_steps(steps)
+        if self.ranks.count == 1 and self.link is None:
+            return None
+        return self.ranks.decide(
+            lambda: checkpoint.common_step(self.gather("checkpoints", mine) if self.link else {"here": mine})
+        )
 
     # ------------------------------------------------------------------ stopping
 
@@ -119,32 +108,9 @@ class ControlPlane:
         try:
             yield
         except LinkError as error:
-            if self._link is None or RESUME in str(error):  # another rank has said it
+            if self.link is None or RESUME in str(error):  # another rank has said it
                 raise
             raise LinkError(f"{error}; to go on, {RESUME}") from error
-
-    def tell_stop(self, step: int) -> None:
-        """Tell the other workers, from a thread, that this one stops after a step."""
-        link = self._link
-        assert link is not None
-
-        def tell() -> None:
-            with suppress(LinkError):  # it may have left already
-                link.rendezvous().try_publish("stop", step, STOP_WAIT_S)
-
-        # In a thread: this may be a signal handler, and the store may be far away.
-        threading.Thread(target=tell, daemon=True).start()
-
-    def agree_on_stop(self, step: int) -> tuple[int, bool]:
-        """Return after which step to stop, and whether all workers do; `step` if some do not answer."""
-        if self._link is None:
-            return step, True
-        peers = self._link.seat.peers()
-        # Not past the deadline of workers that wait in a round: they must hear why this one leaves.
-        within_s = min(STOP_WAIT_S, self._link.deadline_s / 2)
-        steps = self._link.rendezvous().poll("stop", peers, within_s)
-        together = len(steps) == len(peers)
-        return max(steps.values()) if together else step, together
 
 
 def _compare(link: NetLink, key: str, mine: Mapping[str, str], free: Collection[str]) -> None:
@@ -179,36 +145,45 @@ class CoordinatedStop:
     """
 
     def __init__(self, interrupts: Interrupts, control: ControlPlane, steps: Callable[[], int]) -> None:
-        self._interrupts = interrupts
-        self._control = control
-        self._steps = steps
+        self._interrupts, self._steps = interrupts, steps
+        self._ranks, self._link = control.ranks, control.link
         self._after: int | None = None
         self._has_told = False
-        self.together = not control.reaches_workers
+        self.together = self._link is None
         """Whether all processes stop after the same step, and so can wait for each other before they leave."""
-        if control.reaches_workers and control.ranks.is_leader:
+        if self._link is not None and self._ranks.is_leader:
             interrupts.on_first = self._tell
-
-    def _tell(self) -> None:
-        if not self._has_told:
-            self._has_told = True
-            self._control.tell_stop(self._steps() + 1)  # a step that has just begun is not counted yet
 
     def due(self) -> bool:
         """Return whether to stop now, between two steps; all ranks of a worker get the same answer."""
-        if not self._control.ranks.any(bool(self._interrupts)):
+        if not self._ranks.any(bool(self._interrupts)):
             return False
         if self._after is None:
-            self._after, self.together = self._control.ranks.from_leader(self._agree)
+            self._after, self.together = self._ranks.from_leader(self._agree)
         return self._steps() >= self._after
 
-    def _agree(self) -> tuple[int, bool]:
-        if self._control.reaches_workers:
-            self._tell()  # if another rank got the signal
-        return self._control.agree_on_stop(self._steps())
+    def _tell(self) -> None:
+        """Tell the other workers after which step this one could stop."""
+        link, step = self._link, self._steps() + 1  # a step that has just begun is not counted yet
+        if self._has_told or link is None:
+            return
+        self._has_told = True
 
-    def resume_command(self, folder: Path) -> str:
-        """Return the command that continues the run."""
-        if not self._control.reaches_workers:
-            return f"atoll train {shlex.quote(str(folder))} --resume"
-        return "the same command and --resume, on every worker"
+        def tell() -> None:
+            with suppress(LinkError):  # it may have left already
+                link.rendezvous().try_publish("stop", step, STOP_WAIT_S)
+
+        # In a thread: this may be a signal handler, and the store may be far away.
+        threading.Thread(target=tell, daemon=True).start()
+
+    def _agree(self) -> tuple[int, bool]:
+        """Return after which step to stop, and whether all workers do."""
+        if self._link is None:
+            return self._steps(), True
+        self._tell()  # if another rank got the signal
+        peers = self._link.seat.peers()
+        # Not past the deadline of workers that wait in a round: they must hear why this one leaves.
+        within_s = min(STOP_WAIT_S, self._link.deadline_s / 2)
+        steps = self._link.rendezvous().poll("stop", peers, within_s)
+        together = len(steps) == len(peers)
+        return max(steps.values()) if together else self._steps(), together

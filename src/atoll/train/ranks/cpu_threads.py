@@ -23,20 +23,14 @@ def share_cores(control: ControlPlane, config: RunConfig, environment: Mapping[s
     Returns:
         A line for the user, or None if nothing changed.
     """
-    return control.ranks.decide(lambda: _share_cores(control, config, environment))
-
-
-def _share_cores(control: ControlPlane, config: RunConfig, environment: Mapping[str, str]) -> str | None:
-    ranks = control.ranks
+    ranks, here = control.ranks, machine_id()
     # Where one link serves all ranks of a worker, its rank counts for all of them.
-    mine = {"machine": machine_id(), "processes": ranks.count if ranks.hold_whole_model else 1}
-    everyone = control.gather("machine", mine).values()
-    sharing = sum(_count(theirs.get("processes")) for theirs in everyone if theirs.get("machine") == mine["machine"])
-    if config.threads or "OMP_NUM_THREADS" in environment or sharing < 2 or ranks.count > 1:
-        return None
+    mine = {"machine": here, "processes": ranks.count if ranks.hold_whole_model else 1}
+    everyone = ranks.decide(lambda: list(control.gather("machine", mine).values()))
+    sharing = sum(int(theirs["processes"]) for theirs in everyone if theirs["machine"] == here)
     cores = torch.get_num_threads()
-    share = max(1, cores // sharing)
-    if share == cores:
+    share = max(1, cores // max(1, sharing))
+    if config.threads or "OMP_NUM_THREADS" in environment or share == cores or ranks.count > 1:
         return None
     torch.set_num_threads(share)
     return (
@@ -51,7 +45,3 @@ def machine_id() -> str:
     with suppress(OSError):  # not Linux
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{socket.gethostname()} {boot}"
-
-
-def _count(number: object) -> int:
-    return number if isinstance(number, int) else 1

@@ -1,6 +1,6 @@
 """State dicts and gradients of models sharded over ranks (FSDP); ordinary tensors are taken as they are."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from atoll.core.flat import local_part
+from atoll.core.fragments import Fragment
+from atoll.errors import ConfigError
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -66,6 +68,18 @@ def _sharded_like(value: Any, parameter: Tensor) -> Any:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+def check_fragments(model: nn.Module, fragments: Sequence[Fragment], ranks: int) -> None:
+    """Refuse fragments of which some rank would hold nothing."""
+    sizes = {name: parameter.shape[0] for name, parameter in model.named_parameters()}
+    for fragment in fragments:
+        rows = max(sizes[name] for name in fragment.parameters)
+        if -(-rows // ranks) * (ranks - 1) >= rows:
+            raise ConfigError(
+                f"train.parallel: {ranks} ranks are too many, the last one would hold nothing of fragment "
+                f'"{fragment.name}", whose largest dimension to shard is {rows}: use fewer, or "ddp"'
+            )
 
 
 def full_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:

@@ -1,13 +1,12 @@
 """The ranks of one worker: how they split its batch, hold its model and decide together.
 
-A worker is one process, or several that torchrun has started. The trainer calls its `WorkerRanks` in both cases: for
-one rank every method is trivial. With several, each rank takes its rows of the batch, so the worker computes the
-mean gradient that one rank would compute, up to the order of sums.
+A worker is one process, or several that torchrun has started. Each rank takes its rows of the batch, so the worker
+computes the mean gradient that one rank would compute, up to the order of sums.
 """
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import count
@@ -20,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from atoll.core.fragments import Fragment, find_blocks
+from atoll.core.fragments import find_blocks
 from atoll.errors import AtollError, CheckpointError, ConfigError, LinkError
 from atoll.link.base import Link
 from atoll.link.net.seat import Seat
@@ -28,8 +27,8 @@ from atoll.link.ranks import RankGroup, ReplicatedLink, ShardedLink
 from atoll.settings.config import RunConfig
 from atoll.train.model.decoder import Decoder, Loss
 from atoll.train.model.hub import HubModel
-from atoll.train.ranks import fsdp
 from atoll.train.step.backward import LossFunction
+from atoll.train.step.recipe import device_of
 
 Model = Decoder | HubModel
 Value = TypeVar("Value")
@@ -39,13 +38,22 @@ _TIMEOUT_S = 3600.0  # for a rank that evaluates, exports or saves; one that die
 
 
 class WorkerRanks:
-    """The only rank of a worker; subclasses are one rank of several."""
+    """Runs as one rank of a worker whose ranks each hold the whole model (DDP), or as its only rank.
 
-    rank = 0
-    count = 1
-    """Ranks of the worker."""
+    The leader exchanges with other workers. `FSDPRanks` has what differs where each rank holds a shard.
+
+    Args:
+        seat: This process's place in the run; None if it is the only one.
+        rank_group: The ranks of the worker; None if it has one.
+    """
+
     hold_whole_model = True
     """Whether each rank holds all of every parameter."""
+
+    def __init__(self, seat: Seat | None = None, rank_group: RankGroup | None = None) -> None:
+        self._seat = seat or Seat(0, 1)
+        self._rank_group = rank_group
+        self.rank, self.count = self._seat.rank, self._seat.ranks
 
     @property
     def is_leader(self) -> bool:
@@ -54,145 +62,42 @@ class WorkerRanks:
 
     def local_config(self, config: RunConfig) -> RunConfig:
         """Return the settings as this rank uses them."""
-        return config
-
-    def seed(self, seed: int) -> None:
-        """Seed this rank's random numbers (dropout) differently from the leader's."""
-
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Turn the loss of another rank of this worker into a LinkError."""
-        yield
-
-    # ------------------------------------------------------------------ the model
-
-    def own_rows(self, batch: Tensor) -> Tensor:
-        """Return this rank's rows of the worker's batch."""
-        return batch
-
-    def own_batches(self, batches: Sequence[Tensor]) -> Iterator[tuple[Tensor, bool]]:
-        """Yield this rank's batches, equally many on each rank; False marks one that does not count."""
-        return ((batch, True) for batch in batches)
-
-    def wrap(self, model: Model) -> LossFunction:
-        """Return the model's loss function; may shard the parameters, so call it before making optimizers."""
-        return lambda tokens, *, last=True: model.loss(tokens)
-
-    def check_fragments(self, model: Model, fragments: Sequence[Fragment]) -> None:
-        """Refuse fragments of which some rank would hold nothing."""
-
-    def share_nonfinite(self, model: Model) -> None:
-        """Make the gradient non-finite on all ranks if it is on one; called after a backward pass."""
-
-    def full_state_dict(self, model: Model) -> Mapping[str, Tensor] | None:
-        """Gather the whole state dict on the leader, called by all ranks; None if the model has it."""
-        return None
-
-    # ------------------------------------------------------------------ numbers and decisions
-
-    def mean(self, value: Tensor) -> Tensor:
-        """Return the mean of a scalar over all ranks, on its device."""
-        return value
-
-    def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Return sums over all ranks."""
-        return list(numbers)
-
-    def sum_over_shards(self, numbers: Sequence[float]) -> list[float]:
-        """Return sums over the ranks that exchange a shard each; the leader's numbers if it exchanges alone."""
-        return list(numbers)
-
-    def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank."""
-        return flag
-
-    def from_leader(self, ask: Callable[[], Value]) -> Value:
-        """Return what the leader finds, as JSON; the other ranks do not call `ask`."""
-        return ask()
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, as JSON, in rank order."""
-        return [value]
-
-    def decide(self, ask: Callable[[], Value]) -> Value:
-        """Return what the ranks with a link to other workers find, as JSON; all return it or all fail."""
-        return ask()
-
-    def wrap_link(self, end: Link | None) -> Link:
-        """Return this rank's end of the worker's link, given the one to other processes if it has one."""
-        assert end is not None
-        return end
-
-    def common_steps(self, steps: Sequence[int]) -> list[int]:
-        """Return the steps of checkpoints that every rank has, ascending, given those of this one."""
-        everyone = self.gather(list(steps))
-        shared = set.intersection(*(set(theirs) for theirs in everyone))
-        if any(everyone) and not shared:
-            have = "; ".join(f"rank {rank} those of steps {theirs}" for rank, theirs in enumerate(everyone))
-            raise CheckpointError(f"no checkpoint is there on every rank of this worker: {have}")
-        return sorted(shared)
-
-
-class _SeveralRanks(WorkerRanks):
-    """One rank of several, however they hold the model."""
-
-    def __init__(self, config: RunConfig, seat: Seat, rank_group: RankGroup) -> None:
-        self.rank, self.count = seat.rank, seat.ranks
-        self._seat = seat
-        self._rank_group = rank_group
-        self._cuda = _on_gpu(config)
-
-    def local_config(self, config: RunConfig) -> RunConfig:
         if self.is_leader:
             return config
         return config.changed(**{"log.view": "none", "log.tensorboard": False, "log.wandb": None, "log.trackio": None})
 
     def seed(self, seed: int) -> None:
+        """Seed this rank's random numbers (dropout) differently from the leader's."""
         if self.rank:
             torch.manual_seed(seed + self._seat.worker * self.count + self.rank)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
+        """Turn the loss of another rank of this worker into a LinkError."""
         try:
             yield
         except RuntimeError as error:
             of_torch = isinstance(error, distributed.DistError) or "gloo" in str(error)
-            if isinstance(error, AtollError) or not of_torch:
+            if self._rank_group is None or isinstance(error, AtollError) or not of_torch:
                 raise
             raise self._rank_group.rank_lost_error(error) from error
 
+    # ------------------------------------------------------------------ the model
+
     def own_rows(self, batch: Tensor) -> Tensor:
+        """Return this rank's rows of the worker's batch."""
         return batch.chunk(self.count)[self.rank]
 
     def own_batches(self, batches: Sequence[Tensor]) -> Iterator[tuple[Tensor, bool]]:
+        """Yield this rank's batches, equally many on each rank; False marks one that does not count."""
         for first in range(0, len(batches), self.count):
             mine = first + self.rank
             yield batches[min(mine, len(batches) - 1)], mine < len(batches)
 
-    def mean(self, value: Tensor) -> Tensor:
-        summed = value.clone()
-        distributed.all_reduce(summed)
-        return summed / self.count
-
-    def sum(self, numbers: Sequence[float]) -> list[float]:
-        return [float(number) for number in self._rank_group.all_reduce_sum(torch.tensor(numbers, dtype=torch.float64))]
-
-    def any(self, flag: bool) -> bool:
-        return self.sum([flag])[0] > 0
-
-    def from_leader(self, ask: Callable[[], Value]) -> Value:
-        found = json.dumps(self._rank_group.raise_on_all(lambda: ask() if self.is_leader else None))
-        heard: Value = json.loads(self._rank_group.broadcast_text(found if self.is_leader else None))
-        return heard
-
-    def gather(self, value: Any) -> list[Any]:
-        return [json.loads(said) for said in self._rank_group.all_gather_text(json.dumps(value))]
-
-
-class _DDPRanks(_SeveralRanks):
-    """Holds the whole model on every rank, the same bits (DDP); the leader exchanges with other workers."""
-
     def wrap(self, model: Model) -> LossFunction:
+        """Return the model's loss function; may shard the parameters, so call it before making optimizers."""
+        if self.count == 1:
+            return lambda tokens, *, last=True: model.loss(tokens)
         # A mixture of experts leaves some experts without gradients in some steps.
         experts = isinstance(model, HubModel) and model.has_routers
         module = DistributedDataParallel(_LossOf(model), gradient_as_bucket_view=True, find_unused_parameters=experts)
@@ -205,26 +110,82 @@ class _DDPRanks(_SeveralRanks):
 
         return loss
 
+    # ------------------------------------------------------------------ numbers and decisions
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Return the mean of a scalar over all ranks, on its device."""
+        if self.count == 1:
+            return value
+        summed = value.clone()
+        distributed.all_reduce(summed)
+        return summed / self.count
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        """Return sums over all ranks."""
+        if self._rank_group is None:
+            return list(numbers)
+        return [float(number) for number in self._rank_group.all_reduce_sum(torch.tensor(numbers, dtype=torch.float64))]
+
+    def sum_over_shards(self, numbers: Sequence[float]) -> list[float]:
+        """Return sums over the ranks that exchange a shard each; the leader's numbers if it exchanges alone."""
+        return list(numbers) if self.hold_whole_model else self.sum(numbers)
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        return self.sum([flag])[0] > 0
+
+    def from_leader(self, ask: Callable[[], Value]) -> Value:
+        """Return what the leader finds, as JSON; the other ranks do not call `ask`."""
+        if self._rank_group is None:
+            return ask()
+        found = json.dumps(self._rank_group.raise_on_all(lambda: ask() if self.is_leader else None))
+        heard: Value = json.loads(self._rank_group.broadcast_text(found if self.is_leader else None))
+        return heard
+
     def decide(self, ask: Callable[[], Value]) -> Value:
+        """Return what the ranks with a link to other workers find, as JSON; all return it or all fail."""
         return self.from_leader(ask)
 
     def wrap_link(self, end: Link | None) -> Link:
-        return ReplicatedLink(self._rank_group, end, self._seat.worker, self._seat.workers)
+        """Return this rank's end of the worker's link, given the one to other processes if it has one."""
+        if self._rank_group is not None:
+            return ReplicatedLink(self._rank_group, end, self._seat.worker, self._seat.workers)
+        assert end is not None
+        return end
+
+    def common_steps(self, steps: Sequence[int]) -> list[int]:
+        """Return the steps of checkpoints that every rank has, ascending, given those of this one."""
+        if self._rank_group is None:
+            return list(steps)
+        everyone = [json.loads(said) for said in self._rank_group.all_gather_text(json.dumps(steps))]
+        shared = set.intersection(*(set(theirs) for theirs in everyone))
+        if any(everyone) and not shared:
+            have = "; ".join(f"rank {rank} those of steps {theirs}" for rank, theirs in enumerate(everyone))
+            raise CheckpointError(f"no checkpoint is there on every rank of this worker: {have}")
+        return sorted(shared)
 
 
-class _FSDPRanks(_SeveralRanks):
-    """Holds a shard of every parameter per rank (FSDP2); each rank exchanges it with the same rank of other workers."""
+class FSDPRanks(WorkerRanks):
+    """Runs as one rank of several that each hold a shard of every parameter (FSDP2).
+
+    Each rank exchanges its shard with the same rank of other workers.
+    """
 
     hold_whole_model = False
 
+    def __init__(self, seat: Seat, rank_group: RankGroup) -> None:
+        super().__init__(seat, rank_group)
+        self._shards = rank_group
+
     def local_config(self, config: RunConfig) -> RunConfig:
-        config = super().local_config(config)
+        """Return the settings as this rank uses them; ConfigError if they compile the model."""
         if config.compile is True:
             raise ConfigError('compile: true does not go with train.parallel = "fsdp": leave it out, or use "ddp"')
-        return config.changed(compile=False)
+        return super().local_config(config).changed(compile=False)
 
     def wrap(self, model: Model) -> LossFunction:
-        module: Any = _shard(model, init_device_mesh("cuda" if self._cuda else "cpu", (self.count,)))
+        """Shard the model; return its loss function."""
+        module: Any = _shard(model, init_device_mesh(next(model.parameters()).device.type, (self.count,)))
 
         def loss(tokens: Tensor, *, last: bool = True) -> Loss:
             found = Loss(*module(tokens))
@@ -234,31 +195,14 @@ class _FSDPRanks(_SeveralRanks):
 
         return loss
 
-    def check_fragments(self, model: Model, fragments: Sequence[Fragment]) -> None:
-        sizes = {name: parameter.shape[0] for name, parameter in model.named_parameters()}
-        for fragment in fragments:
-            rows = max(sizes[name] for name in fragment.parameters)
-            if -(-rows // self.count) * (self.count - 1) >= rows:
-                raise ConfigError(
-                    f"train.parallel: {self.count} ranks are too many, the last one would hold nothing of fragment "
-                    f'"{fragment.name}", whose largest dimension to shard is {rows}: use fewer, or "ddp"'
-                )
-
-    def share_nonfinite(self, model: Model) -> None:
-        fsdp.share_nonfinite(model)
-
-    def full_state_dict(self, model: Model) -> Mapping[str, Tensor] | None:
-        return fsdp.full_state_dict(model, keep=self.is_leader)
-
-    def sum_over_shards(self, numbers: Sequence[float]) -> list[float]:
-        return self.sum(numbers)
-
     def decide(self, ask: Callable[[], Value]) -> Value:
-        return self._rank_group.raise_on_all(ask)
+        """Return what this rank finds; all ranks succeed or all fail."""
+        return self._shards.raise_on_all(ask)
 
     def wrap_link(self, end: Link | None) -> Link:
+        """Return this rank's end of the worker's link."""
         assert end is not None
-        return ShardedLink(self._rank_group, end)
+        return ShardedLink(self._shards, end)
 
 
 class _LossOf(nn.Module):
@@ -292,11 +236,11 @@ def _shard(model: Model, mesh: DeviceMesh) -> nn.Module:
 @contextmanager
 def connect_ranks(config: RunConfig, seat: Seat | None) -> Iterator[WorkerRanks]:
     """Connect the ranks of this process's worker; inside, torch's default process group is theirs."""
-    on_gpu = _on_gpu(config) and "LOCAL_RANK" in os.environ
+    on_gpu = "LOCAL_RANK" in os.environ and device_of(config).startswith("cuda")
     if on_gpu and seat is not None:
         _set_gpu(config, seat.ranks)
     if seat is None or seat.ranks == 1:
-        yield WorkerRanks()
+        yield WorkerRanks(seat)
         return
     parts = seat.ranks * config.train.accumulate
     if config.train.batch % parts:
@@ -308,7 +252,7 @@ def connect_ranks(config: RunConfig, seat: Seat | None) -> Iterator[WorkerRanks]
     _init_process_group(seat, on_gpu, timeout)
     try:
         rank_group = RankGroup(distributed.new_group(backend="gloo", timeout=timeout))
-        yield (_FSDPRanks if config.train.parallel == "fsdp" else _DDPRanks)(config, seat, rank_group)
+        yield (FSDPRanks if config.train.parallel == "fsdp" else WorkerRanks)(seat, rank_group)
     except BaseException:
         if not on_gpu:  # NCCL would wait for ranks that are gone; the process ends anyway
             distributed.destroy_process_group()
@@ -333,10 +277,6 @@ def _init_process_group(seat: Seat, on_gpu: bool, timeout: timedelta) -> None:
     except RuntimeError as error:
         problem = shorten(str(error), 300, placeholder=" ...")
         raise LinkError(f"{seat} cannot connect to the other ranks of its worker: {problem}") from error
-
-
-def _on_gpu(config: RunConfig) -> bool:
-    return config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
 
 
 def _set_gpu(config: RunConfig, ranks: int) -> None:

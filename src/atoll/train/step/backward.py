@@ -8,7 +8,7 @@ from torch import Tensor
 
 from atoll.settings.config import RunConfig
 from atoll.train.model.decoder import Loss
-from atoll.train.step.optimizer import InnerOptimizer
+from atoll.train.step.inner_optimizer import InnerOptimizer
 
 
 class LossFunction(Protocol):

@@ -13,7 +13,7 @@ from atoll.train.model.decoder import Decoder
 from atoll.train.ranks.worker_ranks import WorkerRanks
 from atoll.train.step.backward import Backward
 from atoll.train.step.cuda_graph import BackwardPass, capture_small_passes
-from atoll.train.step.optimizer import InnerOptimizer, learning_rate
+from atoll.train.step.inner_optimizer import InnerOptimizer, learning_rate
 from atoll.train.step.recipe import resolve
 
 STEPS = 7

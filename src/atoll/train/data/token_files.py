@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from atoll._util.disk import sha256_of
 from atoll.errors import ConfigError, DataError
@@ -49,25 +48,13 @@ BPE_BYTES: Final = 2**28
 
 
 @dataclass(frozen=True, eq=False)
-class TokenFile:
-    """A file of tokens, mapped into memory read-only."""
-
-    path: Path
-    tokens: npt.NDArray[Any]
-    """Token ids [tokens], uint8, uint16 or uint32."""
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-
-@dataclass(frozen=True, eq=False)
 class TokenData:
-    """A corpus as tokens, with its tokenizer."""
+    """Holds a corpus as token ids [tokens], uint8, uint16 or uint32, mapped into memory read-only."""
 
     tokenizer: Tokenizer
-    train: tuple[TokenFile, ...]
+    train: tuple[Ids, ...]
     """One file for all workers, or one per worker."""
-    held_out: TokenFile
+    held_out: Ids
     documents: int
     """Documents of training and held-out text together."""
     folder: Path
@@ -96,11 +83,13 @@ def prepare(settings: DataSection, *, workers: int = 1, on_progress: OnProgress 
         _check_ready(folder, tokenizer.vocabulary, settings)
     open_file = partial(_map, dtype=dtype_of(tokenizer.vocabulary))
     train = open_file(folder / "train.bin")
-    files: tuple[TokenFile, ...] = (train,)
+    files: tuple[Ids, ...] = (train,)
     if settings.split == "clusters" and workers > 1:
         clusters = folder / f"clusters-{workers}"
-        meter = Meter(on_progress, "clusters", train.tokens.nbytes)
-        build_once(clusters, folder, meter, partial(_fill_clusters, train=train, workers=workers, meter=meter))
+        meter = Meter(on_progress, "clusters", train.nbytes)
+        lengths = np.fromfile(folder / "lengths.bin", "<i8")
+        fill = partial(_fill_clusters, train=train, lengths=lengths, workers=workers, meter=meter)
+        build_once(clusters, folder, meter, fill)
         check(clusters, on_progress)
         files = tuple(open_file(clusters / f"worker-{i}.bin") for i in range(workers))
     return TokenData(tokenizer, files, open_file(folder / "held_out.bin"), manifest["documents"], folder)
@@ -136,9 +125,9 @@ def _check_ready(folder: Path, vocabulary: int, settings: DataSection) -> None:
         raise ConfigError(f"data.limit is for text, but {folder} holds tokens already: leave it out")
 
 
-def _map(path: Path, dtype: np.dtype[Any]) -> TokenFile:
+def _map(path: Path, dtype: np.dtype[Any]) -> Ids:
     # A plain view of the map: slices of np.memmap itself are slow.
-    return TokenFile(path, np.memmap(path, dtype, mode="r").view(np.ndarray))
+    return np.memmap(path, dtype, mode="r").view(np.ndarray)
 
 
 # ---- the tokenizer
@@ -218,7 +207,7 @@ class _Writer:
     def nearest(self, length: float) -> int:
         """Return the document whose length is nearest; of several, the one whose bytes sort first."""
         self._file.flush()
-        tokens = _map(self._path, self._dtype).tokens
+        tokens = _map(self._path, self._dtype)
         lengths = np.asarray(self.lengths)
         ends = np.cumsum(lengths)
         gaps = np.abs(lengths - length)
@@ -280,16 +269,15 @@ def _fill_empty_side(train: _Writer, held_out: _Writer, share: float) -> None:
         train.add(held_out.take(held_out.nearest(total * (1 - share))))
 
 
-def _fill_clusters(folder: Path, train: TokenFile, workers: int, meter: Meter) -> dict[str, Any]:
+def _fill_clusters(folder: Path, train: Ids, lengths: Ids, workers: int, meter: Meter) -> dict[str, Any]:
     """Write one file per worker with the documents of one cluster, in their old order."""
-    lengths = np.fromfile(train.path.with_name("lengths.bin"), "<i8")
     meter.add(0)
-    assigned = assign(train.tokens, lengths, workers)
+    assigned = assign(train, lengths, workers)
     with ExitStack() as stack:
         files = [stack.enter_context((folder / f"worker-{i}.bin").open("wb", 2**20)) for i in range(workers)]
         first = 0
         for worker, length in zip(assigned.tolist(), lengths.tolist(), strict=True):
-            document = train.tokens[first : first + length].tobytes()
+            document = train[first : first + length].tobytes()
             meter.add(len(document), len(document))
             files[worker].write(document)
             first += length
