@@ -330,9 +330,9 @@ def test_what_a_method_has_no_use_for_is_refused(method: str, setting: str) -> N
     [
         "sync.method=none sync.workers=1 sync.period=50",
         "sync.method=data-parallel sync.codec=bf16 faults.drop=0.5 sync.outer_lr=0.5",
-        "sync.delay=[0,30]",
+        "sync.delay=[0,100]",
         "sync.method=delayed sync.alpha=0.5",
-        "sync.method=diloco sync.delay=30 sync.codec=e3m0 sync.feedback=true",
+        "sync.method=diloco sync.delay=500 sync.codec=e3m0 sync.feedback=true",
         "train.steps=10 train.warmup=9",
         "train.sequence=200 model.context=200",
         "train.sequence=4096 model.hf=gpt2 model.hf_weights=false",

@@ -1,8 +1,10 @@
 """Rolls a worker back: after values that are not finite, after a delta that has exploded, or because the user asks."""
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -128,20 +130,17 @@ class InnerOptimizers:
         self._model = weakref.ref(model)
         self._found: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        me = weakref.ref(self)  # torch keeps the hook for ever, unless it is removed
-
-        def notice(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if (watching := me()) is not None:
-                watching._notice(optimizer)
-
-        weakref.finalize(self, register_optimizer_step_post_hook(notice).remove)
+        _hook_once()
+        with _lock:
+            _watching.add(self)
 
     @property
     def found(self) -> bool:
         """Whether a torch optimizer has stepped the model."""
         return bool(self._found)
 
-    def _notice(self, optimizer: Optimizer) -> None:
+    def notice(self, optimizer: Optimizer) -> None:
+        """Note an optimizer that has made a step."""
         if optimizer in self._found or optimizer in self._others:
             return
         model = self._model()
@@ -159,3 +158,23 @@ class InnerOptimizers:
                         value.zero_()
                 else:
                     optimizer.state.pop(parameter, None)
+
+
+_lock = threading.Lock()  # workers may be threads
+_watching: weakref.WeakSet[InnerOptimizers] = weakref.WeakSet()
+
+
+@cache
+def _hook_once() -> None:
+    """Have torch call `_on_step` after every optimizer's step, from now on.
+
+    One hook stays for good: one that goes when its loop is garbage-collected may do so while torch calls its hooks.
+    """
+    register_optimizer_step_post_hook(_on_step)
+
+
+def _on_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    with _lock:
+        all_watching = list(_watching)
+    for watching in all_watching:
+        watching.notice(optimizer)
