@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from atoll.core.allreduce import sent_bytes, shots
 from atoll.link.base import RoundId
-from atoll.link.shaped import PACKET_BYTES, Line, Outage, Shape, Transmission
+from atoll.link.shaped import PACKET_BYTES, LineClock, Outage, Shape, Transmission
 from atoll.plan.cost import transfer_s
 from atoll.plan.line import Line as PlannedLine
 
@@ -41,7 +41,7 @@ rounds = st.lists(st.builds(Sent, st.floats(0, 120), st.integers(0, 10**6), st.i
 
 
 def carry(shape: Shape, sent: Sequence[Sent], joined_s: float = 0.0) -> list[Transmission]:
-    line = Line(shape, joined_s)
+    line = LineClock(shape, joined_s)
     return [line.carry(*one, shape.rng(0, RoundId(step, 0))) for step, one in enumerate(sent)]
 
 
@@ -160,5 +160,5 @@ def test_losses_come_as_often_as_packets_are_drawn_one_by_one(loss: float, packe
         return max(next(k for k in range(10**6) if rng.random() >= loss) for _ in range(packets))
 
     slow = sum(one_by_one() for _ in range(tries)) / tries
-    arrivals = [Line(shape).carry(0.0, packets * PACKET_BYTES, 1, rng).arrival_s for _ in range(tries)]
+    arrivals = [LineClock(shape).carry(0.0, packets * PACKET_BYTES, 1, rng).arrival_s for _ in range(tries)]
     assert sum(arrivals) / tries - 0.5 == pytest.approx(slow, rel=0.1, abs=0.01)

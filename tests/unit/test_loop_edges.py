@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -198,14 +199,19 @@ def test_offload_without_a_gpu_is_refused() -> None:
         OuterLoop(nn.Linear(2, 2), DiLoCo(), local(1)[0], offload=True)
 
 
-def test_an_optimizer_that_steps_while_its_loop_goes_away_is_left_alone() -> None:
+def test_loops_share_one_hook_of_torch_and_are_freed() -> None:
     model = nn.Linear(2, 2)
+    first = OuterLoop(model, DiLoCo(), local(1)[0])
+    hooks = len(torch_optimizer._global_optimizer_post_hooks)
     loop = OuterLoop(model, DiLoCo(), local(1)[0])
-    hook = list(torch_optimizer._global_optimizer_post_hooks.values())[-1]
+    assert len(torch_optimizer._global_optimizer_post_hooks) == hooks
+    gone = weakref.ref(loop)
     del loop
     gc.collect()
-    assert hook not in torch_optimizer._global_optimizer_post_hooks.values()
-    hook(torch.optim.SGD(model.parameters()), (), {})
+    assert gone() is None
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.step()
+    assert first._roll_backs._optimizers.found
 
 
 def test_an_interrupt_ends_the_workers_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from atoll.core.codec import Codec
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Contribution, Link, Member, Offer, Pending, Round, RoundId, TransferStats
 from atoll.link.local import Absence, Faults, run_local
-from atoll.link.shaped import Line, Outage, Shape, ShapedLink, shaped
+from atoll.link.shaped import LineClock, Outage, Shape, ShapedLink, shaped
 from atoll.outer.presets import Gradients
 from atoll.outer.stats import Observer
 from atoll.plan.cost import transfer_s
@@ -223,7 +223,7 @@ def test_an_absent_worker_sends_nothing_and_hears_of_all() -> None:
 
 
 def test_what_has_passed_before_an_outage_has_passed() -> None:
-    line = Line(Shape(bits_per_s=8.0, outages=(Outage(start_s=1.0, length_s=2.0),)))
+    line = LineClock(Shape(bits_per_s=8.0, outages=(Outage(start_s=1.0, length_s=2.0),)))
     assert line.carry(0.0, 2, 1, random.Random(0)) == (0.0, 4.0, 4.0)
 
 

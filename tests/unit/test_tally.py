@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from atoll.train.progress.reporter import Totals
+from atoll.train.progress.reporter import RunningTotals
 
 
 def losses(*values: float) -> dict[int, torch.Tensor]:
@@ -12,7 +12,7 @@ def losses(*values: float) -> dict[int, torch.Tensor]:
 
 
 def test_an_interval_is_the_mean_of_each_workers_own_steps() -> None:
-    tally = Totals(3)
+    tally = RunningTotals(3)
     tally.add(losses(1.0, 2.0), losses(5.0, 6.0), tokens_each=10, seconds=2.0)
     tally.add(losses(3.0), losses(7.0), tokens_each=10, seconds=1.0)
     interval = tally.take()
@@ -23,7 +23,7 @@ def test_an_interval_is_the_mean_of_each_workers_own_steps() -> None:
 
 
 def test_waiting_is_no_computing() -> None:
-    tally = Totals(2)
+    tally = RunningTotals(2)
     tally.add(losses(1.0, 2.0), losses(1.0, 1.0), tokens_each=10, seconds=5.0, waited_s=3.0)
     assert (tally.step_s, tally.seconds) == (1.0, 5.0)
     interval = tally.take()
@@ -31,19 +31,19 @@ def test_waiting_is_no_computing() -> None:
 
 
 def test_an_unfinished_interval_goes_on_after_a_resume_on_the_device_of_the_losses() -> None:
-    tally, again = Totals(1), Totals(1)
+    tally, again = RunningTotals(1), RunningTotals(1)
     tally.add(losses(1.0), losses(1.0), tokens_each=4, seconds=1.0)
     again.load_state_dict(tally.state_dict(), torch.device("cpu"))
     again.add(losses(3.0), losses(2.0), tokens_each=4, seconds=1.0)
     assert again.take().losses == [2.0] and again.tokens == 8
-    elsewhere = Totals(1)
+    elsewhere = RunningTotals(1)
     elsewhere.load_state_dict(tally.state_dict(), torch.device("meta"))  # any device that is not the CPU
     kept = elsewhere.state_dict()
     assert kept["losses"][0][0].device.type == kept["norms"][0].device.type == "meta"
 
 
 def test_it_knows_when_a_loss_or_a_norm_is_no_number() -> None:
-    tally = Totals(2)
+    tally = RunningTotals(2)
     assert tally.is_finite
     tally.add(losses(1.0, 2.0), losses(1.0, 1.0), tokens_each=1, seconds=1.0)
     assert tally.is_finite

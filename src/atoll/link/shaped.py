@@ -95,7 +95,7 @@ class Transmission(NamedTuple):
     arrival_s: float
 
 
-class Line:
+class LineClock:
     """Computes when a worker's rounds pass its line, one after another; it reads no clock."""
 
     def __init__(self, shape: Shape, joined_s: float = 0.0) -> None:
@@ -205,7 +205,7 @@ class _LineThread:
         except BaseException as error:
             joined.set_exception(error)
             return
-        line = Line(self.shape, time.perf_counter())
+        line = LineClock(self.shape, time.perf_counter())
         joined.set_result(None)
         while (queued := self._next()) is not None:
             self._open(queued, line)
@@ -216,7 +216,7 @@ class _LineThread:
             return self._later.popleft()
         return None if self._stopping else self.queue.get()
 
-    def _open(self, queued: _QueuedRound, line: Line) -> None:
+    def _open(self, queued: _QueuedRound, line: LineClock) -> None:
         try:
             opened = self._open_on_time(queued, line)
         except BaseException as error:
@@ -225,7 +225,7 @@ class _LineThread:
         else:
             queued.opened.set_result(opened)
 
-    def _open_on_time(self, queued: _QueuedRound, line: Line) -> _OpenedRound:
+    def _open_on_time(self, queued: _QueuedRound, line: LineClock) -> _OpenedRound:
         members = sent = 0
         if not self._stopping:
             # Not in open(): weights() may wait for workers that the same caller has yet to let join.

@@ -22,7 +22,7 @@ from atoll.outer.stats import Products
 EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-class BlendMerge:
+class BlendMerger:
     """Blends the anchor into the live parameters whenever a round is applied."""
 
     def __init__(self, alpha: float) -> None:
@@ -51,7 +51,7 @@ class BlendMerge:
         """Continue from what state_dict gave."""
 
 
-class EagerMerge(BlendMerge):
+class EagerMerger(BlendMerger):
     """Starts every period from the lagging anchor plus what the worker's own newest delta will do to it."""
 
     def __init__(self, own: Tensor, outer: LinearOuter, backend: Backend) -> None:
@@ -137,7 +137,7 @@ class FragmentReplica:
         """The outer optimizer's vectors, such as the velocity."""
         self.residual = torch.zeros_like(anchor) if sync.codec.feedback else None
         """Error feedback: what rounding has lost, for the next delta to carry."""
-        self.merge = BlendMerge(sync.merge.alpha) if isinstance(sync.merge, Blend) else self._eager(sync)
+        self.merge = BlendMerger(sync.merge.alpha) if isinstance(sync.merge, Blend) else self._eager(sync)
         """How applied rounds reach the live parameters."""
         self.version = 0
         """Rounds applied to the anchor."""
@@ -150,9 +150,9 @@ class FragmentReplica:
         self.left_out = False
         """Whether the worker was rolled back since its last send: the next round does without it."""
 
-    def _eager(self, sync: Sync) -> EagerMerge:
+    def _eager(self, sync: Sync) -> EagerMerger:
         assert not isinstance(sync.outer, Adam)  # as Sync has checked
-        return EagerMerge(torch.zeros_like(self.anchor), sync.outer, self.backend)
+        return EagerMerger(torch.zeros_like(self.anchor), sync.outer, self.backend)
 
     # ------------------------------------------------------------------ send
 

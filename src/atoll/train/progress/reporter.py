@@ -40,7 +40,7 @@ class Interval:
     """Workers that trained."""
 
 
-class Totals:
+class RunningTotals:
     """Sums up the inner steps of all workers; losses stay on their device until they are read."""
 
     def __init__(self, workers: int) -> None:
@@ -129,7 +129,7 @@ class Reporter:
     def __init__(self, config: RunConfig, workers: Sequence[int], weights: Sequence[float], ranks: WorkerRanks) -> None:
         self.sink: Sink = Metrics([])
         self.loops: Sequence[OuterLoop] = ()
-        self.totals = Totals(len(workers))
+        self.totals = RunningTotals(len(workers))
         self.began_s = time.perf_counter()
         """When the step or evaluation under way began, by time.perf_counter()."""
         self._config = config
