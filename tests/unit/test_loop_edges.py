@@ -1,10 +1,12 @@
 """The outer loop on links that tell less, in rounds that nobody reached, and with states that a GPU has saved."""
 
+import copy
 import gc
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -233,3 +235,33 @@ def test_an_interrupt_ends_the_workers_that_wait(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(KeyboardInterrupt):
         run_local(work, local(2, timeout_s=20))
     assert len(ended) == 2 and all("interrupted by KeyboardInterrupt" in message for message in ended)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting"),
+    [({"leave_out_nonfinite": "no"}, "leave_out_nonfinite"), ({"on_roll_back": 3}, "on_roll_back")],
+)
+def test_a_guard_of_wrong_types_is_refused(arguments: dict[str, Any], setting: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Guard(**arguments)
+    assert refusal.value.setting == setting
+
+
+@pytest.mark.parametrize("arguments", [{"guard": True}, {"observer": 3}])
+def test_a_loop_with_wrong_arguments_is_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(arguments))):
+        OuterLoop(nn.Linear(2, 2), DiLoCo(), local(1)[0], **arguments)
+
+
+def test_training_without_a_single_step_of_the_loop_is_warned_about_where_it_ends() -> None:
+    def work(link: LocalLink) -> None:
+        model = copy.deepcopy(start)
+        outer = OuterLoop(model, DiLoCo(), link)
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        outer.finish()
+
+    start = nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match=r"outer\.step\(\) was never called") as seen:
+        run_local(work, local(2))
+    assert {one.filename for one in seen} == {__file__}

@@ -17,7 +17,7 @@ MOST_TERMS = 512
 """For parameters: those of a model that has more are compared several together, so that messages stay small."""
 
 
-def check_arguments(model: object, sync: object, link: Link, weight: float) -> None:
+def check_arguments(model: object, sync: object, link: Link, weight: float, observer: object) -> None:
     """Raise a ConfigError for what an OuterLoop cannot be made of."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -29,6 +29,8 @@ def check_arguments(model: object, sync: object, link: Link, weight: float) -> N
         )
     if not hasattr(weight, "__float__") or not 0 < weight <= 1e18:
         raise ConfigError(f"weight of worker {link.worker} must be a number above 0, at most 1e18, got {weight!r}")
+    if observer is not None and not callable(observer):
+        raise ConfigError(f"observer must be a function that takes an atoll.Applied, or None, got {observer!r}")
 
 
 def warn_of_buffers(model: nn.Module) -> None:

@@ -18,6 +18,8 @@ from atoll.outer.rounds import Flight
 if TYPE_CHECKING:
     from atoll.outer.loop import OuterLoop
 
+_CALLER = 5  # stack level of a script: past this function, a phase, finish() and torch.no_grad's wrapper
+
 
 def prepare(loop: "OuterLoop") -> None:
     """Measure what has not been sent, and check that it can be."""
@@ -26,6 +28,12 @@ def prepare(loop: "OuterLoop") -> None:
         return
     if loop.link.workers > 1:
         _warn_of_period(loop._schedule, loop.steps)
+        if not loop.steps and any(bool(replica.delta().any()) for replica in loop._rounds.replicas):
+            warnings.warn(
+                "the parameters have been trained, but outer.step() was never called: they are only averaged now; call "
+                "outer.step() once after every step of the optimizer",
+                stacklevel=_CALLER - 1,
+            )
     loop._watch.stepped(loop.link, judge_last=True)
     loop._roll_backs.settle(range(len(loop.fragments)), loop.steps)
     check_coverage(loop.model, loop._windows)
@@ -87,7 +95,7 @@ def _warn_of_period(schedule: Schedule, steps: int) -> None:
         warnings.warn(
             f"finish() after {steps} steps, before the first send of {unsent} of {schedule.fragments} fragments: they "
             f"are only averaged now; choose a period shorter than the run, not {schedule.period}",
-            stacklevel=3,
+            stacklevel=_CALLER,
         )
 
 

@@ -24,7 +24,7 @@ from torch import nn
 from atoll.core.flat import Window, check_coverage, scatter, state_dtype, trainable
 from atoll.core.fragments import Whole, describe, split
 from atoll.core.schedule import Due, Schedule
-from atoll.errors import AtollError
+from atoll.errors import AtollError, ConfigError
 from atoll.link.base import Contribution, Link, RoundId
 from atoll.outer import finish as ending
 from atoll.outer.agreement import (
@@ -79,7 +79,9 @@ class OuterLoop:
         offload: bool = False,
         observer: Observer | None = None,
     ) -> None:
-        check_arguments(model, sync, link, weight)
+        check_arguments(model, sync, link, weight, observer)
+        if not isinstance(guard, Guard):
+            raise ConfigError(f"guard must be an atoll.Guard(...), got {guard!r}", setting="guard", value=guard)
         warn_of_buffers(model)
         self.model = model
         self.sync = sync

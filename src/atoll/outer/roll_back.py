@@ -31,6 +31,12 @@ class Guard:
     """Is called when this worker is rolled back. Torch optimizers forget their state then; this is for other state."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.leave_out_nonfinite, bool):
+            problem = f"leave_out_nonfinite must be True or False, got {self.leave_out_nonfinite!r}"
+            raise ConfigError(problem, setting="leave_out_nonfinite", value=self.leave_out_nonfinite)
+        if self.on_roll_back is not None and not callable(self.on_roll_back):
+            problem = f"on_roll_back must be a function without arguments, or None, got {self.on_roll_back!r}"
+            raise ConfigError(problem, setting="on_roll_back", value=self.on_roll_back)
         ratio = self.outlier_ratio
         if ratio is not None and not (hasattr(ratio, "__float__") and 1 < ratio <= 1e9):
             problem = f"outlier_ratio must be a number above 1, at most 1e9, or None for no limit, got {ratio!r}"
