@@ -3,7 +3,44 @@
 from mutants.seed import Mutant
 
 TESTS = ["tests/unit/test_slips.py"]
+EDGES = ("tests/unit/test_loop_edges.py",)
+
 MUTANTS = [
+    Mutant(
+        "a refused finish leaves deltas behind",
+        "outer/loop.py",
+        "        self._sending = {}  # of an operation that was refused\n",
+        "",
+        EDGES,
+    ),
+    Mutant(
+        "frozen parts restored with a checkpoint are compared",
+        "outer/loop.py",
+        "        self._watch.loads.frozen = False\n",
+        "",
+        EDGES,
+    ),
+    Mutant(
+        "Adagrad starts from nothing after a roll-back",
+        "outer/roll_back.py",
+        '.fill_(optimizer.defaults["initial_accumulator_value"])',
+        ".zero_()",
+        EDGES,
+    ),
+    Mutant(
+        "a run without a step of the loop is not warned about",
+        "outer/finish.py",
+        "    if moved and",
+        "    if False and",
+        EDGES,
+    ),
+    Mutant(
+        "a guard takes any switch",
+        "outer/roll_back.py",
+        "if not isinstance(self.leave_out_nonfinite, bool):",
+        "if False:",
+        EDGES,
+    ),
     Mutant("frozen parameters not compared", "outer/loop.py", ", **self._watch.base}\n", "}\n"),
     Mutant("frozen parameters loaded later not compared", "outer/watch.py", "if self.loads.frozen:", "if False:"),
     Mutant(

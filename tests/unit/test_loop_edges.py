@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from atoll import DataParallel, DiLoCo, Eager, Guard, Lockstep, OuterLoop, Streaming, Sync, local, run_local
+from atoll import Balanced, DataParallel, DiLoCo, Eager, Guard, Lockstep, OuterLoop, Streaming, Sync, local, run_local
 from atoll.core.allreduce import Reduction
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError, LinkError, NonFiniteError
@@ -265,3 +265,78 @@ def test_training_without_a_single_step_of_the_loop_is_warned_about_where_it_end
     with pytest.warns(UserWarning, match=r"outer\.step\(\) was never called") as seen:
         run_local(work, local(2))
     assert {one.filename for one in seen} == {__file__}
+
+
+def test_a_finish_that_was_refused_leaves_nothing_behind() -> None:
+    layers = nn.Linear(4, 4), nn.Linear(4, 4)
+    outer = OuterLoop(nn.Sequential(*layers), DiLoCo(period=4, fragments=Balanced(count=2)), local(1)[0])
+    outer.step()
+    first, second = (layer.weight for layer in layers)
+    with torch.no_grad():
+        first.add_(1.0)
+        second[0, 0] = float("nan")
+    trained = first.clone()
+    with pytest.raises(NonFiniteError):
+        outer.finish()
+    with torch.no_grad():
+        second[0, 0] = 0.0
+    outer.step()
+    assert outer.counters.roll_backs == 0 and torch.equal(first, trained)
+
+
+def test_a_step_that_another_worker_has_refused_leaves_nothing_behind() -> None:
+    start = nn.Linear(4, 4)
+    models = [copy.deepcopy(start) for _ in range(2)]
+    outers = [OuterLoop(m, DiLoCo(period=2), link) for m, link in zip(models, local(2), strict=True)]
+    workers = Lockstep(outers)
+    workers.step()
+    with torch.no_grad():
+        models[0].weight.add_(1.0)
+        models[1].weight[0, 0] = float("nan")
+    trained = models[0].weight.clone()
+    with pytest.raises(NonFiniteError):
+        workers.step()
+    outers[1].roll_back()
+    workers.step()
+    assert outers[0].counters.roll_backs == 0
+    assert torch.allclose(models[0].weight, trained, atol=1.0)
+
+
+def test_a_frozen_part_that_was_loaded_after_the_start_is_each_workers_own_when_resumed() -> None:
+    def make(link: LocalLink) -> tuple[nn.ModuleDict, OuterLoop]:
+        model = nn.ModuleDict({"online": nn.Linear(2, 2), "target": nn.Linear(2, 2)})
+        model.load_state_dict(start.state_dict())
+        model["target"].requires_grad_(False)
+        return model, OuterLoop(model, DiLoCo(period=4), link)
+
+    def work(link: LocalLink) -> None:
+        model, outer = make(link)
+        outer.step()
+        with torch.no_grad():
+            next(model["online"].parameters()).add_(link.worker)
+        model["target"].load_state_dict(model["online"].state_dict())
+        saved[link.worker] = copy.deepcopy((model.state_dict(), outer.state_dict()))
+
+    def resume(link: LocalLink) -> None:
+        model, outer = make(link)
+        parameters, state = saved[link.worker]
+        model.load_state_dict(parameters)
+        outer.load_state_dict(state)
+        outer.step()
+
+    start = nn.ModuleDict({"online": nn.Linear(2, 2), "target": nn.Linear(2, 2)})
+    saved: dict[int, Any] = {}
+    run_local(work, local(2))
+    run_local(resume, local(2))
+
+
+def test_adagrad_over_a_part_of_a_model_is_reset_to_its_start() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.Adagrad(model[0].parameters(), initial_accumulator_value=0.5)
+    outer = OuterLoop(model, DiLoCo(), local(1)[0])
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    outer.roll_back()
+    states = optimizer.state_dict()["state"].values()
+    assert [float(state["step"]) for state in states] == [0.0, 0.0]
+    assert all(bool((state["sum"] == 0.5).all()) for state in states)

@@ -23,29 +23,31 @@ _CALLER = 5  # stack level of a script: past this function, a phase, finish() an
 
 def prepare(loop: "OuterLoop") -> None:
     """Measure what has not been sent, and check that it can be."""
+    loop._sending = {}  # of an operation that was refused
     loop._begin()
     if loop._schedule is None:
         return
     if loop.link.workers > 1:
         _warn_of_period(loop._schedule, loop.steps)
-        if not loop.steps and any(bool(replica.delta().any()) for replica in loop._rounds.replicas):
-            warnings.warn(
-                "the parameters have been trained, but outer.step() was never called: they are only averaged now; call "
-                "outer.step() once after every step of the optimizer",
-                stacklevel=_CALLER - 1,
-            )
     loop._watch.stepped(loop.link, judge_last=True)
     loop._roll_backs.settle(range(len(loop.fragments)), loop.steps)
     check_coverage(loop.model, loop._windows)
-    spoilt = False
+    spoilt, moved = False, False
     for fragment, replica in enumerate(loop._rounds.replicas):
         round_id = RoundId(loop.steps, fragment, last=True)
         loop._rounds.offload.use_only(fragment)
         delta = replica.delta()
+        moved = moved or (not loop.steps and bool(delta.any()))
         spoilt |= loop._roll_backs.is_spoilt({round_id: loop._rounds.prepare(round_id, delta=delta)})
         loop._sending[round_id] = Flight(delta=loop._rounds.offload.kept(delta))
     if loop.link.on_any_rank(spoilt):
         loop._sending = {round_id: Flight() for round_id in loop._sending}
+    if moved and loop.link.workers > 1:
+        warnings.warn(
+            "the parameters have been trained, but outer.step() was never called: they are only averaged now; call "
+            "outer.step() once after every step of the optimizer",
+            stacklevel=_CALLER - 1,
+        )
 
 
 def send(loop: "OuterLoop") -> None:

@@ -159,6 +159,7 @@ class OuterLoop:
         if self._status != "new":
             return
         self._watch.loads.check()
+        self._watch.joining()
         here = {"inner steps made (load the same checkpoint on all)": str(self.steps), **self._watch.base}
         if not self.steps:  # from there on, rounds compare
             anchors = [replica.anchor for replica in self._rounds.replicas]
@@ -231,6 +232,7 @@ class OuterLoop:
 
     def _prepare_step(self) -> None:
         """Check everything that can be refused, and encode what is due."""
+        self._sending = {}  # of an operation that was refused
         self._begin()
         if self._gradients is not None:
             self._gradients.end_step()
@@ -351,6 +353,7 @@ class OuterLoop:
         check_saved(state, identity, self._windows)
         self._watch.base = state.get("base", identity["frozen"])
         self._watch.loads.forget()
+        self._watch.loads.frozen = False
         self.steps = state["steps"]
         self._rounds.offload.bring_home()
         self._rounds.load_state_dict(state)

@@ -38,7 +38,7 @@ class Guard:
             problem = f"on_roll_back must be a function without arguments, or None, got {self.on_roll_back!r}"
             raise ConfigError(problem, setting="on_roll_back", value=self.on_roll_back)
         ratio = self.outlier_ratio
-        if ratio is not None and not (hasattr(ratio, "__float__") and 1 < ratio <= 1e9):
+        if ratio is not None and not (isinstance(ratio, int | float) and 1 < ratio <= 1e9):
             problem = f"outlier_ratio must be a number above 1, at most 1e9, or None for no limit, got {ratio!r}"
             raise ConfigError(problem, setting="outlier_ratio", value=ratio)
 
@@ -159,11 +159,11 @@ class InnerOptimizers:
         model = self._model()
         for optimizer in self._found:
             for parameter in () if model is None else model.parameters():
-                if isinstance(optimizer, torch.optim.Adagrad):  # makes its state once, when it is made
-                    for value in optimizer.state[parameter].values():
-                        value.zero_()
-                else:
+                if not isinstance(optimizer, torch.optim.Adagrad):
                     optimizer.state.pop(parameter, None)
+                elif parameter in optimizer.state:  # it makes its state once, when it is made
+                    optimizer.state[parameter]["step"].zero_()
+                    optimizer.state[parameter]["sum"].fill_(optimizer.defaults["initial_accumulator_value"])
 
 
 _lock = threading.Lock()  # workers may be threads

@@ -22,13 +22,13 @@ from atoll.link.base import Link
 from atoll.outer.agreement import frozen_terms
 
 MERGES = 16
-"""So many are looked at: the copies of several workers drift apart, so it shows more and more."""
+"""Merges that are judged: copies of several workers drift apart, so an undone merge shows more and more."""
 IN_A_ROW = 3
-"""So many must have been undone, one after the other."""
+"""Merges that must have been undone, one after the other."""
 FAR = 3.0
-"""A merge tells something if it moved the parameters so many times as far as the largest inner step that was seen."""
+"""Times as far as the largest inner step that a merge must have moved the parameters to be judged."""
 NEAR = 0.4
-"""It was undone if an inner step later they are so near to where they were before, as a share of what it moved."""
+"""Share of a merge's move within which, an inner step later, the parameters count as moved back."""
 STRAIGHT = 0.9
 """Cosine of a step with the way down the gradient from which on the one explains the other."""
 
@@ -47,7 +47,8 @@ class ModelWatch:
         self.loads = Loads(model)
         self._merges = None if schedule is None else MergeWatch(windows, schedule, eager=eager)
         self._model = model
-        self._base = frozen_terms(model)  # at the start: a worker's running average of its parameters is its own
+        self.base: Mapping[str, str] = frozen_terms(model)
+        """The frozen parameters' terms when the worker joined; later on, a running average in them is its own."""
         self.merged = False
         """Whether the last operation wrote into the model's parameters."""
 
@@ -60,16 +61,10 @@ class ModelWatch:
     def lent(self, lent: bool) -> None:
         self.loads.watching = not lent
 
-    @property
-    def base(self) -> dict[str, str]:
-        """The frozen parameters' terms, as they were when the loop was made, or loaded since."""
+    def joining(self) -> None:
+        """Look at frozen parameters once more before the worker joins, if some were loaded since the loop was made."""
         if self.loads.frozen:
             self.base = frozen_terms(self._model)
-        return self._base
-
-    @base.setter
-    def base(self, terms: Mapping[str, str]) -> None:
-        self._base, self.loads.frozen = dict(terms), False
 
     def stepped(self, link: Link, *, judge: bool = False, judge_last: bool = False) -> None:
         """Note an inner step.

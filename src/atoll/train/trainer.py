@@ -7,6 +7,7 @@ are averaged; clip, inner optimizer, then the outer loop. `Lockstep` has what di
 import copy
 import math
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -282,7 +283,9 @@ class Trainer:
         began = self.reporter.began_s = time.perf_counter()
         if self._lockstep is not None:
             before = self.reporter.counters()
-            self._lockstep.finish()
+            with warnings.catch_warnings():  # of a period longer than the run, which the run's note has said
+                warnings.simplefilter("ignore")
+                self._lockstep.finish()
             self._report_faults(before)
         self.reporter.totals.seconds += time.perf_counter() - began
 
