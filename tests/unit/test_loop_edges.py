@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -340,3 +341,18 @@ def test_adagrad_over_a_part_of_a_model_is_reset_to_its_start() -> None:
     states = optimizer.state_dict()["state"].values()
     assert [float(state["step"]) for state in states] == [0.0, 0.0]
     assert all(bool((state["sum"] == 0.5).all()) for state in states)
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+def test_a_worker_that_ends_without_finish_is_warned_about(finishes: bool) -> None:
+    def work(link: LocalLink) -> None:
+        outer = OuterLoop(copy.deepcopy(start), DiLoCo(period=1), link)
+        outer.step()
+        if finishes:
+            outer.finish()
+
+    start = nn.Linear(2, 2)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run_local(work, local(2))
+    assert any("without outer.finish()" in str(one.message) for one in seen) != finishes

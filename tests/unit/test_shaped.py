@@ -241,6 +241,8 @@ def test_luck_depends_on_the_seed_the_worker_and_the_round() -> None:
 class Stub:
     """An inner link with trouble of its own."""
 
+    unfinished = False
+
     worker, workers = 0, 2
 
     def __init__(

@@ -1,5 +1,6 @@
 """Defines what the outer loop needs from a link: `Link`, and the values that pass through it."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -117,6 +118,8 @@ class Link(Protocol):
 
     worker: int
     workers: int
+    unfinished: bool = False
+    """Whether an outer loop has joined and not called finish(): then the workers hold different models."""
 
     def join(self, terms: Mapping[str, str], weight: float) -> None:
         """Join the other workers; LinkError names the terms in which another worker differs.
@@ -150,6 +153,16 @@ class Link(Protocol):
 
     def close(self, reason: str | None = None) -> None:
         """Leave for good; a reason, given when leaving before the end, is told to waiting workers."""
+
+
+def warn_unfinished(link: Link) -> None:
+    """Warn of a worker that ends in order, but without finish()."""
+    if link.unfinished:
+        warnings.warn(
+            f"worker {link.worker} ended without outer.finish(): the workers hold different models; call finish() on "
+            "every worker after the last step",
+            stacklevel=3,
+        )
 
 
 def split_outliers(

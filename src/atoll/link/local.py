@@ -17,7 +17,17 @@ from torch import Tensor
 from atoll._util.checks import check_whole, config_error
 from atoll.core.allreduce import Reduction, mean_between, shots
 from atoll.errors import ConfigError, LinkError
-from atoll.link.base import Link, Offer, Pending, Round, RoundId, TransferStats, describe_differences, split_outliers
+from atoll.link.base import (
+    Link,
+    Offer,
+    Pending,
+    Round,
+    RoundId,
+    TransferStats,
+    describe_differences,
+    split_outliers,
+    warn_unfinished,
+)
 
 Result = TypeVar("Result")
 ENDED = "its work has ended"
@@ -314,7 +324,9 @@ def run_local(work: Callable[[LocalLink], Result], links: list[LocalLink]) -> li
 
     def worker(link: LocalLink) -> Result:
         try:
-            return work(link)
+            result = work(link)
+            warn_unfinished(link)
+            return result
         except BaseException as error:
             link.close(f"{type(error).__name__}: {error}")
             raise

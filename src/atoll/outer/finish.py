@@ -87,6 +87,7 @@ def apply(loop: "OuterLoop") -> None:
     for replica in loop._rounds.replicas:
         replica.window.write(replica.anchor)
     loop._watch.merged = True
+    loop.link.unfinished = False
     loop._rounds.drop(loop.steps + loop._schedule.period)
 
 

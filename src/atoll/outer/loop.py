@@ -166,6 +166,7 @@ class OuterLoop:
             here |= starting_terms(anchors or [window.read() for window in self._windows])
         self.link.join({**self._terms(), **trained_terms(self._windows), **here}, self._rounds.exchange.member.weight)
         self._status = "joined"
+        self.link.unfinished = self._schedule is not None and self.link.workers > 1
         self._rounds.reopen()
 
     @torch.no_grad()

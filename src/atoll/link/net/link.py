@@ -27,7 +27,7 @@ from torch import distributed
 from atoll._util.checks import config_error
 from atoll.core.allreduce import Reduction
 from atoll.errors import AtollError, ConfigError, LinkError
-from atoll.link.base import Link, Offer, Pending, RoundId, describe_differences
+from atoll.link.base import Link, Offer, Pending, RoundId, describe_differences, warn_unfinished
 from atoll.link.net.rendezvous import Rendezvous, in_thread, parse_address
 from atoll.link.net.root_cause import FailureReport, root_cause
 from atoll.link.net.seat import Seat
@@ -327,6 +327,8 @@ class NetLink(Link):
                 return
             self._closed = True  # from here on, a closed connection is no failure
             rendezvous, connections, failed = self._rendezvous, self._connections, self._has_failed
+        if reason is None and not failed:
+            warn_unfinished(self)
         try:
             if rendezvous is None and reason is not None and not self._has_visited:
                 rendezvous = self._late_visit()
