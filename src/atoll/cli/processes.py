@@ -275,7 +275,7 @@ class _Child:
 
     @property
     def last_output_ns(self) -> int:
-        """When it last wrote to its log."""
+        """The time at which it last wrote to its log."""
         return os.fstat(self._log.fileno()).st_mtime_ns
 
     @property

@@ -1,7 +1,7 @@
 """Computes in Triton what `core` computes in plain torch: one pass over memory where torch would take several.
 
 Nothing here decides anything. Each function is the twin of a plain one, with the same bits or a stated bound; `usable`
-says where they can run, and whoever calls keeps the plain one for everywhere else.
+says where they can run, and the caller keeps the plain one for everywhere else.
 """
 
 import warnings

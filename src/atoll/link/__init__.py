@@ -1,1 +1,1 @@
-"""What carries rounds between workers."""
+"""Links carry rounds between workers: in one process, between machines, behind an emulated line."""

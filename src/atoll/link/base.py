@@ -56,7 +56,7 @@ class Contribution:
 
 
 class Offer(Protocol):
-    """What one worker puts into a round, perhaps still being computed on a GPU."""
+    """Holds one worker's contribution to a round, which a GPU may still be computing."""
 
     @property
     def payload(self) -> Tensor:

@@ -87,7 +87,7 @@ class Shape:
 
 
 class Transmission(NamedTuple):
-    """When a round passes one worker's line; seconds of the caller's clock."""
+    """Tells when a round passes one worker's line, in seconds of the caller's clock."""
 
     begin_s: float
     free_s: float

@@ -141,7 +141,7 @@ class OuterLoop:
     def merged(self) -> bool:
         """Whether the last step(), roll_back() or finish() wrote into the model's parameters.
 
-        An optimizer that steps on copies of them must copy them anew then, or it undoes the merge.
+        An optimizer that steps on copies of them must copy them again then, or it undoes the merge.
         """
         return self._watch.merged
 

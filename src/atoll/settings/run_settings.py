@@ -366,7 +366,7 @@ class LinkSection(Section):
 
 
 class LogSection(Section):
-    """Where metrics go besides metrics.jsonl, which is always written."""
+    """Chooses what receives metrics besides metrics.jsonl, which is always written."""
 
     tensorboard: bool = False
     """Also write TensorBoard files."""

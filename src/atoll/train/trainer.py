@@ -154,7 +154,7 @@ class Trainer:
 
     @property
     def epochs(self) -> float:
-        """How often the whole run reads the text of worker 0."""
+        """The number of times that the whole run reads the text of worker 0."""
         return self._batches.epoch(0, self.config.train.steps or 0)
 
     @property
@@ -283,8 +283,8 @@ class Trainer:
         began = self.reporter.began_s = time.perf_counter()
         if self._lockstep is not None:
             before = self.reporter.counters()
-            with warnings.catch_warnings():  # of a period longer than the run, which the run's note has said
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings():  # the run's first note has said it
+                warnings.filterwarnings("ignore", "finish.. after .* before the first send", UserWarning)
                 self._lockstep.finish()
             self._report_faults(before)
         self.reporter.totals.seconds += time.perf_counter() - began

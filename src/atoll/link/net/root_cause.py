@@ -10,7 +10,7 @@ from atoll.errors import LinkError
 
 
 class FailureReport(NamedTuple):
-    """What one worker publishes when it cannot go on."""
+    """Tells the other workers why one of them cannot go on."""
 
     worker: int
     """The worker to blame, as far as it can see; itself, if it leaves of itself."""

@@ -1,1 +1,1 @@
-"""How a process finds its place in a run, and how it works with the other processes."""
+"""Gives a process its place in a run and lets it work with the worker's other processes."""
