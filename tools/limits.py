@@ -14,8 +14,10 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "atoll"
 FILE_LINES, FUNCTION_LINES, ATTRIBUTES, PARAMETERS, WORDS = 400, 60, 12, 7, 20
-NOT_YET = {"link/net": "is being rebuilt on another transport, in which its two large classes go"}
-"""Folders that are not checked, and why."""
+_GLOO = "belongs to the link over gloo, which the one over gRPC is to replace"
+NOT_YET = dict.fromkeys((f"link/net/{name}.py" for name in ("link", "transfer", "wire", "rendezvous")), _GLOO)
+NOT_YET["link/net/protocol.py"] = "is one state machine of 14 attributes; rounds and views are to be cut apart"
+"""Files and folders that are not checked, and why."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -28,7 +30,7 @@ def main() -> int:
 
 
 def is_exempt(file: Path) -> bool:
-    """Return whether a file, relative to the package, is in a folder that is not checked."""
+    """Return whether a file, relative to the package, is one, or in a folder, that is not checked."""
     return any(file.is_relative_to(folder) for folder in NOT_YET)
 
 

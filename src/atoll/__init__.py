@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from atoll.core.outer_step import SGD, Adam, Blend, EagerMerge, Momentum, Nesterov
     from atoll.errors import AtollError, CheckpointError, ConfigError, DataError, LinkError, NonFiniteError
     from atoll.link.local import Absence, Faults, local, run_local
+    from atoll.link.net.elastic import elastic
     from atoll.link.net.link import connect
     from atoll.link.shaped import Outage, Shape, shaped
     from atoll.outer.lockstep import Lockstep
@@ -27,6 +28,7 @@ _HOMES = {
     "core.outer_step": ("SGD", "Adam", "Blend", "EagerMerge", "Momentum", "Nesterov"),
     "errors": ("AtollError", "CheckpointError", "ConfigError", "DataError", "LinkError", "NonFiniteError"),
     "link.local": ("Absence", "Faults", "local", "run_local"),
+    "link.net.elastic": ("elastic",),
     "link.net.link": ("connect",),
     "link.shaped": ("Outage", "Shape", "shaped"),
     "outer.lockstep": ("Lockstep",),
@@ -70,6 +72,7 @@ __all__ = [
     "Whole",
     "checkpoint",
     "connect",
+    "elastic",
     "local",
     "run_local",
     "shaped",

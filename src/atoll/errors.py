@@ -4,6 +4,7 @@ AtollError
 ├── ConfigError      a setting, or a model that does not fit it: setting, value
 ├── NonFiniteError   a NaN or an infinity in a delta or a gradient
 ├── LinkError        a round that cannot be completed: worker, round_id
+│   └── RegistryError   the registry cannot be reached, or refuses: key, uncertain
 ├── CheckpointError  a checkpoint that is torn, foreign or from another run: path
 └── DataError        text or tokens that are missing, empty or damaged: path
 
@@ -68,6 +69,24 @@ class LinkError(AtollError, RuntimeError):
     ) -> None:
         super().__init__(message)
         self.worker, self.round_id = worker, round_id
+
+
+class ExcludedError(LinkError):
+    """The other workers go on without this one, which was cut off from them; it may join again."""
+
+
+class RegistryError(LinkError):
+    """The registry cannot be reached, refuses an operation, or cannot store it.
+
+    Args:
+        message: The operation, the registry's address and what happened.
+        key: The key of the operation.
+        uncertain: Whether the operation may have been carried out nevertheless.
+    """
+
+    def __init__(self, message: str = "", *, key: str | None = None, uncertain: bool = False) -> None:
+        super().__init__(message)
+        self.key, self.uncertain = key, uncertain
 
 
 class _FileError(AtollError):

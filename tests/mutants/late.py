@@ -17,7 +17,7 @@ MUTANTS = [
            ".left_out = False"),
     Mutant("who is left out is never asked", "outer/fragment.py", "now = wait or self.left_out or self",
            "now = wait or self"),
-    Mutant("what could not be sent is forgotten by a save", "outer/rounds.py", 'Unsendable() if state.get("unsent") else None',
+    Mutant("what could not be sent is forgotten by a save", "outer/flight.py", 'Unsendable() if state.get("unsent") else None',
            "None"),
     Mutant("rolled back twice for one loss", "outer/roll_back.py", "if flight.offer and not flight.forgotten]",
            "if flight.offer]"),

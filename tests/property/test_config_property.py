@@ -18,7 +18,7 @@ from atoll.link.local import local
 from atoll.settings import toml as runfile
 from atoll.settings.config import RunConfig, differences, load, parse
 from atoll.settings.model_presets import PRESETS
-from atoll.settings.run_settings import CodecName, Compute, Method, Outer
+from atoll.settings.value_types import CodecName, Compute, Method, Outer
 
 FULL = """
 name = "all"
@@ -102,6 +102,11 @@ speeds = {3 = 0.5}
 [link]
 deadline_s = 60
 join_s = 30
+elastic = false
+security = "keys"
+min_workers = 1
+silent_s = 5.0
+listen = "0.0.0.0:0"
 emulate = "100Mbit/s,50ms"
 jitter_s = 0.01
 loss = 0.001
@@ -113,7 +118,7 @@ wandb = "atoll"
 trackio = "atoll"
 view = "lines"
 """
-ABSENT = {"model.hf", "sync.outer_momentum", "link.address"}
+ABSENT = {"model.hf", "sync.outer_momentum", "link.address", "link.registry", "link.keys"}
 """Settings that do not go with the others."""
 
 WRONG: list[Any] = [

@@ -21,7 +21,7 @@ from atoll.cli.errors import Commands
 from atoll.errors import ConfigError, DataError
 from atoll.settings.config import RunConfig, load
 
-COMMANDS = ["demo", "init", "plan", "train", "launch", "compare", "report", "sample"]
+COMMANDS = ["demo", "init", "plan", "train", "launch", "compare", "report", "sample", "keys", "registry"]
 
 
 def atoll(*arguments: str | Path) -> Result:

@@ -20,7 +20,7 @@ from atoll.outer.presets import DataParallel, Delayed, DiLoCo, Eager, Streaming,
 from atoll.settings import toml as runfile
 from atoll.settings.config import RunConfig, differences, load, parse, template
 from atoll.settings.model_presets import PRESETS
-from atoll.settings.run_settings import CodecName
+from atoll.settings.value_types import CodecName
 
 
 def refusal(text: str, *overrides: str) -> str:
@@ -49,6 +49,7 @@ def test_the_template_holds_every_setting_and_is_the_default_run() -> None:
 def test_every_setting_the_template_leaves_out_can_be_switched_on() -> None:
     """By removing the "# " alone; those that need another setting as well say which."""
     needs = {"hf": "model.preset", "outer_betas": "adam", "outer_eps": "adam", "outages": "link.emulate"}
+    needs |= {"registry": "link.elastic", "keys": "link.elastic"}
     lines = template().splitlines()
     left_out = [n for n, line in enumerate(lines) if re.match(r"# \w+ = ", line)]
     assert len(left_out) > 20
@@ -250,6 +251,19 @@ def test_an_override_is_blamed_for_what_it_did() -> None:
 # ---------------------------------------------------------------------- what settings cannot be together
 
 
+ELASTIC = "link.elastic=true link.registry=10.0.0.1:29400 link.keys=runs/x/keys/worker-{worker}"
+ELASTIC_ONLY = ("registry=h:1", "keys=k", "security=none", "min_workers=2", "silent_s=1.0", "listen=h:1")
+NOT_ELASTIC = {
+    "sync.method=data-parallel": 'link.elastic: cannot be set with sync.method = "data-parallel"',
+    "sync.method=none sync.workers=1": 'link.elastic: cannot be set with sync.method = "none"',
+    "link.address=10.0.0.1:29500": "link.address: is for workers that stay",
+    "link.security=none": "link.security: has no use for link.keys",
+    "link.min_workers=3": "link.min_workers: must be from 1 to sync.workers (2), got 3",
+    "link.emulate=1Gbit/s": "link.emulate: cannot be set with link.elastic",
+    "faults.drop=0.1": "faults.drop: is for workers of one process",
+}
+
+
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
@@ -292,6 +306,8 @@ def test_an_override_is_blamed_for_what_it_did() -> None:
         ("link.jitter_s=0.1", "link.jitter_s: is a detail of link.emulate"),
         ("link.loss=0.1", "link.loss: is a detail of link.emulate"),
         ("link.outages=[{start_s=1.0,length_s=1.0}]", "link.outages: is a detail of link.emulate"),
+        *((f"link.{given}", "is for workers that come and go: set link.elastic") for given in ELASTIC_ONLY),
+        *((f"{ELASTIC} {given}", line) for given, line in NOT_ELASTIC.items()),
         ("train.accumulate=3", "train.accumulate: must divide train.batch (8), got 3"),
         ("train.steps=10 train.warmup=10", "train.warmup: must be below train.steps (10), got 10"),
         ("train.sequence=129", "train.sequence: must be at most the model's context (128), got 129"),
@@ -528,3 +544,35 @@ def test_differences_are_rows_of_what_differs() -> None:
         ("sync.period", [5, None, None]),
     ]
     assert differences({"a": first}) == [] and differences({}) == []
+
+
+@pytest.mark.parametrize("given", ["link.keys=k", "link.security=none"])
+def test_an_elastic_run_needs_a_registry(given: str) -> None:
+    assert "link.registry: is left out" in refusal("", "link.elastic=true", given)
+
+
+def test_an_elastic_run_without_keys_is_told_how_to_make_them() -> None:
+    said = refusal("name = 'x'", "link.elastic=true", "link.registry=h:1", "sync.workers=3")
+    assert "link.keys: is left out" in said and "`atoll keys new runs/x --workers 3`" in said
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:29401", "site-b.example.org:0", "10.0.0.2:29401"])
+@pytest.mark.parametrize("registry", ["h:1", "[fd00::1]:29400", "etcd://a:2379,b:2379/run"])
+def test_addresses_of_an_elastic_run(listen: str, registry: str) -> None:
+    given = [f'link.listen="{listen}"', f'link.registry="{registry}"', "link.security=none", "link.min_workers=2"]
+    link = parse("", ["link.elastic=true", *given]).link
+    assert (link.listen, link.registry, link.min_workers, link.silent_s) == (listen, registry, 2, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("link.registry", text) for text in ("h", "h:0", ":1", "etcd://a:2379", "etcd://a/run", "etcd://a:1,/x", "")),
+        *(("link.listen", text) for text in ("0.0.0.0", ":0", "h:65536", "h :0", "h:x")),
+        *(("link.silent_s", text) for text in ("0", "0.01", "-1", "nan")),
+        *(("link.min_workers", text) for text in ("0", "1.5", "true")),
+    ],
+)
+def test_what_is_no_address_is_refused(key: str, value: str) -> None:
+    text = value if key in ("link.silent_s", "link.min_workers") else f'"{value}"'
+    assert f"{key}: must be" in refusal("", "link.elastic=true", f"{key}={text}")

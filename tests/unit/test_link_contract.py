@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -14,6 +15,7 @@ from atoll.core.codec import Codec
 from atoll.errors import LinkError
 from atoll.link.base import Contribution, Link, Member, Round, RoundId
 from atoll.link.ranks import RankGroup, ReplicatedLink, ShardedLink
+from elastic_links import elastic_run
 from fleet import free_port
 
 WORKERS, NUMEL = 3, 1000
@@ -113,6 +115,16 @@ class LinkContract:
 
         assert any(together(links, refused))
 
+    def test_workers_that_start_otherwise_are_refused(self, links: Sequence[Link]) -> None:
+        def refused(link: Link) -> bool:
+            try:
+                link.join(TERMS, 1.0, {"inner steps made": "0" if link.worker < 2 else "5"})
+            except LinkError as error:
+                return "inner steps" in str(error) or "left" in str(error) or "closed" in str(error)
+            return False
+
+        assert any(together(links, refused))
+
 
 class TestLocal(LinkContract):
     def make(self) -> Sequence[Link]:
@@ -128,6 +140,40 @@ class TestNet(LinkContract):
     def make(self) -> Sequence[Link]:
         address = f"127.0.0.1:{free_port()}"
         return [connect(address, worker=w, workers=WORKERS, deadline_s=30.0, join_s=30.0) for w in range(WORKERS)]
+
+
+@pytest.mark.processes
+class TestPeers(LinkContract):
+    """The link over gRPC, its members fixed."""
+
+    @pytest.fixture(autouse=True)
+    def run(self, tmp_path: Path) -> Iterator[None]:
+        with elastic_run(WORKERS, tmp_path) as self.run_:
+            yield
+
+    def make(self) -> Sequence[Link]:
+        return self.run_.links(elastic=False)
+
+
+class TestElastic(TestPeers):
+    """The link over gRPC, its members changing."""
+
+    def make(self) -> Sequence[Link]:
+        return self.run_.links()
+
+    def test_a_worker_that_leaves_fails_the_round_of_the_others(self, joined: Sequence[Link]) -> None:
+        """The others go on without it instead."""
+
+        def leave_or_wait(link: Link) -> Round | None:
+            if link.worker == 1:
+                link.close("out of text")
+                return None
+            return link.open(RoundId(1, 0), contribution(link.worker, 1), REDUCTION).wait()
+
+        first, _, third = together(joined, leave_or_wait)
+        for completed in (first, third):
+            assert completed is not None and [member.worker for member in completed.members] == [0, 2]
+            assert completed.complete is False
 
 
 class RanksContract(LinkContract):

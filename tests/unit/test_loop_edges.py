@@ -43,8 +43,8 @@ class Changing(Link):
         self.worker, self.workers = inner.worker, inner.workers
         self._inner, self._change = inner, change
 
-    def join(self, terms: Mapping[str, str], weight: float) -> None:
-        self._inner.join(terms, weight)
+    def join(self, terms: Mapping[str, str], weight: float, start: Mapping[str, str] | None = None) -> None:
+        self._inner.join(terms, weight, start)
 
     def weights(self, step: int) -> Mapping[int, float]:
         return self._inner.weights(step)

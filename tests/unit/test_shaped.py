@@ -238,10 +238,8 @@ def test_luck_depends_on_the_seed_the_worker_and_the_round() -> None:
 # ---------------------------------------------------------------------- the inner link
 
 
-class Stub:
+class Stub(Link):
     """An inner link with trouble of its own."""
-
-    unfinished = False
 
     worker, workers = 0, 2
 
@@ -255,7 +253,7 @@ class Stub:
         self.blocked = threading.Event()
         self.blocked.set()
 
-    def join(self, terms: Mapping[str, str], weight: float) -> None:
+    def join(self, terms: Mapping[str, str], weight: float, start: Mapping[str, str] | None = None) -> None:
         self.threads.append(threading.current_thread())
         if self.join_error:
             raise self.join_error

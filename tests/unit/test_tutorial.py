@@ -3,8 +3,12 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,13 +16,17 @@ import pytest
 from sites import Site, Sites, available
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "machines.md").read_text()
-RUN_FILE = re.findall(r"^```toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[0]
-COMMANDS = [
-    line
-    for block in re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    for line in block.split("\n")
-    if line
-]
+FIXED, _, REST = PAGE.partition("## Members that come and go")
+ELASTIC = REST.partition("\n## ")[0]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def commands(text: str) -> list[str]:
+    return [line for block in blocks(text, "sh") for line in block.split("\n") if line]
+
 
 pytestmark = pytest.mark.skipif(available() is not None, reason=f"no network namespaces here: {available()}")
 
@@ -38,12 +46,12 @@ def start(site: Site, folder: Path, line: str) -> "subprocess.Popen[str]":
 
 @pytest.mark.slow
 def test_two_machines_from_nothing_to_a_finished_run(tmp_path: Path) -> None:
-    first, second, sample, report, again = COMMANDS
+    first, second, sample, report, again = commands(FIXED)
     with Sites(count=2, rate="100mbit") as sites:
         folders = [tmp_path / "machine-0", tmp_path / "machine-1"]
         for folder in folders:
             folder.mkdir()
-            (folder / "run.toml").write_text(RUN_FILE.replace("10.0.0.1", sites[0].address))
+            (folder / "run.toml").write_text(blocks(FIXED, "toml")[0].replace("10.0.0.1", sites[0].address))
         running = [
             start(site, folder, line) for site, folder, line in zip(sites, folders, (first, second), strict=True)
         ]
@@ -56,3 +64,52 @@ def test_two_machines_from_nothing_to_a_finished_run(tmp_path: Path) -> None:
     for line, words in ((sample, "def "), (report, "wrote"), (again, "finished already")):
         shown = subprocess.run(command(line), cwd=folders[0], capture_output=True, text=True, timeout=100, check=True)
         assert words in shown.stdout
+
+
+def when(happens: Callable[[], object]) -> None:
+    until = time.monotonic() + 200
+    while not happens():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_worker_dies_and_comes_back(tmp_path: Path) -> None:
+    with Sites(count=2, rate="100mbit") as sites, ExitStack() as ended:
+        folders = [tmp_path / "machine-0", tmp_path / "machine-1"]
+        outputs: list[Path] = []
+
+        def run(number: int, line: str) -> "subprocess.Popen[bytes]":
+            outputs.append(tmp_path / f"output-{len(outputs)}.txt")
+            told = command(line.replace("10.0.0.1", sites[0].address))
+            with outputs[-1].open("wb") as out:
+                environment = os.environ | {"OMP_NUM_THREADS": "1"}
+                process = sites[number].popen(
+                    told, cwd=folders[number], env=environment, stdout=out, stderr=subprocess.STDOUT
+                )
+            ended.callback(process.wait)
+            ended.callback(process.kill)
+            return process
+
+        for folder in folders:
+            folder.mkdir()
+            (folder / "elastic.toml").write_text(blocks(ELASTIC, "toml")[0].replace("10.0.0.1", sites[0].address))
+        keys, registry, first, second, again, status = commands(ELASTIC)
+        assert run(0, keys).wait(60) == 0
+        (folders[1] / "runs/elastic/keys").mkdir(parents=True)
+        shutil.move(folders[0] / "runs/elastic/keys/worker-1", folders[1] / "runs/elastic/keys/worker-1")
+        run(0, registry)
+        survivor, killed = run(0, first), run(1, second)
+        places = [folder / "runs" / "elastic" / f"worker-{k}" for k, folder in enumerate(folders)]
+        when(lambda: any((places[1] / "checkpoints").glob("step-*[0-9]")))
+        killed.kill()
+        back = run(1, again)
+        assert [survivor.wait(400), back.wait(60)] == [0, 0], [path.read_text() for path in outputs]
+        assert run(0, status).wait(60) == 0
+        said, shown = outputs[2].read_text(), outputs[-1].read_text()
+    assert "worker 1 is gone: " in said and re.search(r"view \d+ from step \d+: worker 0\n", said), said
+    assert "worker 1 has joined at step" in said and "workers 0, 1" in said
+    assert "the run is finished" in shown
+    models = [place / "model" / "model.safetensors" for place in places]
+    assert models[0].read_bytes() == models[1].read_bytes()

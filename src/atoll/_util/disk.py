@@ -32,13 +32,14 @@ def writing(path: Path) -> Iterator[None]:
         raise AtollError(f"{path} cannot be written: {fault.strerror or fault}") from fault
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
     """Write a small file atomically: readers see the old content or the new. Parent folders are created."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            part.write_bytes(content)
+            with open(part, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+                file.write(content)
             flush(part)  # after a power cut, the name must not be there without the bytes
             os.replace(part, path)
         finally:

@@ -10,7 +10,8 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -49,6 +50,8 @@ class LaunchOptions:
     link: str | None = None
     port: int | None = None
     """None for a free one."""
+    restart: bool = False
+    """Start dead workers of an elastic run again."""
 
 
 def launch(options: LaunchOptions) -> Path:
@@ -59,42 +62,52 @@ def launch(options: LaunchOptions) -> Path:
         KeyboardInterrupt: Interrupted; the message says how to continue.
     """
     address = f"{HERE}:{_port(options.port)}"
-    config = checked(options, address)
+    config = checked(options, {"link.address": address})
     place = Path(config.out).expanduser() / config.name
-    if not options.resume:
-        _refuse_begun(place, config.sync.workers)
-    place.mkdir(parents=True, exist_ok=True)
-    busy = AtollError(f"{place} is being trained by another `atoll launch`: wait for it, or choose another --name")
-    with locked(place / LOCK, busy):  # a second launch would add errors to the logs of the first
+    with folder_of(options, config):
         jobs = plan(options, config, address)
         count = f"{len(jobs)} workers" if len(jobs) > 1 else "1 worker"
         where = f"each writes to {place}/worker-K, its output to {LOG} there"
-        try:
+        resume = shlex.join(resume_command(options, config))
+        with stopping_at_a_closed_pipe(resume):
             outcome = supervise(jobs, f"{count}, worker 0 at {address}; {where}")
-        except BrokenPipeError:
-            why = "standard output was closed, so all workers were stopped"
-            raise AtollError(f"{why}; continue with: {shlex.join(resume_command(options, config))}") from None
     if outcome.failed:
-        raise _failure(outcome.failed, shlex.join(resume_command(options, config)))
+        raise failure(outcome.failed, resume)
     if outcome.interrupted and any(one.status for one in outcome.ended):  # else they were done anyway
-        _warn_unsaved(outcome.ended, options.ranks)
-        raise KeyboardInterrupt(f"stopped; continue with: {shlex.join(resume_command(options, config))}")
+        raise stopped(outcome.ended, options, resume)
     return place
 
 
 # ---------------------------------------------------------------------- before the start
 
 
-def checked(options: LaunchOptions, address: str) -> RunConfig:
-    """Load the run that all workers will read; refuses it once, instead of in every worker."""
+def checked(options: LaunchOptions, links: Mapping[str, str]) -> RunConfig:
+    """Load the run that all workers will read; refuses it once, instead of in every worker.
+
+    Args:
+        options: What `atoll launch` was given.
+        links: Settings that say how the workers meet, by dotted key.
+    """
     where = {"out": options.out and str(options.out), "name": options.name}
-    links = {"sync.workers": options.workers, "link.address": address, "link.emulate": options.link}
-    config = load(options.file, options.changes, {**where, **links})
+    given = {"sync.workers": options.workers, "link.emulate": options.link}
+    config = load(options.file, options.changes, {**where, **given, **links})
     if config.link.emulate is not None:
         from atoll.plan.line import parse_line  # imports torch, which this process needs for nothing else
 
         parse_line(config.link.emulate)
     return config
+
+
+@contextmanager
+def folder_of(options: LaunchOptions, config: RunConfig) -> Iterator[None]:
+    """Make the folder of a run and keep it locked: a second launch would add errors to the logs of the first."""
+    place = Path(config.out).expanduser() / config.name
+    if not options.resume:
+        _refuse_begun(place, config.sync.workers)
+    place.mkdir(parents=True, exist_ok=True)
+    busy = AtollError(f"{place} is being trained by another `atoll launch`: wait for it, or choose another --name")
+    with locked(place / LOCK, busy):
+        yield
 
 
 def _refuse_begun(place: Path, workers: int) -> None:
@@ -158,7 +171,7 @@ def command(
         *(by_torchrun(options.ranks, master_port, logs) if options.ranks > 1 else []),
         *(sys.executable, "-m", "atoll", "train", str(options.file)),
         *("--worker", str(worker), "--address", address),
-        *_train_options(options),
+        *train_options(options),
         *("--set", f"sync.workers={workers}"),  # after the others: the last one counts
         *(["--resume"] if options.resume else []),
         *("--view", "lines"),
@@ -181,13 +194,15 @@ def resume_command(options: LaunchOptions, config: RunConfig) -> list[str]:
     return [
         *("atoll", "launch", str(options.file)),
         *workers,
-        *_train_options(options),
+        *train_options(options),
         *(ranks if options.ranks > 1 else []),
+        *(["--restart"] if options.restart else []),
         "--resume",
     ]
 
 
-def _train_options(options: LaunchOptions) -> list[str]:
+def train_options(options: LaunchOptions) -> list[str]:
+    """Return the options that `atoll train` takes as they are."""
     given = {"--out": options.out, "--name": options.name, "--link": options.link}
     return [
         *(part for change in options.changes for part in ("--set", change)),
@@ -224,7 +239,23 @@ def _gpus(base: Mapping[str, str]) -> list[str]:
 # ---------------------------------------------------------------------- the end
 
 
-def _failure(ended: ProcessExit, resume: str) -> AtollError:
+@contextmanager
+def stopping_at_a_closed_pipe(resume: str) -> Iterator[None]:
+    """Turn a closed standard output into an error that says how to go on."""
+    try:
+        yield
+    except BrokenPipeError:
+        why = "standard output was closed, so all workers were stopped"
+        raise AtollError(f"{why}; continue with: {resume}") from None
+
+
+def stopped(ended: Sequence[ProcessExit], options: LaunchOptions, resume: str) -> KeyboardInterrupt:
+    """Return what to raise after all workers were asked to stop."""
+    _warn_unsaved(ended, options.ranks)
+    return KeyboardInterrupt(f"stopped; continue with: {resume}")
+
+
+def failure(ended: ProcessExit, resume: str) -> AtollError:
     """Make the error for the first failure; status 2 means a wrong setting, for the worker and here."""
     said = ended.said.removeprefix("error: ") or "no output"
     how = f"(exit status {ended.status}): {said}"

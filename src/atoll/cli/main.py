@@ -16,7 +16,10 @@ import typer
 
 from atoll._util.signals import exit_with_parent
 from atoll.cli.errors import Commands, saying
+from atoll.cli.keys import keys
 from atoll.cli.plan.command import plan
+from atoll.cli.registry import registry
+from atoll.cli.status import status
 from atoll.errors import ConfigError, printable
 from atoll.runs.layout import RUN, worker_folder, worker_folders, worker_of
 
@@ -146,6 +149,12 @@ def train(
     link: Annotated[
         str | None, typer.Option(metavar="SPEED", help="Slow the link between workers down to this: 100Mbit/s,50ms.")
     ] = None,
+    registry: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Registry of an elastic run, instead of the file's.")
+    ] = None,
+    keys: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="This worker's keys in an elastic run, instead of the file's.")
+    ] = None,
 ) -> None:
     """Train the model of a run file.
 
@@ -159,6 +168,7 @@ def train(
       atoll train run.toml --resume
       atoll train runs/run --resume
       atoll train run.toml --worker 1 --address 10.0.0.1:29500
+      atoll train run.toml --worker 1 --registry 10.0.0.1:29400 --keys worker-1
     """
     from atoll.settings.config import load
 
@@ -167,7 +177,8 @@ def train(
         file, folder = _find_run(run, worker, resume=resume, moved=bool(out or name))
         out, name = folder.parent, folder.name
     where = {"out": out and str(out), "name": name}
-    config = load(file, changes or (), {**where, "log.view": view, "link.address": address, "link.emulate": link})
+    links = {"link.address": address, "link.emulate": link, "link.registry": registry, "link.keys": keys and str(keys)}
+    config = load(file, changes or (), {**where, **links, "log.view": view})
 
     place = Path(config.out).expanduser() / config.name
     if worker is not None:
@@ -234,6 +245,7 @@ def launch(
         int | None, typer.Option(min=1, max=65535, metavar="N", help="Where worker 0 listens; left out: a free one.")
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, metavar="N", help="Processes of one worker, by torchrun.")] = 1,
+    restart: Annotated[bool, typer.Option("--restart", help="Start workers of an elastic run again that die.")] = False,
 ) -> None:
     """Train with one process per worker, all on this machine.
 
@@ -247,6 +259,7 @@ def launch(
     """
     from atoll.cli.launch import LaunchOptions
     from atoll.cli.launch import launch as launch_workers
+    from atoll.cli.launch_elastic import is_elastic, launch_elastic
 
     options = LaunchOptions(
         file=run,
@@ -258,8 +271,12 @@ def launch(
         name=name,
         link=link,
         port=port,
+        restart=restart,
     )
-    done = launch_workers(options)
+    elastic = is_elastic(options)
+    if restart and not elastic:
+        raise ConfigError("--restart: is for workers that come and go: set link.elastic = true", setting="restart")
+    done = launch_elastic(options) if elastic else launch_workers(options)
     typer.echo(f"all workers are done; the run is in {done}")
 
 
@@ -355,6 +372,9 @@ def sample(
 
 
 app.command()(plan)
+app.add_typer(keys, name="keys")
+app.command()(registry)
+app.command()(status)
 
 
 def main() -> None:
@@ -365,4 +385,5 @@ def main() -> None:
     if "--debug" not in sys.argv:
         # Torch's C++ prints pages about what is one line here; it reads this when it is imported.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # or every stranger at a port adds lines to the log
     app(prog_name="atoll")

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -95,6 +95,7 @@ def supervise(
     together: bool = True,
     grace_s: float = GRACE_S,
     patience_s: float = PATIENCE_S,
+    again: Callable[[ProcessExit], bool] = lambda ended: False,
 ) -> SupervisionResult:
     """Run processes to their ends; when this returns or raises, none is left.
 
@@ -108,6 +109,7 @@ def supervise(
         together: Whether one that fails ends the others.
         grace_s: Seconds that the others then have to end by themselves, before SIGTERM asks them to.
         patience_s: Seconds that a process has to end after it was asked to, before it is killed.
+        again: Says of a process that has failed whether to start it again.
 
     Raises:
         BrokenPipeError: Standard output was closed; all processes were asked to stop.
@@ -115,7 +117,7 @@ def supervise(
     signals = Interrupts()
     audience = audience or PrefixedOutput([job.name for job in jobs])
     with _recording(signals), parent_pipe() as stdin:
-        supervisor = _Supervisor(jobs, audience, signals, stdin)
+        supervisor = _Supervisor(jobs, audience, signals, stdin, again)
         try:
             if greeting:
                 audience.say(greeting)
@@ -164,7 +166,12 @@ class _Supervisor:
     """Starts, watches and stops the children."""
 
     def __init__(
-        self, jobs: Sequence[ProcessSpec], audience: ProcessObserver, signals: Sequence[int], stdin: int
+        self,
+        jobs: Sequence[ProcessSpec],
+        audience: ProcessObserver,
+        signals: Sequence[int],
+        stdin: int,
+        again: Callable[[ProcessExit], bool],
     ) -> None:
         self.running: list[_Child] = []
         self.ended: list[ProcessExit] = []
@@ -172,6 +179,7 @@ class _Supervisor:
         self.interrupted = False
         self._waiting = deque(jobs)
         self._audience, self._signals, self._stdin = audience, signals, stdin
+        self._again = again
         self._asked = False
         self._due = math.inf  # when running children are asked to stop, or killed if they were asked
 
@@ -198,7 +206,10 @@ class _Supervisor:
             ended = ProcessExit(child.job, child.process.returncode, child.said, self._asked)
             self.ended.append(ended)
             if ended.status and not self._asked:
-                self.failures.append(ended)
+                if self._again(ended):
+                    self._waiting.append(child.job)
+                else:
+                    self.failures.append(ended)
             self._audience.end(ended)
 
     def act(self, grace_s: float, patience_s: float) -> None:

@@ -66,8 +66,12 @@ class MeanResidual:
         return parts.get(part) if dealt == members else None
 
     def note(self, order: tuple[int, ...], members: tuple[int, ...]) -> None:
-        """Note a round that was cut between these members, whether or not this worker has reduced a part of it."""
-        self._kept.setdefault(order, (members, {}))
+        """Note a round that was cut between these members, whether or not this worker has reduced a part of it.
+
+        What was kept of a round that is cut anew, between others, is forgotten.
+        """
+        if self._kept.get(order, ((), {}))[0] != members:
+            self._kept[order] = members, {}
 
     def keep(self, order: tuple[int, ...], members: tuple[int, ...], part: int, lost: Tensor) -> None:
         """Note what a round between these members lost of a part."""

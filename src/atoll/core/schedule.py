@@ -54,6 +54,15 @@ class Schedule:
         since = step - self.first_send(fragment)
         return since >= 0 and since % self.period == 0
 
+    def next_send(self, fragment: int, step: int) -> int:
+        """Return the first step after this one at which this fragment is sent."""
+        first = self.first_send(fragment)
+        return first + self.period * max(0, (step - first) // self.period + 1)
+
+    def sends(self, fragment: int, after: int, until: int) -> range:
+        """Return the steps at which this fragment is sent, after one step and until another, which is included."""
+        return range(self.next_send(fragment, after), until + 1, self.period)
+
     def due(self, step: int) -> Due:
         """Return what is sent and applied after this step, the same for every worker with this schedule."""
         everyone = range(self.fragments)

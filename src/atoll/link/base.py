@@ -1,7 +1,7 @@
 """Defines what the outer loop needs from a link: `Link`, and the values that pass through it."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -9,9 +9,12 @@ from torch import Tensor
 
 from atoll.core.allreduce import Reduction
 from atoll.core.outliers import UNKNOWN, Size, outliers
+from atoll.errors import LinkError
 
 LEFT_OUT = "left out"
 """Stands for a term that one of two workers does not have."""
+STEPS_MADE = "inner steps made (load the same checkpoint on all)"
+"""The term with which workers compare how far they are when they start together."""
 _MAX_DIFFERENCES = 3  # shown in full; the rest is counted
 
 
@@ -99,6 +102,8 @@ class Round:
     """Members whose payloads arrived and were left out for their size."""
     inner: Tensor | None = None
     """Inner products of the members' deltas, fp64 [members, members], where no payloads come back."""
+    complete: bool | None = None
+    """Whether the payloads of all who were due have arrived; None if the members tell."""
     transfer: TransferStats | None = field(default=None, compare=False)
 
 
@@ -107,6 +112,35 @@ class Pending(Protocol):
 
     def wait(self) -> Round:
         """Block until the round is complete; LinkError names the missing worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentState:
+    """Holds what all workers have alike of one fragment, for a worker that joins."""
+
+    fragment: int
+    applied: int
+    """The step up to which all rounds of the fragment have been applied to it, and none after."""
+    counts: Mapping[str, int]
+    """Such as the anchor's version."""
+    vectors: Mapping[str, Tensor]
+    """The anchor and the outer optimizer's slots, [numel] on the CPU."""
+
+
+class Admission(Protocol):
+    """Leads a worker into a run that is under way. The worker receives all rounds, and sends once it is promoted."""
+
+    def states(self, fragments: int) -> Iterator[FragmentState]:
+        """Yield what the members have alike of every fragment, in order; all rounds after it reach this worker."""
+
+    def newest_step(self) -> int:
+        """Return a step that some member has come to, the newest known here whose rounds are sure to be completed."""
+
+    def promote(self) -> int:
+        """Become a member that sends, and return the last step whose rounds do without this worker.
+
+        Call it when little is left to catch up with: from the next step on, the others wait for this worker.
+        """
 
 
 class Link(Protocol):
@@ -118,16 +152,29 @@ class Link(Protocol):
 
     worker: int
     workers: int
+    elastic: bool = False
+    """Whether workers may join and leave while others train."""
     unfinished: bool = False
     """Whether an outer loop has joined and not called finish(): then the workers hold different models."""
 
-    def join(self, terms: Mapping[str, str], weight: float) -> None:
+    def join(
+        self, terms: Mapping[str, str], weight: float, start: Mapping[str, str] | None = None
+    ) -> "Admission | None":
         """Join the other workers; LinkError names the terms in which another worker differs.
 
         Args:
             terms: What all workers must agree on, such as the period and the codec.
             weight: This worker's share of every mean, before normalisation.
+            start: Further terms of workers that start, or resume, together.
+
+        Returns:
+            How to catch up with the others, if they are under way; None if all start together.
         """
+
+    def rejoin(self) -> "Admission":
+        """Join again after an ExcludedError."""
+        problem = f"worker {self.worker} cannot join again: the members of this link are fixed"
+        raise LinkError(problem, worker=self.worker)
 
     def present(self, step: int) -> bool:
         """Return whether this worker is a member during this inner step; known for this step and the next."""
@@ -142,6 +189,16 @@ class Link(Protocol):
 
     def open(self, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
         """Start a round without waiting for the offer; with None, the worker only receives the result."""
+
+    def advanced(self, step: int, applied: int, save: Callable[[int], FragmentState]) -> None:
+        """Note how far this worker is.
+
+        Args:
+            step: The inner steps that it has made.
+            applied: The step up to which it has applied all rounds.
+            save: Returns a copy of what all workers have alike of a fragment; the link may call it before it returns.
+        """
+        return
 
     def on_any_rank(self, value: bool) -> bool:
         """Return whether `value` is true on any rank of this worker; a collective call of its ranks."""

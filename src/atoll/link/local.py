@@ -263,9 +263,9 @@ class LocalLink(Link):
         self.workers = store.workers
         self._store = store
 
-    def join(self, terms: Mapping[str, str], weight: float) -> None:
+    def join(self, terms: Mapping[str, str], weight: float, start: Mapping[str, str] | None = None) -> None:
         """Join the other workers; LinkError names the terms in which another worker differs."""
-        self._store.join(self.worker, terms, weight)
+        self._store.join(self.worker, {**terms, **(start or {})}, weight)
 
     def present(self, step: int) -> bool:
         """Return whether this worker is a member during this inner step."""

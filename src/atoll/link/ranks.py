@@ -19,7 +19,18 @@ from torch import Tensor, distributed
 from atoll.core.allreduce import Reduction
 from atoll.core.outliers import Size
 from atoll.errors import AtollError, LinkError
-from atoll.link.base import Link, Member, Offer, Pending, Round, RoundId, TransferStats, describe_differences
+from atoll.link.base import (
+    Admission,
+    FragmentState,
+    Link,
+    Member,
+    Offer,
+    Pending,
+    Round,
+    RoundId,
+    TransferStats,
+    describe_differences,
+)
 
 Value = TypeVar("Value")
 
@@ -108,16 +119,17 @@ class ReplicatedLink(Link):
         self._link = link
         self._weights: dict[int, float] = {}
 
-    def join(self, terms: Mapping[str, str], weight: float) -> None:
+    def join(self, terms: Mapping[str, str], weight: float, start: Mapping[str, str] | None = None) -> None:
         """Join the other workers; LinkError names the terms in which another worker, or rank 0, differs."""
+        all_terms = {**terms, **(start or {})}
 
         def join_link(link: Link) -> dict[str, Any]:
-            link.join(terms, weight)
-            return {"terms": dict(terms), "weights": list(link.weights(1).items())}
+            _refuse(link.join(terms, weight, start), self.worker)
+            return {"terms": all_terms, "weights": list(link.weights(1).items())}
 
         joined = self._on_rank_0(join_link)
         self._weights = {int(worker): float(weight) for worker, weight in joined["weights"]}
-        if differs := describe_differences(terms, joined["terms"]):
+        if differs := describe_differences(all_terms, joined["terms"]):
             problem = f"worker {self.worker}: rank {self._rank_group.rank} and rank 0 differ in {differs}"
             raise LinkError(problem, worker=self.worker)
 
@@ -129,6 +141,11 @@ class ReplicatedLink(Link):
         """Start a round; with None, the worker only receives the result."""
         pending = None if self._link is None else _open(self._link, round_id, offer, reduction)
         return _BroadcastPending(self, round_id, pending)
+
+    def advanced(self, step: int, applied: int, save: Callable[[int], FragmentState]) -> None:
+        """Note that this worker has applied all rounds up to a step; rank 0 tells the link."""
+        if self._link is not None:
+            self._link.advanced(step, applied, save)
 
     def check(self) -> None:
         """Raise the LinkError of a round that has failed since, on all ranks; rank 0 broadcasts a few bytes."""
@@ -176,7 +193,7 @@ class ReplicatedLink(Link):
         members, outliers = (tuple(map(_member, about[name])) for name in ("members", "outliers"))
         inner = None if about["inner"] is None else torch.tensor(about["inner"], dtype=torch.float64, device="cpu")
         transfer = TransferStats(began, time.perf_counter())
-        return Round(round_id, members, tuple(tensors), reduced, outliers, inner, transfer)
+        return Round(round_id, members, tuple(tensors), reduced, outliers, inner, about["complete"], transfer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +220,7 @@ def _describe(completed: Round) -> dict[str, Any]:
         "inner": None if completed.inner is None else completed.inner.tolist(),
         "tensors": [(tensor.numel(), tensor.device.type) for tensor in _tensors(completed)],
         "reduced": completed.reduced is not None,
+        "complete": completed.complete,
     }
 
 
@@ -217,12 +235,13 @@ class ShardedLink(Link):
     def __init__(self, rank_group: RankGroup, link: Link) -> None:
         self.worker = link.worker
         self.workers = link.workers
+        self.elastic = link.elastic
         self._rank_group = rank_group
         self._link = link
 
-    def join(self, terms: Mapping[str, str], weight: float) -> None:
+    def join(self, terms: Mapping[str, str], weight: float, start: Mapping[str, str] | None = None) -> None:
         """Join the other workers; LinkError names the terms in which another worker differs."""
-        self._rank_group.raise_on_all(lambda: self._link.join(terms, weight))
+        self._rank_group.raise_on_all(lambda: _refuse(self._link.join(terms, weight, start), self.worker))
 
     def present(self, step: int) -> bool:
         """Return whether this worker is a member during this inner step."""
@@ -239,6 +258,10 @@ class ShardedLink(Link):
     def open(self, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
         """Start a round of this rank's shard; with None, the rank only receives the result."""
         return _ShardPending(self._rank_group, _open(self._link, round_id, offer, reduction))
+
+    def advanced(self, step: int, applied: int, save: Callable[[int], FragmentState]) -> None:
+        """Note that this rank has applied all rounds of its shard up to a step."""
+        self._link.advanced(step, applied, save)
 
     def on_any_rank(self, value: bool) -> bool:
         """Return whether `value` is true on any rank of this worker; an all-reduce of a few bytes."""
@@ -273,6 +296,14 @@ class _FailedPending:
 
     def wait(self) -> Round:
         raise self.error
+
+
+def _refuse(admission: Admission | None, worker: int) -> None:
+    if admission is not None:
+        problem = (
+            f"worker {worker} has several ranks, and the other workers are under way: only one of one rank can join"
+        )
+        raise LinkError(f"{problem} them; start it with one rank, or start all workers together", worker=worker)
 
 
 def _open(link: Link, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from atoll._util.checks import check_number, check_whole, config_error
 from atoll.core.allreduce import Reduction, sent_bytes, shots
 from atoll.errors import ConfigError, LinkError
-from atoll.link.base import Contribution, Link, Offer, Pending, Round, RoundId, TransferStats
+from atoll.link.base import Admission, Contribution, FragmentState, Link, Offer, Pending, Round, RoundId, TransferStats
 
 PACKET_BYTES = 1500
 """Size of a packet, the unit of loss."""
@@ -186,11 +186,11 @@ class _LineThread:
         self._later: deque[_QueuedRound] = deque()
         self._stopping = False
 
-    def start(self, terms: Mapping[str, str], weight: float) -> Future[None]:
+    def start(self, *arguments: Any) -> Future[Admission | None]:
         """Join the inner link from the new thread; the future is done when it has joined."""
-        joined: Future[None] = Future()
+        joined: Future[Admission | None] = Future()
         name = f"atoll-line-{self.inner.worker}"
-        self.thread = threading.Thread(target=self._run, args=(terms, weight, joined), name=name, daemon=True)
+        self.thread = threading.Thread(target=self._run, args=(arguments, joined), name=name, daemon=True)
         self.thread.start()
         return joined
 
@@ -199,14 +199,14 @@ class _LineThread:
         self.queue.put(None)
         self.thread.join(_FLUSH_S)
 
-    def _run(self, terms: Mapping[str, str], weight: float, joined: Future[None]) -> None:
+    def _run(self, arguments: Sequence[Any], joined: Future[Admission | None]) -> None:
         try:
-            self.inner.join(terms, weight)
+            admission = self.inner.join(*arguments)
         except BaseException as error:
             joined.set_exception(error)
             return
         line = LineClock(self.shape, time.perf_counter())
-        joined.set_result(None)
+        joined.set_result(admission)
         while (queued := self._next()) is not None:
             self._open(queued, line)
             del queued  # frees its payload
@@ -295,12 +295,13 @@ class ShapedLink(Link):
             raise config_error("shape", shape, "a Shape(...)")
         self.worker = inner.worker
         self.workers = inner.workers
+        self.elastic = inner.elastic
         self.shape = shape
         self._inner = inner
         self._line_thread: _LineThread | None = None
         self._closed: Future[str | None] = Future()  # its result is the reason
 
-    def join(self, terms: Mapping[str, str], weight: float) -> None:
+    def join(self, terms: Mapping[str, str], weight: float, start: Mapping[str, str] | None = None) -> Admission | None:
         """Join the inner link; LinkError names the terms in which another worker differs."""
         self._check_open()
         if self._line_thread is not None:
@@ -308,12 +309,19 @@ class ShapedLink(Link):
             raise LinkError(problem, worker=self.worker)
         line_thread = _LineThread(self._inner, self.shape)
         try:
-            self._outcome(line_thread.start(terms, weight))
+            admission = self._outcome(line_thread.start(terms, weight, start))
         except BaseException:
             line_thread.queue.put(None)
             raise
         self._line_thread = line_thread
         weakref.finalize(self, line_thread.queue.put, None).atexit = False
+        return admission
+
+    def rejoin(self) -> Admission:
+        """Join the inner link again after an ExcludedError."""
+        if self._line_thread is not None:
+            self._line_thread.failed = None
+        return self._inner.rejoin()
 
     def present(self, step: int) -> bool:
         """Return whether this worker is a member during this inner step."""
@@ -338,6 +346,10 @@ class ShapedLink(Link):
         queued = _QueuedRound(round_id, contribution, reduction, opened_s, Future())
         self._line_thread.queue.put(queued)
         return _ShapedPending(self, round_id, reduction, opened_s, queued.opened)
+
+    def advanced(self, step: int, applied: int, save: Callable[[int], FragmentState]) -> None:
+        """Note that this worker has applied all rounds up to a step."""
+        self._inner.advanced(step, applied, save)
 
     def on_any_rank(self, value: bool) -> bool:
         """Return whether `value` is true on any rank of this worker."""

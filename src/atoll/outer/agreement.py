@@ -29,8 +29,21 @@ def check_arguments(model: object, sync: object, link: Link, weight: float, obse
         )
     if not hasattr(weight, "__float__") or not 0 < weight <= 1e18:
         raise ConfigError(f"weight of worker {link.worker} must be a number above 0, at most 1e18, got {weight!r}")
+    if link.elastic:
+        _check_elastic(sync)
     if observer is not None and not callable(observer):
         raise ConfigError(f"observer must be a function that takes an atoll.Applied, or None, got {observer!r}")
+
+
+def _check_elastic(sync: Sync | Gradients) -> None:
+    if isinstance(sync, Gradients):
+        problem = "DataParallel has no elastic form: every step waits for every worker"
+        advice = "use DiLoCo(...) or another preset, or fix the members"
+        raise ConfigError(f"{problem}; {advice}", setting="sync", value=sync)
+    if len(set(sync.delays)) > 1:
+        problem = f"delay must be the same for all workers where they may join and leave, got {sync.delay}"
+        why = "one that joins takes over the state of any other"
+        raise ConfigError(f"{problem}: {why}", setting="delay", value=sync.delay)
 
 
 def warn_of_buffers(model: nn.Module) -> None:

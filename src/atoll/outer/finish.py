@@ -12,8 +12,9 @@ from torch import Tensor
 from atoll.core.flat import check_coverage
 from atoll.core.schedule import Schedule
 from atoll.link.base import RoundId
+from atoll.outer.admission import tell_advanced
+from atoll.outer.flight import Flight
 from atoll.outer.fragment import FragmentReplica
-from atoll.outer.rounds import Flight
 
 if TYPE_CHECKING:
     from atoll.outer.loop import OuterLoop
@@ -70,7 +71,7 @@ def send(loop: "OuterLoop") -> None:
         rest = {round_id: Flight() for round_id in rest}
     for round_id, last in rest.items():
         replica = rounds.replicas[round_id.fragment]
-        if _has_unsent(replica, loop._schedule, round_id):
+        if loop.link.elastic or _has_unsent(replica, loop._schedule, round_id):
             loop._rounds.offload.use_only(round_id.fragment)
             loop._sending = {round_id: rounds.prepare(round_id, delta=_measured(last, replica))}
             loop._send()
@@ -89,6 +90,7 @@ def apply(loop: "OuterLoop") -> None:
     loop._watch.merged = True
     loop.link.unfinished = False
     loop._rounds.drop(loop.steps + loop._schedule.period)
+    tell_advanced(loop, loop.steps, loop.steps)
 
 
 def _warn_of_period(schedule: Schedule, steps: int) -> None:
@@ -111,7 +113,7 @@ def _has_unsent(replica: FragmentReplica, schedule: Schedule, last: RoundId) -> 
     """Return whether some worker holds work of a fragment that has not arrived: the same answer on every worker.
 
     It was trained since the last send, or lost in one of the last two rounds: an eager worker learns of a loss when it
-    has already sent again.
+    has already sent again. Over an elastic link, one may also have learnt now that work of before a cut-off is lost.
     """
     recent_gap = 0 < replica.gap > last.step - 2 * schedule.period
     return recent_gap or not schedule.is_send(last.fragment, last.step)

@@ -4,7 +4,8 @@ All vectors are [numel] in the window's dtype. The anchor and the outer optimize
 worker; everything else is this worker's own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from atoll.core.flat import fingerprint, pieces
 from atoll.core.outer_step import SGD, Adam, Blend, LinearOuter, eager_start
 from atoll.core.outliers import DUST, Norms, Size
+from atoll.errors import LinkError
 from atoll.link.base import Contribution, Member, Offer, Round
 from atoll.outer.backend import Backend
 from atoll.outer.presets import Sync
@@ -33,6 +35,11 @@ class BlendMerger:
     def start(self, anchor: Tensor, *, copy: bool) -> Tensor:
         """Return where the work since the last send began: at the anchor. The caller may change a copy."""
         return anchor.clone() if copy else anchor
+
+    @property
+    def begun(self) -> bool:
+        """Whether the live parameters have got what follows from the worker's newest send; else it was cut off."""
+        return True
 
     def sent(self, payload: Tensor) -> None:
         """Note a payload that this worker has just sent."""
@@ -60,6 +67,7 @@ class EagerMerger(BlendMerger):
         self.own: Tensor | None = own
         """The worker's own momentum, fed by its own deltas alone."""
         self._newest: Tensor | None = None  # the payload of its newest delta
+        self._begun = True  # not between a send and the period that it begins
         self._share = 0.0  # its expected part, 0 to 1, of the mean that this delta enters
         self._outer = outer
         self._backend = backend
@@ -75,9 +83,14 @@ class EagerMerger(BlendMerger):
             start[piece] = eager_start(self._outer, anchor[piece], self.own[piece], newest, self._share)
         return start
 
+    @property
+    def begun(self) -> bool:
+        """Whether the period after the worker's newest send has begun."""
+        return self._begun
+
     def sent(self, payload: Tensor) -> None:
         """Keep the payload: decoded, it enters the next start."""
-        self._newest = payload
+        self._newest, self._begun = payload, False
 
     def begin_period(self, replica: "FragmentReplica", share: float, lost: Tensor | None) -> None:
         """Write the next period's start into the live parameters.
@@ -89,6 +102,7 @@ class EagerMerger(BlendMerger):
                 what the others will know, and stays in the live parameters as work not yet sent.
         """
         anchor, window = replica.anchor, replica.window
+        self._begun = True
         if self._newest is None:  # rolled back: nothing of its own is under way
             window.write(anchor)
             return
@@ -108,7 +122,7 @@ class EagerMerger(BlendMerger):
         """Drop the worker's own momentum and its newest delta."""
         assert self.own is not None
         self.own.zero_()
-        self._newest = None
+        self._newest, self._begun = None, True
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, copied."""
@@ -148,7 +162,7 @@ class FragmentReplica:
         self.norms = Norms(DUST * float(torch.linalg.vector_norm(anchor, dtype=torch.float64)))
         """The norms of the worker's last deltas."""
         self.left_out = False
-        """Whether the worker was rolled back since its last send: the next round does without it."""
+        """Whether the worker was rolled back or joined since its last send: the next round does without it."""
 
     def _eager(self, sync: Sync) -> EagerMerger:
         assert not isinstance(sync.outer, Adam)  # as Sync has checked
@@ -160,6 +174,12 @@ class FragmentReplica:
         """Return where the worker started minus where it is, plus what rounding has kept back."""
         delta = self.window.subtract_from(self.merge.start(self.anchor, copy=True))
         return delta if self.residual is None else delta.add_(self.residual)
+
+    def unsent(self) -> Tensor:
+        """Return `delta`, also for a worker that was cut off between a send and what follows from it."""
+        if self.merge.begun:
+            return self.delta()
+        return torch.zeros_like(self.anchor) if self.residual is None else self.residual.clone()
 
     def prepare(self, member: Member, seed: int, *, wait: bool) -> tuple[Tensor | None, Offer]:
         """Measure and encode what the worker has to send.
@@ -243,6 +263,33 @@ class FragmentReplica:
             self.residual.zero_()
         self.merge.forget()
         self.window.write(self.anchor)
+
+    def put_back(self, payload: Tensor) -> None:
+        """Put work that no round has counted into the live parameters again; the next delta carries it."""
+        self.window.write(self.window.read() - self.backend.decode(payload))
+
+    @contextmanager
+    def moving_along(self) -> Iterator[None]:
+        """Let the live parameters move as far as the anchor moves inside, so that no work in them is lost."""
+        before = self.anchor.clone()
+        yield
+        self.window.write(self.window.read() + (self.anchor - before))
+
+    # ------------------------------------------------------------------ join
+
+    def shared(self) -> tuple[dict[str, int], dict[str, Tensor]]:
+        """Return what all workers have alike: counts, and the vectors themselves."""
+        return {"version": self.version, "step": self.step, "gap": self.gap}, {"anchor": self.anchor, **self.slots}
+
+    def take_shared(self, counts: Mapping[str, int], vectors: Mapping[str, Tensor]) -> None:
+        """Take over what `shared` gave on another worker; LinkError if it is not of this fragment."""
+        own_counts, own = self.shared()
+        mine, theirs = ({name: (tuple(v.shape), v.dtype) for name, v in of.items()} for of in (own, vectors))
+        if theirs != mine or counts.keys() != own_counts.keys() or min(counts.values()) < 0:
+            raise LinkError(f"it holds {theirs} and counts {dict(counts)}, where {mine} and {own_counts} are due")
+        for name, vector in own.items():
+            vector.copy_(vectors[name])
+        self.version, self.step, self.gap = counts["version"], counts["step"], counts["gap"]
 
     # ------------------------------------------------------------------ offload and resume
 

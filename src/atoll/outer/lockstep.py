@@ -24,7 +24,10 @@ class Lockstep:
 
     def step(self) -> None:
         """Call every worker's `OuterLoop.step()`."""
-        self._run(OuterLoop.STEP)
+        if len(self.loops) == 1:
+            self.loops[0].step()  # which may join the others again
+        else:
+            self._run(OuterLoop.STEP)
 
     def average_gradients(self) -> None:
         """Call every worker's `OuterLoop.average_gradients()`."""

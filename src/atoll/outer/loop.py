@@ -24,8 +24,9 @@ from torch import nn
 from atoll.core.flat import Window, check_coverage, scatter, state_dtype, trainable
 from atoll.core.fragments import Whole, describe, split
 from atoll.core.schedule import Due, Schedule
-from atoll.errors import AtollError, ConfigError
-from atoll.link.base import Contribution, Link, RoundId
+from atoll.errors import AtollError, ConfigError, ExcludedError
+from atoll.link.base import STEPS_MADE, Contribution, Link, RoundId
+from atoll.outer import admission
 from atoll.outer import finish as ending
 from atoll.outer.agreement import (
     check_arguments,
@@ -39,12 +40,13 @@ from atoll.outer.agreement import (
 )
 from atoll.outer.backend import backend_for
 from atoll.outer.exchange import Exchange
+from atoll.outer.flight import Flight
 from atoll.outer.fragment import FragmentReplica
 from atoll.outer.gradients import GradientAverage
 from atoll.outer.offload import Offload, OnDevice
 from atoll.outer.presets import Gradients, Sync
 from atoll.outer.roll_back import Guard, InnerOptimizers, RollBacks
-from atoll.outer.rounds import Flight, Rounds
+from atoll.outer.rounds import Rounds
 from atoll.outer.stats import Counters, Observer
 from atoll.outer.watch import ModelWatch
 
@@ -146,34 +148,58 @@ class OuterLoop:
         return self._watch.merged
 
     @property
+    def joined_at(self) -> int | None:
+        """The step at which this worker last joined a run that was under way; None if it started with the others."""
+        return self._watch.joined_at
+
+    @property
     def anchor_step(self) -> int:
         """The inner step that the outer parameters stand for: their oldest fragment holds what was sent after it."""
         return min((replica.step for replica in self._rounds.replicas), default=self.steps)
 
+    @torch.no_grad()
     def join(self) -> None:
         """Meet the other workers, as the first step would; between machines it waits for all of them.
+
+        If they are under way, the model takes over the outer parameters, and `steps` the step that they have come to.
 
         Raises:
             LinkError: Another worker has other settings or other parameters; the message says which.
         """
+        self._check_not_lent()
         if self._status != "new":
             return
         self._watch.loads.check()
         self._watch.joining()
-        here = {"inner steps made (load the same checkpoint on all)": str(self.steps), **self._watch.base}
+        start = {STEPS_MADE: str(self.steps)}
         if not self.steps:  # from there on, rounds compare
             anchors = [replica.anchor for replica in self._rounds.replicas]
-            here |= starting_terms(anchors or [window.read() for window in self._windows])
-        self.link.join({**self._terms(), **trained_terms(self._windows), **here}, self._rounds.exchange.member.weight)
+            start |= starting_terms(anchors or [window.read() for window in self._windows])
+        terms = {**self._terms(), **trained_terms(self._windows), **self._watch.base}
+        admitted = self.link.join(terms, self._rounds.exchange.member.weight, start)
+        if admitted is None:
+            self._rounds.reopen()
+        else:
+            admission.enter(self, admitted)
         self._status = "joined"
         self.link.unfinished = self._schedule is not None and self.link.workers > 1
-        self._rounds.reopen()
 
     @torch.no_grad()
     def step(self) -> None:
-        """Count one inner step; send and apply what is due after it."""
-        for phase in self.STEP:
-            phase(self)
+        """Count one inner step; send and apply what is due after it.
+
+        Over an elastic link, `steps` is the clock of the run, and may jump here: if this worker joins a run under way,
+        or was cut off and joins again. So a training loop reads it: `while outer.steps < n: batch(outer.steps + 1)`.
+        """
+        if self._status == "new":
+            self.join()
+            if self.joined_at is not None:
+                return  # the inner step before it was not the run's
+        try:
+            for phase in self.STEP:
+                phase(self)
+        except ExcludedError:
+            admission.rejoin(self)
 
     @torch.no_grad()
     def average_gradients(self) -> None:
@@ -272,16 +298,17 @@ class OuterLoop:
         if self.link.present(step):
             for fragment in due.send:
                 self._rounds.begin_period(fragment, step, lost.get(fragment))
+        self._rounds.put_back()
         self._rounds.drop(step)
         if self.link.present(step + 1) and not self.link.present(step):
             self._roll_backs.start_anew()
         self._watch.merged_at(step)
+        admission.tell_advanced(self, step, max(0, step - self._schedule.delay))
         coming = self._due(step + 1)
         self._rounds.offload.prefetch({*coming.send, *coming.apply})
 
     def _begin(self) -> None:
         """Check that this is the moment, and meet the other workers if it is the first."""
-        self._check_not_lent()
         if self._status == "finished":
             raise AtollError("finish() has been called: make a new OuterLoop to train on")
         self._watch.loads.check()

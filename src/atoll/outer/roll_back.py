@@ -14,7 +14,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from atoll.core.outliers import OUTLIER_RATIO
 from atoll.errors import ConfigError, NonFiniteError
 from atoll.link.base import RoundId
-from atoll.outer.rounds import Flight, Rounds
+from atoll.outer.flight import Flight
+from atoll.outer.rounds import Rounds
 from atoll.outer.watch import ModelWatch
 
 

@@ -1,76 +1,23 @@
 """Opens one worker's rounds on the link, applies them to the replicas, and saves them while they are in flight."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from dataclasses import asdict
+from typing import Any
 
-import torch
 from torch import Tensor
 
+from atoll.core.allreduce import MeanResidual
 from atoll.core.flat import CPU
-from atoll.core.outliers import Size
-from atoll.errors import NonFiniteError
-from atoll.link.base import Contribution, Member, Offer, Pending, Round, RoundId
+from atoll.errors import LinkError, NonFiniteError
+from atoll.link.base import FragmentState, Offer, Round, RoundId
 from atoll.outer.exchange import Exchange
-from atoll.outer.fragment import EMPTY, FragmentReplica, copy_of
+from atoll.outer.flight import Flight
+from atoll.outer.fragment import FragmentReplica
 from atoll.outer.offload import OnDevice
 from atoll.outer.stats import Applied, Counters, Observer, Products
 
-
-class Unsendable:
-    """Stands for an offer that could not be sent, saved before its worker had learned of it."""
-
-    payload = EMPTY
-
-    def settled(self) -> None:
-        """Return None: there is nothing to send."""
-
-
-@dataclass(slots=True)
-class Flight:
-    """Follows one round of this worker, from its delta until every worker has applied it."""
-
-    offer: Offer | None = None
-    """What the worker sends; None if it is absent or rolled back, and takes the result all the same."""
-    delta: Tensor | None = None
-    """What the payload was encoded from, until it is sent."""
-    pending: Pending | None = None
-    """Where the result comes from; None until the link is joined after a resume."""
-    undo: Tensor | None = None
-    """What to add to the residual if the payload turns out to be lost."""
-    applied: bool = False
-    """This worker is done with it, and keeps it only for workers with a longer delay."""
-    held: float = 1.0
-    """How much of the work it sent the live parameters still hold: less once another round has been blended in."""
-    forgotten: bool = False
-    """The worker was away or rolled back after sending, and has started anew."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything but the pending round, which a resumed run opens again with the same payload."""
-        sent = None if self.offer is None else self.offer.settled()
-        return {
-            "unsent": self.offer is not None and sent is None,
-            "payload": None if sent is None else sent.payload.clone(),
-            "anchor": None if sent is None else (sent.member.anchor_version, sent.member.anchor_fingerprint),
-            "size": None if sent is None else tuple(sent.member.size),
-            "restore": copy_of(self.undo),
-            "applied": self.applied,
-            "held": self.held,
-            "forgotten": self.forgotten,
-        }
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], member: Member, device: torch.device) -> Self:
-        """Make a flight from what state_dict gave; `member` is the worker that sent it."""
-        offer: Offer | None = Unsendable() if state.get("unsent") else None
-        if (payload := copy_of(state["payload"], device)) is not None:
-            version, fingerprint = state["anchor"]
-            size = Size(*(state.get("size") or (0.0, 0.0)))
-            offer = Contribution(
-                replace(member, anchor_version=version, anchor_fingerprint=fingerprint, size=size), payload
-            )
-        kept = {key: state[key] for key in ("applied", "held", "forgotten")}
-        return cls(offer, undo=copy_of(state["restore"], device), **kept)
+COUNTED = "newest round that counted worker "
+"""Begins the name of a count in a FragmentState; the worker's number follows."""
 
 
 class Rounds:
@@ -95,6 +42,9 @@ class Rounds:
         """Whether a delta that is not finite is left out of its round instead of raising NonFiniteError."""
         self._longest_delay = longest_delay  # inner steps, of any worker
         self._flights: dict[RoundId, Flight] = {}
+        self.counted = [dict.fromkeys(range(exchange.link.workers), 0) for _ in replicas]
+        """By fragment: worker -> step of the newest applied round that counted it; not of all after a resume."""
+        self._owed: list[tuple[int, Tensor]] = []  # fragments and payloads that `put_back` puts back
         self.outliers: dict[int, bool] = {}
         """Fragments whose rounds have just left out this worker's delta, and whether it still holds that work."""
 
@@ -133,9 +83,15 @@ class Rounds:
             replica.left_out = False
             if flight.offer is not None:
                 flight.undo = replica.sent(flight.offer.payload, flight.delta)
+                for earlier in self._flights_of(round_id.fragment):
+                    earlier.keeps = False  # this one carries the work
             flight.delta = None
+            self._flights[round_id] = flight  # even if the link refuses: the payload has been taken off what is left
             flight.pending = self.exchange.open(round_id, flight.offer)
-            self._flights[round_id] = flight
+
+    def follow(self, round_id: RoundId) -> None:
+        """Open a round that does without this worker: it joins the others, and receives the result."""
+        self._flights[round_id] = Flight(pending=self.exchange.open(round_id, None))
 
     def unsendable(self) -> list[tuple[RoundId, Flight]]:
         """Return the rounds whose offer could not be sent after all; waits for what a GPU was still encoding."""
@@ -186,6 +142,9 @@ class Rounds:
         """Return the rounds that this worker has sent and not yet applied."""
         return [(round_id, flight) for round_id, flight in self._flights.items() if not flight.applied]
 
+    def _flights_of(self, fragment: int) -> list[Flight]:
+        return [flight for round_id, flight in self.waiting() if round_id.fragment == fragment]
+
     def apply(self, round_id: RoundId, step: int, *, merging: bool = True) -> Flight | None:
         """Wait for a round and let it move the anchor after this step; merge it into the live parameters.
 
@@ -199,21 +158,37 @@ class Rounds:
         flight, replica, worker = self._flights[round_id], self._replica(round_id), self.exchange.link.worker
         completed = self._collect(flight)
         flight.applied = True
+        flight.counted = tuple(member.worker for member in completed.members)
+        self.counted[round_id.fragment] |= dict.fromkeys(flight.counted, round_id.step)
         if not self.exchange.is_complete(completed):
             replica.gap = round_id.step
         missed = flight.offer is not None and all(member.worker != worker for member in completed.members)
         outlier = any(member.worker == worker for member in completed.outliers)
         self._count(replica, flight, completed, missed=missed, outlier=outlier)
+        if merging and flight.owed is not None and worker not in flight.counted:
+            self._owed.append((round_id.fragment, flight.owed))
+            self.exchange.counters.rounds_missed += 1
         if outlier:
             self.outliers[round_id.fragment] = not flight.forgotten
         lost = missed and not flight.forgotten  # of an outlier it does not matter: its worker is rolled back
         alpha = replica.merge.alpha if merging else None
-        self._outer_step(completed, step, None if lost else alpha)
+        if alpha is not None and flight.keeps:
+            alpha = None
+            with replica.moving_along():
+                self._outer_step(completed, step, None)
+        else:
+            self._outer_step(completed, step, None if lost else alpha)
         if alpha is not None and lost:
             replica.restore(flight.undo)
         elif alpha is not None and completed.members:
             self._thin_out(round_id.fragment, alpha)
         return flight if lost else None
+
+    def put_back(self) -> None:
+        """Put back work that was sent before a cut-off and did not count, as rounds just applied show."""
+        for fragment, payload in self._owed:
+            self.replicas[fragment].put_back(payload)
+        self._owed = []
 
     def begin_period(self, fragment: int, step: int, lost: Flight | None) -> None:
         """Start a fragment's next period after a send, where the merge is eager."""
@@ -259,9 +234,8 @@ class Rounds:
 
     def _thin_out(self, fragment: int, alpha: float) -> None:
         """Note that the live parameters hold less of what is in flight: an anchor was blended in."""
-        for round_id, flight in self.waiting():
-            if round_id.fragment == fragment:
-                flight.held *= alpha
+        for flight in self._flights_of(fragment):
+            flight.held *= alpha
 
     def unsent_work(self, round_id: RoundId, flight: Flight, delta: Tensor, *, lost: bool) -> None:
         """Correct a last delta, measured before this round came in, to hold all that has not arrived and no more.
@@ -269,9 +243,11 @@ class Rounds:
         A blending worker's parameters still held what it had sent (or part of it), and an eager worker had started
         beyond it.
         """
-        if flight.offer is None or flight.forgotten:
-            return
         replica = self._replica(round_id)
+        if flight.offer is None or flight.forgotten:
+            if flight.owed is not None and self.exchange.link.worker not in flight.counted and flight.applied:
+                delta.add_(replica.backend.decode(flight.owed))
+            return
         held = flight.held if replica.merge.own is None else 0.0
         delta.add_(replica.backend.decode(flight.offer.payload), alpha=lost - held)
         if flight.undo is not None:
@@ -287,6 +263,12 @@ class Rounds:
         self.offload.use_again()
         for flight in self._flights.values():
             flight.forgotten = True  # what it had sent is no longer in the live parameters
+            flight.keeps, flight.owed = False, None
+
+    def forget(self) -> None:
+        """Drop everything that is in flight: the worker was cut off, or joins the others where they are."""
+        self._flights = {}
+        self.exchange.mean_residuals = [MeanResidual() for _ in self.exchange.mean_residuals]
 
     def drop(self, step: int) -> None:
         """Forget rounds that every worker has applied at this step."""
@@ -294,6 +276,28 @@ class Rounds:
         self._flights = kept
         for fragment, residual in enumerate(self.exchange.mean_residuals):
             residual.drop(self._oldest(fragment))
+
+    def shared(self, fragment: int, applied: int) -> FragmentState:
+        """Return copies of what all workers have alike, once all rounds up to step `applied` are in it."""
+        counts, vectors = self.replicas[fragment].shared()
+        counted = {f"{COUNTED}{worker}": step for worker, step in self.counted[fragment].items()}
+        copies = {name: vector.to(CPU, copy=True) for name, vector in vectors.items()}
+        up_to = max(applied, self.replicas[fragment].step)  # its newest round may be later
+        return FragmentState(fragment, up_to, {**counts, **counted}, copies)
+
+    def take_shared(self, fragment: int, state: FragmentState) -> None:
+        """Take over what `shared` gave on another worker; LinkError if it does not fit."""
+        counted = {f"{COUNTED}{worker}": worker for worker in range(self.exchange.link.workers)}
+        counts = {name: count for name, count in state.counts.items() if name not in counted}
+        try:
+            if state.fragment != fragment or state.applied < 0:
+                raise LinkError(f"it is of fragment {state.fragment} up to step {state.applied}")
+            self.replicas[fragment].take_shared(counts, state.vectors)
+        except LinkError as problem:
+            raise LinkError(f"fragment {fragment}: another worker's state of it does not fit: {problem}") from None
+        self.counted[fragment] = {
+            worker: state.counts[name] for name, worker in counted.items() if name in state.counts
+        }
 
     def reopen(self) -> None:
         """Open again, in a resumed run, what was in flight when it was saved."""
@@ -314,7 +318,7 @@ class Rounds:
         """Take back what state_dict gave; `reopen` opens the rounds when the link is joined."""
         for replica, saved in zip(self.replicas, state["fragments"], strict=True):
             replica.load_state_dict(saved)
-        self._flights = {}
+        self._flights, self.counted = {}, [{} for _ in self.replicas]
         for saved in state["flights"]:
             round_id = RoundId(*saved["id"])
             device = self._replica(round_id).window.device

@@ -29,6 +29,10 @@ class Counters:
     """Deltas of any worker that were left out of applied rounds for that reason."""
     roll_backs: int = 0
     """How often this worker gave up its work because something of it was not finite, or far too large."""
+    rejoins: int = 0
+    """How often this worker was cut off from the others and joined again."""
+    rejoins_dropped: int = 0
+    """How often its work was dropped then, because the others were more than a period ahead."""
     bytes_sent: int = 0
     """Payload bytes handed to the link, counted once however many workers receive them."""
     bytes_received: int = 0

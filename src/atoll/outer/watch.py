@@ -51,6 +51,8 @@ class ModelWatch:
         """The frozen parameters' terms when the worker joined; later on, a running average in them is its own."""
         self.merged = False
         """Whether the last operation wrote into the model's parameters."""
+        self.joined_at: int | None = None
+        """The step at which the loop replaced the parameters, for it joined a run under way; None if it never did."""
 
     @property
     def lent(self) -> bool:
@@ -85,6 +87,12 @@ class ModelWatch:
         """Note that the loop is about to merge what is due after this step."""
         assert self._merges is not None
         self.merged |= self._merges.merging(step)
+
+    def joined(self, step: int) -> None:
+        """Note that the loop has replaced the parameters after this step: the worker has joined a run under way."""
+        assert self._merges is not None
+        self.joined_at = step
+        self._merges.jumped()
 
     def merged_at(self, step: int) -> None:
         """Note that the loop has merged what was due after this step."""
@@ -213,6 +221,11 @@ class MergeWatch:
             self._merged = {fragment: (before[fragment], after) for fragment, after in self._samples(before).items()}
         if self._left:
             self._expected = self._samples(self._merging(step + 1) - self._merging(step))
+
+    def jumped(self) -> None:
+        """Forget what was seen before the parameters were replaced; the next inner step starts from here."""
+        self._before, self._merged, self._found = {}, {}, []
+        self._expected = self._samples(range(len(self._windows)))
 
     def _merging(self, step: int) -> set[int]:
         due = self._schedule.due(step)

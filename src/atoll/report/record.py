@@ -10,10 +10,24 @@ from typing import Any
 
 from atoll.errors import DataError
 from atoll.plan.method import Job
-from atoll.runs.events import End, Eval, Event, Fault, Resumed, RoundApplied, Saved, Start, Step, Totals, utilisation
+from atoll.runs.events import (
+    End,
+    Eval,
+    Event,
+    Fault,
+    Members,
+    Resumed,
+    RoundApplied,
+    Saved,
+    Start,
+    Step,
+    Totals,
+    utilisation,
+)
 
 _TOTALS = ("bytes_sent", "bytes_received", "wait_s", "hidden_s", "wire_sent", "wire_received")
 _LISTS = {"steps": Step, "rounds": RoundApplied, "evals": Eval, "faults": Fault, "saves": Saved, "resumes": Resumed}
+_LISTS |= {"views": Members}
 _SHARED = ("method", "workers", "steps", "parameters", "period", "codec", "fragments")
 
 
@@ -28,6 +42,7 @@ class EventLog:
     faults: tuple[Fault, ...] = ()
     saves: tuple[Saved, ...] = ()
     resumes: tuple[Resumed, ...] = ()
+    views: tuple[Members, ...] = ()
     end: End | None = None
     """None while the process trains, or if it was killed."""
 
@@ -193,9 +208,10 @@ def merge(logs: Sequence[EventLog]) -> EventLog:
     began = [log.start.began for log in logs if log.start.began > 0]
     devices = dict.fromkeys(log.start.device for log in logs)
     rounds: list[RoundApplied] = []
-    for log in logs:  # all see the same ones: those of the lowest worker, and what came after it had stopped
-        seen = rounds[-1].step if rounds else -1
-        rounds += [r for r in log.rounds if r.step > seen]
+    for log in logs:  # all see the same ones: those of the lowest worker, and those that it was not there for
+        seen = {(r.step, r.fragment) for r in rounds}
+        rounds += [r for r in log.rounds if (r.step, r.fragment) not in seen]
+    rounds.sort(key=lambda r: r.step)
     evals: dict[int, Eval] = {}
     for log in logs:
         evals = {e.step: e for e in log.evals} | evals

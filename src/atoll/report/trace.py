@@ -72,6 +72,7 @@ def _happened(log: EventLog, lane: Lane) -> Iterator[Entry]:
         yield _span(f"fragment {r.fragment}, step {r.step}", _ROUNDS + row, span, _round(r))
     for step in log.steps:
         yield from _counters(step, lane)
+    yield from _member_counts(log, lane)
     yield from _moments(log, lane)
 
 
@@ -114,6 +115,15 @@ def _counters(step: Step, lane: Lane) -> Iterator[Entry]:
             yield {"ph": "C", "cat": "run", "tid": 0, "ts": at_us, "name": name, "args": known}
 
 
+def _member_counts(log: EventLog, lane: Lane) -> Iterator[Entry]:
+    """Yields how many workers trained and caught up in an elastic run, as this worker saw it."""
+    for view in log.views:
+        if math.isfinite(view.seconds):
+            counts = {"training": len(view.members), "catching up": len(view.following)}
+            at_us = _micros(lane.begin_s + view.seconds)
+            yield {"ph": "C", "cat": "run", "tid": 0, "ts": at_us, "name": "members", "args": counts}
+
+
 def _moments(log: EventLog, lane: Lane) -> Iterator[Entry]:
     """Yields evaluations, checkpoints and faults; a fault is placed at the step event that follows it."""
     reports = [(0, 0.0), *((step.step, step.seconds) for step in log.steps)]
@@ -124,6 +134,7 @@ def _moments(log: EventLog, lane: Lane) -> Iterator[Entry]:
             found.append(("evaluation", e.seconds, {"step": e.step, "held-out loss": e.loss, **of}))
         found += [("saved", e.seconds, {"step": e.step}) for e in log.saves]
         found += [("resumed", e.seconds, {"step": e.step}) for e in log.resumes]
+        found += [(f"view {e.view}", e.seconds, {"step": e.step, "members": e.members}) for e in log.views]
     for fault in log.faults:
         if fault.worker == lane.worker:
             at_s = next((after for (a, _), (b, after) in pairwise(reports) if a < fault.step <= b), reports[-1][1])

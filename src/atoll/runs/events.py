@@ -170,6 +170,46 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Members:
+    """Reports a new view: the members of an elastic run."""
+
+    event: Literal["members"] = "members"
+    step: int
+    """The step of the worker that reports it, as in the other events."""
+    view: int
+    members: list[int]
+    """Workers that train."""
+    following: list[int]
+    """Workers that have joined and are catching up."""
+    boundary: int
+    """Rounds after this step are between these members."""
+    seconds: Number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """Reports that a worker is no longer a member of an elastic run."""
+
+    event: Literal["lost"] = "lost"
+    step: int
+    worker: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """Reports that a worker has joined an elastic run that was under way."""
+
+    event: Literal["joined"] = "joined"
+    step: int
+    worker: int
+    at: int
+    """The step after which it trains with the others."""
+    since: int | None = None
+    """The step that this worker had come to when it was cut off, if it has joined again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
     """Reports a checkpoint on disk; seconds since the run's start."""
 
@@ -203,7 +243,7 @@ def utilisation(waited_s: float, seconds: float) -> float | None:
     return min(1.0, max(0.0, 1 - waited_s / seconds)) if seconds > 0 and math.isfinite(waited_s) else None
 
 
-Event = Start | Step | RoundApplied | Eval | Fault | Saved | Resumed | End
+Event = Start | Step | RoundApplied | Eval | Fault | Members | Lost | Joined | Saved | Resumed | End
 
 
 class Sink(Protocol):

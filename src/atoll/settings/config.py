@@ -19,19 +19,15 @@ from atoll.settings.conflicts import conflicts, given_faults
 from atoll.settings.model_presets import ModelConfig, preset
 from atoll.settings.run_settings import (
     DataSection,
-    Device,
     FaultSection,
     LinkSection,
     LogSection,
     ModelSection,
-    Name,
     Section,
-    Seed,
     SyncSection,
-    Text,
-    Threads,
     TrainSection,
 )
+from atoll.settings.value_types import Device, Name, Seed, Text, Threads
 
 if TYPE_CHECKING:
     from atoll.core.fragments import FragmentPolicy

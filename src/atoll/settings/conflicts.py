@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from atoll.settings.model_presets import PRESETS
-from atoll.settings.run_settings import LEAST_BPE_VOCABULARY, FaultSection, ModelSection, SyncSection
+from atoll.settings.run_settings import FaultSection, ModelSection, SyncSection
+from atoll.settings.value_types import LEAST_BPE_VOCABULARY
 
 if TYPE_CHECKING:
     from atoll.outer.presets import Sync
@@ -37,6 +38,7 @@ def conflicts(run: "RunConfig") -> Iterator[Conflict]:
     yield from _sync_conflicts(run.sync)
     yield from _fault_conflicts(run)
     yield from _link_conflicts(run)
+    yield from _elastic_conflicts(run)
 
 
 def _model_conflicts(run: "RunConfig") -> Iterator[Conflict]:
@@ -190,3 +192,40 @@ def _link_conflicts(run: "RunConfig") -> Iterator[Conflict]:
             if getattr(link, name):
                 why = "is a detail of link.emulate, which is left out: give it a rate, such as 1Gbit/s"
                 yield Conflict((f"link.{name}", "link.emulate"), why)
+
+
+def _elastic_conflicts(run: "RunConfig") -> Iterator[Conflict]:
+    link, sync = run.link, run.sync
+    if not link.elastic:
+        for name in ("registry", "keys", "security", "min_workers", "silent_s", "listen"):
+            if getattr(link, name) != type(link).model_fields[name].default:
+                why = "is for workers that come and go: set link.elastic = true, or leave it out"
+                yield Conflict((f"link.{name}", "link.elastic"), why)
+        return
+    if sync.method in ("none", "data-parallel"):
+        why = f'cannot be set with sync.method = "{sync.method}": it has no anchor that a worker could join with'
+        yield Conflict(("link.elastic", "sync.method"), why)
+    if link.address is not None:
+        why = "is for workers that stay: leave it out, elastic workers meet at link.registry"
+        yield Conflict(("link.address", "link.elastic"), why)
+    if link.registry is None:
+        why = "is left out, and link.elastic needs it: start `atoll registry`, and give its HOST:PORT (--registry)"
+        yield Conflict(("link.registry", "link.elastic"), why)
+    if link.security == "none" and link.keys is not None:
+        why = f'has no use for link.keys ("{link.keys}"): leave one of them out'
+        yield Conflict(("link.security", "link.keys"), why)
+    if link.security == "keys" and link.keys is None:
+        why = (
+            f"is left out: make keys with `atoll keys new {run.out}/{run.name} --workers {sync.workers}`, and give the "
+            'folder of this worker\'s (--keys); on a private cable, link.security = "none"'
+        )
+        yield Conflict(("link.keys", "link.elastic", "link.security"), why)
+    if link.min_workers > sync.workers:
+        why = f"must be from 1 to sync.workers ({sync.workers}), got {link.min_workers}: they would never train"
+        yield Conflict(("link.min_workers", "sync.workers"), why)
+    if link.emulate is not None:
+        why = "cannot be set with link.elastic yet: an emulated line carries rounds of workers that stay"
+        yield Conflict(("link.emulate", "link.elastic"), why)
+    for name in given_faults(run.faults):
+        why = "is for workers of one process: with link.elastic, end and start worker processes instead"
+        yield Conflict((f"faults.{name}", "link.elastic"), why)

@@ -4,112 +4,52 @@ The line under a setting is its only documentation: `atoll init` writes it besid
 setting ends with it. `settings/conflicts.py` checks what depends on several settings.
 """
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from atoll.settings.model_presets import LARGEST, PRESETS
+from atoll.settings.value_types import (
+    BPE_VOCABULARY,
+    LEAST_BPE_VOCABULARY,
+    MANY,
+    Address,
+    Allowed,
+    Amount,
+    Betas,
+    Chance,
+    CodecName,
+    Compute,
+    Count,
+    Decay,
+    Delays,
+    Even,
+    Fragments,
+    Listen,
+    Method,
+    Outer,
+    Part,
+    Positive,
+    Preset,
+    Registry,
+    Seconds,
+    Seed,
+    Share,
+    Silence,
+    Size,
+    Source,
+    Sources,
+    Steps,
+    Text,
+    Tokenizer,
+    View,
+    Worker,
+    Workers,
+    worker_numbers,
+)
 
 if TYPE_CHECKING:
     from atoll.outer.presets import Gradients, Sync
-
-
-@dataclass(frozen=True, slots=True)
-class Allowed:
-    """Says what a setting may be, to follow "must be" in an error."""
-
-    text: str
-    options: tuple[str, ...] = ()
-    """Words to suggest for a misspelled one."""
-
-
-# ---------------------------------------------------------------------- kinds of values
-
-
-def _matches(pattern: str) -> AfterValidator:
-    """Accepts texts that match a pattern of Python, which knows more than pydantic's."""
-
-    def check(value: str) -> str:
-        if not re.fullmatch(pattern, value):
-            raise ValueError(f"does not match {pattern}")
-        return value
-
-    return AfterValidator(check)
-
-
-def _address(value: str) -> str:
-    host, _, port = value.rpartition(":")
-    if not host or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536 or re.search(r"\s", value):
-        raise ValueError("no host and port")
-    return value
-
-
-def _worker_numbers(table: Any) -> Any:
-    """Converts keys that are worker numbers, since those of TOML are text: "3" -> 3."""
-    if not isinstance(table, dict):
-        return table
-    return {int(k) if isinstance(k, str) and re.fullmatch(r"0|[1-9][0-9]{0,8}", k) else k: v for k, v in table.items()}
-
-
-BPE_VOCABULARY = 8192
-"""Default size of a BPE tokenizer in tokens."""
-LEAST_BPE_VOCABULARY = 257
-"""Smallest size of a BPE tokenizer: every byte, and a separator of documents."""
-_MANY = 10**12
-Count = Annotated[int, Field(ge=1, le=_MANY), Allowed("a whole number from 1 to 10^12")]
-Steps = Annotated[int, Field(ge=0, le=_MANY), Allowed("a whole number from 0 to 10^12")]
-Size = Annotated[int, Field(ge=1, le=LARGEST), Allowed("a whole number from 1 to 10^7")]
-Even = Annotated[int, Field(ge=2, le=10**6, multiple_of=2), Allowed("an even whole number from 2 to 10^6")]
-Workers = Annotated[int, Field(ge=1, le=4096), Allowed("a whole number from 1 to 4096")]
-Worker = Annotated[int, Field(ge=0, le=4095), Allowed("a worker's number, from 0")]
-Threads = Annotated[int, Field(ge=1, le=1024), Allowed("a whole number from 1 to 1024")]
-Seed = Annotated[int, Field(ge=0, le=2**32 - 1), Allowed("a whole number from 0 to 2^32 - 1")]
-Positive = Annotated[float, Field(gt=0), Allowed("a number above 0")]
-Amount = Annotated[float, Field(ge=0), Allowed("a number of at least 0")]
-Chance = Annotated[float, Field(ge=0, le=1), Allowed("a number from 0 to 1")]
-Share = Annotated[float, Field(gt=0, le=1), Allowed("a number above 0 and at most 1")]
-Part = Annotated[float, Field(gt=0, lt=1), Allowed("a number above 0 and below 1")]
-Decay = Annotated[
-    float, Field(ge=0, lt=1), Allowed("a number of at least 0 and below 1, for at 1 the past never fades")
-]
-Betas = Annotated[
-    tuple[Decay, Decay], Field(strict=False), Allowed("a pair like [0.9, 0.99], each at least 0 and below 1")
-]
-_TEXT = _matches(r"(?=.*\S)[^\x00-\x1f\x7f\ud800-\udfff]+")  # other characters are in no name and no path
-Text = Annotated[str, _TEXT, Allowed("text in quotes, not empty")]
-Name = Annotated[
-    str,
-    Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=100),
-    Allowed("letters, digits, - _ and . only, at most 100, not starting with - or ."),
-]
-Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"), Allowed("auto, cpu, cuda (a GPU) or cuda:N")]
-Preset = Annotated[str, _matches("|".join(PRESETS)), Allowed(f"one of {', '.join(PRESETS)}", tuple(PRESETS))]
-_SOURCE = Allowed('"stdlib", a path, a glob, a folder, "hf:NAME" or "hf:NAME:CONFIG"', ("stdlib",))
-Source = Annotated[str, _TEXT, _matches(r"hf:[^:\s]+(:[^:\s]+)?|(?!hf:).*"), _SOURCE]
-Sources = Annotated[tuple[Source, ...], Field(strict=False, min_length=1), Allowed("a list of such")]
-Address = Annotated[str, AfterValidator(_address), Allowed('HOST:PORT, like "10.0.0.1:29500" or "[fd00::1]:29500"')]
-Seconds = Annotated[float, Field(gt=0, lt=1e6), Allowed("a number of seconds above 0, below 10^6")]
-Tokenizer = Annotated[
-    str,
-    _TEXT,
-    _matches(r"bytes|bpe|.*[/\\].*|.*\.json"),
-    Allowed("bytes, bpe or the path of a tokenizer.json", ("bytes", "bpe")),
-]
-Fragments = Annotated[
-    str,
-    Field(pattern=r"^(whole|blocks(:[1-9][0-9]{0,5}(:strided|:sequential)?)?|balanced:[1-9][0-9]{0,5})$"),
-    Allowed('"whole", "blocks:3", "blocks:3:sequential" or "balanced:4"', ("whole", "blocks:3", "balanced:4")),
-]
-Delays = Annotated[tuple[Steps, ...], Field(strict=False, min_length=1), Allowed("a list with one for each worker")]
-
-Method = Literal["none", "data-parallel", "diloco", "streaming", "eager", "delayed"]
-Outer = Literal["nesterov", "momentum", "sgd", "adam"]
-CodecName = Literal["fp64", "fp32", "bf16", "fp16", "int8", "int4", "e3m0", "e2m1", "lloyd4"]
-Compute = Literal["constant", "doubling", "halving", "ramp-up", "ramp-down"]
-View = Literal["auto", "live", "lines", "none"]
 
 
 # ---------------------------------------------------------------------- sections
@@ -195,7 +135,7 @@ class DataSection(Section):
     """Weight of a worker in the mean: its rows, or the same for all."""
     cache: Text = "runs/.tokens"
     """Folder for the tokens, made once and shared by all runs on the same data."""
-    limit: Annotated[int, Field(ge=2, le=_MANY), Allowed("a whole number from 2 to 10^12")] | None = Field(
+    limit: Annotated[int, Field(ge=2, le=MANY), Allowed("a whole number from 2 to 10^12")] | None = Field(
         default=None, examples=[10000]
     )
     """Use at most this many documents; left out: all."""
@@ -327,7 +267,7 @@ class FaultSection(Section):
     """Workers that are away, from which inner step to which; without last, for good."""
     speeds: Annotated[
         dict[Worker, Share],
-        BeforeValidator(_worker_numbers),
+        BeforeValidator(worker_numbers),
         Allowed("a table of workers and shares like {1 = 0.5}, each above 0 and at most 1"),
     ] = Field(default={}, examples=[{"1": 0.5}])
     """Slow workers: the share of the inner steps each has time for."""
@@ -351,6 +291,20 @@ class LinkSection(Section):
     """Seconds after which a round that is not complete ends the run; slower workers and the transfer must fit in."""
     join_s: Seconds = 600.0
     """Seconds to wait for all workers at the start."""
+    elastic: bool = False
+    """Let workers die, leave, come back and join late; the others go on. They meet at registry, not at address."""
+    registry: Registry | None = Field(default=None, examples=["10.0.0.1:29400"])
+    """Elastic: address of `atoll registry` (--registry), or etcd://HOST:PORT,HOST:PORT/NAME."""
+    keys: Text | None = Field(default=None, examples=["runs/run/keys/worker-{worker}"])
+    """Elastic: folder of this worker's keys (--keys), made by `atoll keys new`; {worker} stands for its number."""
+    security: Literal["keys", "none"] = "keys"
+    """Elastic: keys (mutual TLS), or none: on a private cable, where nobody else can send."""
+    min_workers: Workers = 1
+    """Elastic: while fewer train, all pause."""
+    silent_s: Silence = 5.0
+    """Elastic: seconds after which the others go on without a worker that says nothing."""
+    listen: Listen = "0.0.0.0:0"
+    """Elastic: where this worker listens for the others; port 0: a free one."""
     emulate: Text | None = Field(default=None, examples=["100Mbit/s,50ms"])
     """Slow the link down to this rate and latency, in real time (--link); left out: as fast as it is."""
     jitter_s: Amount = 0.0

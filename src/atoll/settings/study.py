@@ -28,7 +28,8 @@ from atoll.errors import ConfigError
 from atoll.settings import config as run_config
 from atoll.settings import toml as runfile
 from atoll.settings.config import RunConfig
-from atoll.settings.run_settings import Allowed, Section, Text
+from atoll.settings.run_settings import Section
+from atoll.settings.value_types import Allowed, Text
 
 OUTPUTS = ("pictures", "report.html")
 """Names of files and folders that `atoll compare` writes beside the folders of the runs."""

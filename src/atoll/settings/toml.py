@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from atoll._util.disk import DEEPEST, is_deeper, read_limited
 from atoll.errors import ConfigError
-from atoll.settings.run_settings import Allowed
+from atoll.settings.value_types import Allowed
 
 MOST_BYTES = 2**20
 """Largest run file in bytes, which is read whole."""

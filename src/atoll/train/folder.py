@@ -51,8 +51,10 @@ class RunFolder:
 
     def __init__(self, config: RunConfig, seat: Seat | None = None) -> None:
         self.path = Path(config.out).expanduser() / config.name
-        self.of_many = seat is not None and seat.workers > 1
-        """Whether other processes train other workers of the run."""
+        self.elastic = config.link.elastic
+        """Whether workers come and go: then each continues from its own checkpoint, if it has one."""
+        self.of_many = seat is not None and seat.workers > 1 and not self.elastic
+        """Whether this worker and those of other processes continue from the same step."""
         self._run = self.path
         if seat is not None:
             self.path /= worker_folder(seat.worker)
@@ -114,7 +116,7 @@ class RunFolder:
                 "with --worker K --resume or `atoll launch`, choose another name, or delete it"
             )
         if self.begun:
-            if not resume:
+            if not (resume or self.elastic):
                 raise ConfigError(
                     f"{self.path} holds a run already: continue it with --resume, choose another name, or delete it"
                 )
@@ -143,7 +145,7 @@ class RunFolder:
             if key not in free and now is not None and now != "auto"
         ]
         if refused:
-            command = "" if self.of_many else f", as `atoll train {self.path} --resume` does"
+            command = "" if self.of_many or self.elastic else f", as `atoll train {self.path} --resume` does"
             raise ConfigError(
                 f"{self.path} cannot be resumed with other settings: {'; '.join(refused)}; "
                 f"leave them as in {self.path / RUN}{command}, or start another run with another name"

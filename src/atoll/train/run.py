@@ -29,6 +29,7 @@ from atoll.train.progress.view import preparing, view
 from atoll.train.ranks.connect import connect_links, find_seat
 from atoll.train.ranks.control import ControlPlane, CoordinatedStop, Stopped
 from atoll.train.ranks.cpu_threads import share_cores
+from atoll.train.ranks.elastic import COME_BACK, ElasticControl, connect_elastic
 from atoll.train.ranks.worker_ranks import Model, WorkerRanks, connect_ranks
 from atoll.train.step.recipe import check_room, device_of, resolve
 from atoll.train.trainer import Trainer
@@ -113,12 +114,19 @@ def _connect(
     if config.threads:
         torch.set_num_threads(config.threads)
     interrupts = cleanup.enter_context(interruptible())
-    links, to_others = connect_links(config, seat, ranks)
-    if to_others is not None:
-        to_others.check_interrupts = interrupts.raise_pending
+    links: Sequence[Link]
+    control: ControlPlane
+    if config.link.elastic and seat is not None:
+        control = elastic = connect_elastic(config, seat, ranks, interrupts)
+        links = [elastic.elastic]
+    else:
+        links, to_others = connect_links(config, seat, ranks)
+        if to_others is not None:
+            to_others.check_interrupts = interrupts.raise_pending
+        control = ControlPlane(ranks, to_others)
     cleanup.enter_context(_closing(links))
     cleanup.enter_context(ranks.guarded())
-    return _Process(folder, seat, ControlPlane(ranks, to_others), links, interrupts, cleanup)
+    return _Process(folder, seat, control, links, interrupts, cleanup)
 
 
 def _agree(process: _Process, given: RunConfig, config: RunConfig, finished: bool) -> bool:
@@ -149,7 +157,10 @@ def _build(process: _Process, config: RunConfig) -> tuple[TokenData, Trainer]:
     )
     rows = max(size // (settings.accumulate * ranks.count), 1)
     evaluated = held_out(data.held_out, sequence=sequence, tokens=settings.eval_tokens, batch=rows)
-    return data, Trainer(config, model, batches, evaluated, process.links, ranks)
+    trainer = Trainer(config, model, batches, evaluated, process.links, ranks)
+    if isinstance(process.control, ElasticControl):
+        trainer.reporter.members = process.control.members
+    return data, trainer
 
 
 def prepare(config: RunConfig) -> TokenData:
@@ -312,7 +323,11 @@ def _end_stopped(process: _Process, trainer: Trainer, stop: CoordinatedStop) -> 
         command = f"atoll train {shlex.quote(str(process.folder.path))} --resume"
         if process.control.link is not None:
             command = "the same command and --resume, on every worker"
-        print(f"stopped at step {trainer.steps} and saved; continue with: {command}", flush=True)
+        how = f"continue with: {command}"
+        if isinstance(process.control, ElasticControl):
+            how = f"the others go on, and {COME_BACK}"
+            process.control.elastic.leave("was stopped, and may come back")
+        print(f"stopped at step {trainer.steps} and saved; {how}", flush=True)
     raise Stopped(together=stop.together)
 
 

@@ -141,11 +141,18 @@ class Trainer:
         """Join the workers of other processes; LinkError names what they do not agree on."""
         for loop in self._loops:
             loop.join()
+        if self.reporter.members is not None and self._loops[0].joined_at is not None:
+            self._follow(since=None)
 
     @property
     def evaluates(self) -> bool:
-        """Whether this process evaluates the outer parameters, which are the same on every worker."""
-        return self._local[0].number == 0
+        """Whether this process evaluates the outer parameters, which are the same on every worker.
+
+        The lowest worker does; where workers come and go, the lowest of those that train.
+        """
+        link = self._loops[0].link if self._loops else None
+        lowest = min(link.weights(self.steps)) if link is not None and link.elastic else 0
+        return self._local[0].number == lowest
 
     @property
     def done(self) -> bool:
@@ -183,11 +190,21 @@ class Trainer:
                 worker.inner.step(rate)
         if self._lockstep is not None:
             self._lockstep.step()
+            if self._loops[0].counters.rejoins > before[0].rejoins:
+                self._follow(since=self.steps)
             self._report_faults(before)
         self.reporter.add_step(self.steps, losses, norms, before)
         if self.steps % self.config.train.log_every == 0 or self.done:
             self.check_finite()
             self.reporter.write_step(self.steps, rate)
+
+    def _follow(self, since: int | None) -> None:
+        """Go on where the run is that this worker has joined: with its step, and the batch of that step."""
+        (loop,), (worker,) = self._loops, self._local
+        assert self.reporter.members is not None
+        self.reporter.members.joined(loop.steps, since)
+        self.reporter.jump(loop.steps - self.steps)
+        self.steps = worker.draws = loop.steps
 
     def _backward(self, worker: LocalWorker) -> Tensor:
         """Compute the gradients of a worker's next batch; return its mean cross-entropy, a detached scalar."""
@@ -242,11 +259,15 @@ class Trainer:
             if loop.counters.roll_backs > then.roll_backs:
                 what = "loss or delta not finite, or far too large: rolled back to the anchor"
                 self.reporter.write_fault(self.steps, loop.link.worker, what)
-            if (rounds := loop.counters.rounds_left_out - then.rounds_left_out) > 0:
+            if (rounds := loop.counters.rounds_left_out - then.rounds_left_out) > 0 and not self._has_just_joined(loop):
                 large = loop.counters.rounds_outlier > then.rounds_outlier
                 why = "its delta was far larger than expected" if large else "its work was not finite"
                 what = f"left out of {rounds} round{'s' if rounds > 1 else ''}: {why}"
                 self.reporter.write_fault(self.steps, loop.link.worker, what)
+
+    def _has_just_joined(self, loop: OuterLoop) -> bool:
+        """Return whether rounds leave a worker out because it has not trained for a period since it joined."""
+        return loop.joined_at is not None and loop.steps - loop.joined_at <= loop.sync.ahead
 
     # ------------------------------------------------------------------ the outer parameters
 

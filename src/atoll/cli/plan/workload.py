@@ -152,7 +152,7 @@ def _turned_off(config: RunConfig, given: dict[str, str | int]) -> tuple[str, ..
 
 def _vocabulary(config: RunConfig) -> int:
     """Return the size of the tokenizer's vocabulary, as far as it is known without the text."""
-    from atoll.settings.run_settings import BPE_VOCABULARY
+    from atoll.settings.value_types import BPE_VOCABULARY
     from atoll.train.data.tokenizer import Bytes, open_tokenizer
 
     match config.data.tokenizer:

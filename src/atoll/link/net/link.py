@@ -157,14 +157,20 @@ class NetLink(Link):
         """Publish a value and return that of every process of the run, in worker order."""
         return dict(sorted(self.collect(key, value, within_s), key=lambda item: (item[0].worker, item[0].rank)))
 
-    def join(self, terms: Mapping[str, str], weight: float) -> None:
+    def join(self, terms: Mapping[str, str], weight: float, start: Mapping[str, str] | None = None) -> None:
         """Connect to the other workers; LinkError names the terms in which another worker differs."""
         if self._connections is not None:
             raise LinkError(f"{self.seat} has joined already: each OuterLoop needs its own link", worker=self.worker)
         if self._by_torchrun:
             refuse_a_group_of_workers()
         rendezvous = self.rendezvous()
-        mine = {"atoll": __version__, "wire format": str(VERSION), "ranks": str(self.seat.ranks), **terms}
+        mine = {
+            "atoll": __version__,
+            "wire format": str(VERSION),
+            "ranks": str(self.seat.ranks),
+            **terms,
+            **(start or {}),
+        }
         rendezvous.publish("terms", [mine, weight])
         for peer, said in rendezvous.collect("terms", self.seat.peers()):
             match said:

@@ -27,7 +27,8 @@ import numpy as np
 
 from atoll._util.disk import sha256_of
 from atoll.errors import ConfigError, DataError
-from atoll.settings.run_settings import BPE_VOCABULARY, DataSection
+from atoll.settings.run_settings import DataSection
+from atoll.settings.value_types import BPE_VOCABULARY
 from atoll.train.data.cache import MANIFEST, Meter, OnProgress, build_once, check, no_progress
 from atoll.train.data.clusters import assign
 from atoll.train.data.corpus import documents, identity, missing, text_bytes

@@ -11,10 +11,10 @@ from atoll.train.progress.reporter import Reporter
 
 
 def plan_check(config: RunConfig, reporter: Reporter) -> str:
-    """Return a line with planned and measured figures; empty if nothing was sent or faults were injected."""
+    """Return a line with planned and measured figures; empty if nothing was sent, or workers may have been away."""
     counters, sync = reporter.counters(), config.synchronisation()
     wire_sent = sum(c.wire_sent for c in counters) / max(len(counters), 1)
-    if sync is None or not wire_sent or config.faults_of_link() != Faults():
+    if sync is None or not wire_sent or config.faults_of_link() != Faults() or config.link.elastic:
         return ""
     workers, here = config.sync.workers, len(counters)
     job = Job(

@@ -19,6 +19,7 @@ from atoll.outer.stats import Applied, Counters, sizes
 from atoll.runs.events import End, Eval, Event, Fault, Outcome, RoundApplied, Sink, Start, Step
 from atoll.runs.sinks import Metrics
 from atoll.settings.config import RunConfig
+from atoll.train.progress.members import MembershipLog
 from atoll.train.ranks.worker_ranks import WorkerRanks
 
 Value = TypeVar("Value")
@@ -132,6 +133,8 @@ class Reporter:
         self.totals = RunningTotals(len(workers))
         self.began_s = time.perf_counter()
         """When the step or evaluation under way began, by time.perf_counter()."""
+        self.members: MembershipLog | None = None
+        """Who takes part in an elastic run."""
         self._config = config
         self._workers = workers
         self._weights = weights
@@ -230,8 +233,15 @@ class Reporter:
     ) -> None:
         """Count one inner step that began at `began_s`, when the counters were those of `before`."""
         self.write_rounds(before=step)
+        self.write_members(step)
         waited_s = self.waited_s - sum(then.wait_s for then in before)
         self.totals.add(losses, norms, self.tokens_per_step, time.perf_counter() - self.began_s, waited_s)
+        if self.members is not None:
+            self.totals.tokens += self.tokens_per_step * (self._processes - 1)
+
+    def jump(self, steps: int) -> None:
+        """Count inner steps that the others have made without this worker."""
+        self.totals.tokens += self.tokens_per_step * max(0, steps) * (self._processes - 1)
 
     def write_step(self, step: int, rate: float) -> None:
         """Write how the steps since the last call went."""
@@ -261,8 +271,14 @@ class Reporter:
         """Write what went wrong on a worker."""
         self._write(Fault(step=step, worker=worker, what=what))
 
+    def write_members(self, step: int) -> None:
+        """Write what has changed among the members of an elastic run."""
+        for event in self.members.events(step, self.totals.seconds) if self.members else ():
+            self.sink.write(event)
+
     def write_end(self, step: int, outcome: Outcome, loss: float, best: float) -> None:
         """Write how the run ended."""
+        self.write_members(step)
         self._write(
             End(
                 step=step,
@@ -281,12 +297,14 @@ class Reporter:
     @property
     def _processes(self) -> int:
         """Processes of the run: those elsewhere train as much as this one."""
+        if self.members is not None:
+            return len(self.loops[0].link.weights(self.loops[0].steps))
         return self._config.sync.workers // len(self._workers)
 
     @property
     def _tokens(self) -> int:
         """Tokens trained on by all workers."""
-        return self.totals.tokens * self._processes
+        return self.totals.tokens * (self._processes if self.members is None else 1)
 
     def _spread(self, values: Sequence[Value], elsewhere: Value) -> list[Value]:
         """Return one value per worker of the run, given those of the workers here."""

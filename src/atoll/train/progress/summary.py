@@ -7,7 +7,21 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from atoll._util.units import bytes_text, clock_text, count_text, loss_text, seconds_text, share_text
-from atoll.runs.events import End, Eval, Event, Fault, Resumed, RoundApplied, Saved, Start, Step, utilisation
+from atoll.runs.events import (
+    End,
+    Eval,
+    Event,
+    Fault,
+    Joined,
+    Lost,
+    Members,
+    Resumed,
+    RoundApplied,
+    Saved,
+    Start,
+    Step,
+    utilisation,
+)
 
 KEPT = 18
 """Evaluations that the sparkline shows."""
@@ -51,6 +65,8 @@ class RunSummary:
                 return self
             case Fault():
                 return replace(self, step=event.step, faults=self.faults + 1)
+            case Members() | Lost() | Joined():
+                return replace(self, step=event.step)
         now = replace(self, step=event.step, seconds=event.seconds)
         match event:
             case Resumed():
@@ -177,11 +193,23 @@ def event_line(event: Event, run: RunSummary) -> str:
             return f"{where}: held-out loss {loss_text(event.loss)}{of_step}, {best}"
         case Fault():
             return f"{where}: worker {event.worker}: {event.what}"
+        case Members():
+            behind = f", {_workers(event.following)} catching up" if event.following else ""
+            return f"{where}: view {event.view} from step {event.boundary + 1}: {_workers(event.members)}{behind}"
+        case Lost():
+            return f"{where}: worker {event.worker} is gone: {event.why}"
+        case Joined():
+            again = f"was cut off at step {event.since} and is back" if event.since is not None else "has joined"
+            return f"{where}: worker {event.worker} {again} at step {event.at}"
         case Saved():
             return f"{where}: saved"
         case Resumed():
             return f"{where}: resumed"
     return ""
+
+
+def _workers(numbers: Sequence[int]) -> str:
+    return f"worker{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"
 
 
 def run_title(start: Start) -> str:

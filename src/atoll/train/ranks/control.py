@@ -73,17 +73,14 @@ class ControlPlane:
 
     def agree_on_settings(self, config: RunConfig) -> None:
         """Compare run files before any work is done; LinkError names the differences."""
-        settings = {key: value for key, value in settings_of(config).items() if not key.startswith(FREE_TO_DIFFER)}
-        self._agree("settings", {key: LEFT_OUT if value is None else str(value) for key, value in settings.items()})
+        self._agree("settings", settings_terms(config))
 
     def agree_on_data(self, data: TokenData) -> None:
         """Compare tokenizers, which must be the same, and texts, which may differ.
 
         Both in one exchange: if one rank fails at a first exchange, the others wait for it at a second.
         """
-        tokenizer = sha256_of(data.folder / FILE)[:16] if (data.folder / FILE).exists() else "bytes"
-        mine = {"tokenizer": tokenizer, "vocabulary": str(data.tokenizer.vocabulary), "text": data.folder.name}
-        self._agree("data", mine, free=("text",))
+        self._agree("data", {**tokenizer_terms(data), "text": data.folder.name}, free=("text",))
 
     def _agree(self, key: str, mine: Mapping[str, str], free: Collection[str] = ()) -> None:
         self.ranks.decide(lambda: None if self.link is None else _compare(self.link, key, mine, free))
@@ -111,6 +108,18 @@ class ControlPlane:
             if self.link is None or RESUME in str(error):  # another rank has said it
                 raise
             raise LinkError(f"{error}; to go on, {RESUME}") from error
+
+
+def settings_terms(config: RunConfig) -> dict[str, str]:
+    """Return the settings that all workers must have alike."""
+    settings = {key: value for key, value in settings_of(config).items() if not key.startswith(FREE_TO_DIFFER)}
+    return {key: LEFT_OUT if value is None else str(value) for key, value in settings.items()}
+
+
+def tokenizer_terms(data: TokenData) -> dict[str, str]:
+    """Return what all workers must have alike of their tokens."""
+    tokenizer = sha256_of(data.folder / FILE)[:16] if (data.folder / FILE).exists() else "bytes"
+    return {"tokenizer": tokenizer, "vocabulary": str(data.tokenizer.vocabulary)}
 
 
 def _compare(link: NetLink, key: str, mine: Mapping[str, str], free: Collection[str]) -> None:

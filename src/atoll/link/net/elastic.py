@@ -1,0 +1,361 @@
+"""Links workers on different machines that come and go while others train."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from atoll._util.checks import check_whole, config_error
+from atoll.core.allreduce import Reduction
+from atoll.errors import ConfigError, ExcludedError, LinkError
+from atoll.link.base import STEPS_MADE, Admission, FragmentState, Link, Offer, Pending, Round, RoundId, warn_unfinished
+from atoll.link.net.admission import NetAdmission
+from atoll.link.net.entrance import Entrance, run_is_over
+from atoll.link.net.event_loop import event_loop
+from atoll.link.net.greeting import Greeting
+from atoll.link.net.identity import Identity
+from atoll.link.net.member import FINISHED, LOST, Member
+from atoll.link.net.membership import Membership
+from atoll.link.net.open_round import OpenRound
+from atoll.link.net.own_address import addresses_of
+from atoll.link.net.peers import Peers
+from atoll.link.net.protocol import Protocol
+from atoll.link.net.registries import open_registry
+from atoll.link.net.registry import INSECURE, Insecure
+from atoll.link.net.seat import Seat
+from atoll.link.net.views import Decision, Process
+from atoll.version import __version__
+
+WIRE_FORMAT = "3"
+_ATTEMPTS = 5
+_CLOSE_S = 10.0  # for the others to have applied the rounds of a worker that leaves
+_FINISH_S = 600.0  # for the same at the end of a run, over a slow line; those that die or are silent do not count
+_END_S = 3.0  # for the registry to answer
+_SETTLED_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticOptions:
+    """Says how a worker takes part in a run whose members come and go."""
+
+    elastic: bool = True
+    """Whether workers may come and go; if not, the loss of one ends the run on all."""
+    registry: str
+    """HOST:PORT of `atoll registry`, or etcd://HOST:PORT,HOST:PORT/NAME."""
+    security: Identity | Insecure
+    """This worker's identity, or "none" on a private cable."""
+    listen: str = "0.0.0.0:0"
+    """HOST:PORT at which the others reach this process; port 0 takes a free one."""
+    min_workers: int = 1
+    """While fewer train, all pause."""
+    silent_s: float = 5.0
+    """Seconds after which a worker that says nothing is lost."""
+    join_s: float = 600.0
+    """Seconds to wait for the others at the start."""
+
+
+@dataclass(slots=True)
+class ElasticHooks:
+    """Holds what the owner of a link adds to it: functions to call, and terms to compare."""
+
+    on_wait: Callable[[str], None] = lambda line: None
+    """Called with a line that says what is waited for."""
+    on_decision: Callable[[Decision], None] = lambda decision: None
+    """Called in the event loop with every decision after a change of the view."""
+    on_lost: Callable[[int, str], None] = lambda worker, why: None
+    """Called in the event loop with every worker whose connection has ended, and why."""
+    check_interrupts: Callable[[], None] | None = None
+    """Called repeatedly while the link waits for others to come; may raise."""
+    terms: Mapping[str, str] = field(default_factory=dict)
+    """Further terms that all workers must have alike, from join() on."""
+
+
+def elastic(
+    registry: str,
+    *,
+    worker: int,
+    workers: int,
+    keys: str | Path,
+    min_workers: int = 1,
+    silent_s: float = 5.0,
+    listen: str = "0.0.0.0:0",
+) -> "ElasticLink":
+    """Make this process's link to workers on other machines that come and go; nothing is sent before `join`.
+
+    Args:
+        registry: HOST:PORT of `atoll registry`, or etcd://HOST:PORT,HOST:PORT/NAME.
+        worker: This worker's number; one that died comes back under the same.
+        workers: Number of seats, the most that train together.
+        keys: Folder of this worker's bundle, made by `atoll keys new`; "none" on a private cable.
+        min_workers: While fewer train, all pause.
+        silent_s: Seconds after which a worker that says nothing is lost.
+        listen: HOST:PORT at which the others reach this process; port 0 takes a free one.
+
+    Raises:
+        ConfigError: An argument is invalid, or the keys cannot be read or are another worker's.
+    """
+    Seat(worker, workers)
+    check_whole("min_workers", min_workers)
+    if min_workers > workers:
+        raise config_error("min_workers", min_workers, f"a whole number from 1 to workers ({workers})")
+    if isinstance(silent_s, bool) or not isinstance(silent_s, int | float) or not 0.1 <= silent_s <= 3600:
+        raise config_error("silent_s", silent_s, "a number of seconds from 0.1 to 3600")
+    security: Identity | Insecure = INSECURE if keys == INSECURE else Identity.load(Path(keys))
+    if security != INSECURE and (security.bearer.role, security.bearer.seat) != ("worker", worker):
+        problem = f"keys: {keys} holds the keys of {security.bearer}, and this is worker {worker}"
+        raise ConfigError(f"{problem}: give its own folder", setting="keys", value=str(keys))
+    options = ElasticOptions(
+        registry=registry, security=security, listen=listen, min_workers=min_workers, silent_s=float(silent_s)
+    )
+    return ElasticLink(worker, workers, options)
+
+
+class ElasticLink(Link):
+    """Links one worker to those on other machines; members may come and go.
+
+    Args:
+        worker: This worker's seat.
+        workers: Number of seats.
+        options: How it takes part.
+    """
+
+    def __init__(self, worker: int, workers: int, options: ElasticOptions) -> None:
+        self.elastic = options.elastic
+        self.worker = worker
+        self.workers = workers
+        self.options = options
+        self.hooks = ElasticHooks()
+        self._greeting: Greeting | None = None
+        self._member: Member | None = None
+        self._admission: NetAdmission | None = None
+        self._saves: tuple[int, Callable[[int], FragmentState]] | None = None  # a step, and how to copy as of it
+        self._closed = False
+        self._staging = ThreadPoolExecutor(1, thread_name_prefix="atoll-stage")
+
+    # ------------------------------------------------------------------ join
+
+    def join(self, terms: Mapping[str, str], weight: float, start: Mapping[str, str] | None = None) -> Admission | None:
+        """Join the other workers, or a run that they have under way."""
+        if self._member is not None:
+            raise LinkError(f"worker {self.worker} has joined already: each OuterLoop needs its own link")
+        mine = {"atoll": __version__, "wire format": WIRE_FORMAT, **terms, **self.hooks.terms}
+        steps = int((start or {}).get(STEPS_MADE, "0"))
+        self._greeting = Greeting(terms=mine, start=dict(start or {}), steps=steps, weight=weight)
+        return self._enter()
+
+    def rejoin(self) -> Admission:
+        """Join again, as another process would, after an ExcludedError."""
+        if self._member is not None:
+            event_loop().run(_close(self._member, ""))
+        admission = self._enter()
+        if admission is None:
+            raise LinkError(f"worker {self.worker} comes back to a run that nobody has kept up: start all again")
+        return admission
+
+    def _enter(self) -> NetAdmission | None:
+        for left in reversed(range(_ATTEMPTS)):
+            self._admission = None
+            try:
+                event_loop().run(self._start(), self.hooks.check_interrupts)
+                break
+            except ExcludedError:  # it was too slow to answer, as while its machine has much to do
+                if not left:
+                    raise
+        member = self._member
+        assert member is not None
+        follows = self.worker in member.protocol.view.following
+        return self._admission if follows else None
+
+    async def _start(self) -> None:
+        options, greeting = self.options, self._greeting
+        assert greeting is not None
+        me = Process(self.worker, 1 + secrets.randbelow((1 << 62) - 1))
+        handler = _Handler(lambda worker, why: self.hooks.on_lost(worker, why))
+        least = options.min_workers if options.elastic else self.workers
+        protocol = Protocol(me, None, least)
+        membership = Membership(
+            open_registry(options.registry, options.security), me, handler.on_change, handler.on_fault
+        )
+        peers = Peers(me, options.security, handler, greeting=greeting.encode(), silent_s=options.silent_s)
+        member = handler.member = Member(
+            protocol, membership, peers, greeting, self.workers, self._decided, elastic=options.elastic
+        )
+        self._member = member
+        try:
+            address = await peers.start(options.listen)
+            addresses = addresses_of(address, options.registry)
+            await membership.announce(addresses, max(2 * options.silent_s, 1.0))
+            await Entrance(member, self.workers, least, options.join_s, self.hooks.on_wait).enter()
+        except BaseException as fault:
+            self._member = None
+            await _close(member, str(fault))
+            raise
+
+    def _decided(self, decision: Decision) -> None:
+        member = self._member
+        assert member is not None
+        if self._admission is None and self.worker in decision.view.following:
+            self._admission = NetAdmission(member, decision.boundary, event_loop().run)
+        if decision.view.over and self.worker in decision.view.following:
+            member.fail(run_is_over(self.worker))
+        self.hooks.on_decision(decision)
+
+    # ------------------------------------------------------------------ rounds
+
+    def weights(self, step: int) -> Mapping[int, float]:
+        """Return worker -> weight of all workers that owe payloads to rounds of this step."""
+        assert self._member is not None
+        return self._member.weights(step)
+
+    def open(self, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
+        """Start a round; with None, the worker only receives the result."""
+        member, loop = self._member, event_loop()
+        if member is None:
+            raise LinkError(f"{round_id}: worker {self.worker} has not joined", worker=self.worker, round_id=round_id)
+        opened = OpenRound(round_id, offer, reduction)
+
+        def settle() -> None:
+            try:
+                opened.settle()
+            except Exception as fault:
+                opened.fail(fault)
+                raise
+            loop.post(lambda: member.open(opened))
+
+        if reduction.device.type == "cpu":
+            settle()
+        else:
+            self._staging.submit(settle)
+        return _WaitingDonor(opened, self._give)
+
+    def advanced(self, step: int, applied: int, save: Callable[[int], FragmentState]) -> None:
+        """Note how far this worker is, and copy what joiners have asked for."""
+        member = self._member
+        assert member is not None
+        self._saves = applied, save
+        event_loop().post(lambda: member.advance(step, applied))
+        self._give()
+
+    def _give(self) -> None:
+        """Copy what joiners have asked for: also while this worker waits for a round that may wait for them."""
+        member = self._member
+        if member is None or self._saves is None:
+            return
+        applied, save = self._saves
+        if not (wanted := member.donor.wanted(applied)):
+            return
+        copies = [save(fragment) for fragment in wanted]
+        event_loop().post(lambda: member.donor.add(copies))
+
+    def check(self) -> None:
+        """Raise the error for which this worker cannot go on."""
+        if self._member is not None and self._member.error is not None:
+            raise self._member.error
+
+    def interrupt(self) -> None:
+        """End every wait of the training thread with a LinkError; from any thread."""
+        member = self._member
+        if member is not None:
+            error = LinkError(f"worker {self.worker} was interrupted while it waited", worker=self.worker)
+            event_loop().post(lambda: member.fail(error))
+
+    def leave(self, reason: str) -> None:
+        """Leave a run that goes on, after the rounds that this worker has opened.
+
+        Args:
+            reason: What the others are told; continues "worker 3 ...".
+        """
+        if self._member is not None and not self._closed:
+            self._closed = True
+            event_loop().run(_drain(self._member, reason))
+            self._staging.shutdown(wait=False)
+
+    def close(self, reason: str | None = None) -> None:
+        """Leave for good; without a reason, once the others have applied what this worker has sent."""
+        if self._member is None or self._closed:
+            return
+        self._closed = True
+        if reason is None:
+            warn_unfinished(self)
+        event_loop().run(_leave(self._member, reason, over=self.elastic and reason is None and not self.unfinished))
+        self._staging.shutdown(wait=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _WaitingDonor:
+    """A round in flight; while the training thread waits for it, it serves joiners."""
+
+    opened: OpenRound
+    give: Callable[[], None]
+
+    def wait(self) -> Round:
+        return self.opened.wait(self.give)
+
+
+class _Handler:
+    """Passes on what happens to the member, which is made after its parts."""
+
+    member: Member
+
+    def __init__(self, on_lost: Callable[[int, str], None]) -> None:
+        self._on_lost = on_lost
+
+    def on_change(self) -> None:
+        self.member.on_change()
+
+    def on_fault(self, fault: LinkError) -> None:
+        self.member.fail(fault)
+
+    def connected(self, peer: Process, greeting: bytes) -> None:
+        self.member.connected(peer, greeting)
+
+    def lost(self, peer: Process, why: str) -> None:
+        self.member.lost(peer, why)
+        self._on_lost(peer.seat, why)
+
+    def control(self, peer: Process, data: bytes) -> None:
+        self.member.control(peer, data)
+
+    def bulk(self, peer: Process, header: bytes, body: bytearray) -> None:
+        self.member.bulk(peer, header, body)
+
+
+async def _leave(member: Member, reason: str | None, *, over: bool) -> None:
+    """Close a member; in order, once all others have applied the rounds that this one has."""
+    until = time.monotonic() + (_FINISH_S if over else _CLOSE_S)
+    while reason is None and member.error is None and time.monotonic() < until:
+        if member.rounds.all_complete and member.protocol.is_settled(member.rounds.newest_step):
+            break
+        await asyncio.sleep(_SETTLED_S)
+    if over:
+        await _end_run(member)
+    if isinstance(member.error, LinkError) and member.error.worker not in (None, member.protocol.me.seat):
+        reason = f"{LOST}{str(member.error).rpartition(': ')[2]}"
+    await _close(member, reason or FINISHED)
+
+
+async def _end_run(member: Member) -> None:
+    """Let the registry know that nobody can join any more; another worker may have."""
+    until, membership, proposed = time.monotonic() + _END_S, member.membership, 0
+    while member.error is None and not membership.view.over and time.monotonic() < until:
+        if membership.view.number >= proposed:  # another view came first
+            proposed = membership.view.number + 1
+            membership.propose(membership.view.ending())
+        await asyncio.sleep(_SETTLED_S)
+
+
+async def _drain(member: Member, reason: str) -> None:
+    """Close a member whose run goes on, once the rounds that it has opened are complete."""
+    until = time.monotonic() + _CLOSE_S
+    while member.error is None and time.monotonic() < until and not member.rounds.all_complete:
+        await asyncio.sleep(_SETTLED_S)
+    await _close(member, reason)
+
+
+async def _close(member: Member, reason: str) -> None:
+    await member.peers.close(reason)
+    await member.membership.close()
+    member.rounds.close()

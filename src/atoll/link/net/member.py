@@ -1,0 +1,313 @@
+"""Runs one process's part in a run of changing members: carries out what the protocol decides, in one event loop.
+
+`Protocol` is pure. Here are its hands: peers that messages go to, the registry that views are offered to, threads that
+reduce, and the rounds that the training thread waits for.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol as Interface
+
+from atoll.errors import ExcludedError, LinkError
+from atoll.link.base import FragmentState, describe_differences
+from atoll.link.net.actions import Action, Adopt, Complete, Exclude, Progress, Propose, Reduce, RoundMessage, Send
+from atoll.link.net.donor import Donor
+from atoll.link.net.greeting import Greeting
+from atoll.link.net.membership import Membership
+from atoll.link.net.messages import (
+    Ask,
+    PartMean,
+    decode_bulk,
+    decode_control,
+    encode_control,
+    encode_round,
+    encode_state,
+)
+from atoll.link.net.open_round import BadPayloadError, OpenRound
+from atoll.link.net.peers import Peers
+from atoll.link.net.protocol import Protocol
+from atoll.link.net.round_table import RoundTable
+from atoll.link.net.views import Decision, Process, Told
+
+_DEAD_END_S = 20.0  # in which others, if there are any, agree on a view
+FINISHED = "has finished"
+"""The reason of a worker that leaves at the end of a run."""
+LOST = "has lost "
+"""Begins the reason of a worker that leaves because another is gone."""
+REFUSED = "refuses this worker: "
+"""Begins the reason that a worker is given whose connection is closed for what it did or is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Holds the members that owe payloads from a step on, as they were when the span began."""
+
+    first_step: int
+    view: int
+    weights: Mapping[int, float]
+    """Worker -> weight."""
+
+
+class Follower(Interface):
+    """Is told what concerns a process that has joined, and does not yet send."""
+
+    def adopt(self, decision: Decision) -> None:
+        """Take a decision."""
+
+    def take(self, state: FragmentState) -> None:
+        """Take a fragment's state."""
+
+    def fail(self, error: Exception) -> None:
+        """End every wait with an error."""
+
+
+class Member:
+    """Drives one process; every method runs in its event loop unless it says otherwise.
+
+    Args:
+        protocol: The protocol's state of this process.
+        membership: This process's side of the registry.
+        peers: Connections to the other processes.
+        greeting: What this process has told the others of itself.
+        workers: Number of seats.
+        on_decision: Called with every decision after a change of the view.
+        elastic: Whether the others go on when one is lost.
+    """
+
+    def __init__(
+        self,
+        protocol: Protocol,
+        membership: Membership,
+        peers: Peers,
+        greeting: Greeting,
+        workers: int,
+        on_decision: Callable[[Decision], None],
+        *,
+        elastic: bool,
+    ) -> None:
+        self.protocol = protocol
+        self.membership = membership
+        self.peers = peers
+        self.greetings: dict[Process, Greeting] = {protocol.me: greeting}
+        """What every process that has been met has told of itself."""
+        self.donor = Donor(protocol, self._give)
+        self.rounds = RoundTable(workers, self._reduced)
+        self.spans: list[Span] = []
+        """Who owes payloads from which step on, since this process became a member."""
+        self.error: Exception | None = None
+        """Why this process cannot go on."""
+        self.elastic = elastic
+        self.losses: dict[int, str] = {}
+        """Seat -> why its last connection has ended; the text continues "worker 3 ..."."""
+        self.follower: Follower | None = None
+        """What this process does until it sends; None if it started with the others."""
+        self._on_decision = on_decision
+
+    # ------------------------------------------------------------------ what the training thread does
+
+    def open(self, opened: OpenRound) -> None:
+        """Start a round whose offer is settled."""
+        if self.error is not None:
+            opened.fail(self.error)
+            return
+        self.rounds.add(opened)
+        self._act(self.protocol.open(opened.round_id, opened))
+        for peer, message, view in self.rounds.take_unchecked(opened.round_id.fragment):
+            self._check_and_receive(peer, message, view)
+
+    def advance(self, step: int, applied: int) -> None:
+        """Note that this worker has made `step` inner steps, and has applied all rounds up to `applied`."""
+        self.protocol.advance(step)
+        if self.rounds.drop(applied) or not self.protocol.has_state:
+            self._act(self.protocol.has_applied(applied))
+        self.donor.give_settled()
+
+    # ------------------------------------------------------------------ what the registry tells
+
+    def on_change(self) -> None:
+        """Meet new processes, and take a new view."""
+        me = self.protocol.me
+        for seat, known in self.membership.present.items():
+            if seat != me.seat:
+                self.peers.meet(Process(seat, known.life), known.addresses, dial=seat < me.seat)
+        view = self.membership.view
+        if view.has(me) or self.protocol.view.has(me):  # it is a member, or was one
+            self._act(self.protocol.on_view(view))
+        self.membership.changed.set()
+
+    # ------------------------------------------------------------------ what peers do
+
+    def connected(self, peer: Process, greeting: bytes) -> None:
+        """Take in what a process tells of itself, and send what waited for it."""
+        try:
+            theirs = Greeting.parse(greeting)
+        except ValueError as fault:
+            self._refuse(peer, f"it greets with {fault}")
+            return
+        own = self.greetings[self.protocol.me]
+        if differs := describe_differences(own.terms, theirs.terms):
+            problem = f"worker {self.protocol.me.seat} and worker {peer.seat} differ in {differs}"
+            if self.protocol.adopted:
+                self._refuse(peer, problem)
+            else:
+                self.fail(LinkError(problem, worker=peer.seat))
+            return
+        self.greetings[peer] = theirs
+        if (told := self.protocol.told) is not None and self.protocol.view.has(peer):  # it was not connected then
+            self.peers.send(peer, encode_control(told, self.protocol.adopted))
+        self.membership.changed.set()
+
+    def lost(self, peer: Process, why: str) -> None:
+        """Note that a process is gone."""
+        self.losses[peer.seat] = why
+        if why.startswith(REFUSED):
+            self.fail(LinkError(f"worker {peer.seat} {why}", worker=self.protocol.me.seat))
+        elif not self.elastic and self.protocol.view.has(peer) and why != FINISHED:
+            self.fail(self._death(peer, why))
+        elif self.elastic:
+            self._act(self.protocol.lose(peer))
+            self._watch_for_dead_end()
+        self.membership.changed.set()
+
+    def _watch_for_dead_end(self) -> None:
+        """Fail if no view comes though the registry answers: all that could propose one are gone.
+
+        A member that has just joined does not know all rounds that the lost ones may have completed.
+        """
+
+        protocol, view = self.protocol, self.protocol.view.number
+
+        def look() -> None:
+            if protocol.view.number == view and protocol.is_held_up and not protocol.has_caught_up:
+                problem = f"worker {protocol.me.seat} had just joined, and has lost all workers that knew the whole run"
+                self.fail(LinkError(f"{problem}: start them again", worker=protocol.me.seat))
+
+        self.membership.when_reached(look, _DEAD_END_S)
+
+    def _death(self, peer: Process, why: str) -> LinkError:
+        """Return the error for a worker that is gone, or for the one that it says is the cause."""
+        blamed = re.match(rf"{LOST}worker (\d{{1,6}}) ", why)
+        worker = int(blamed[1]) if blamed else peer.seat
+        told = why.removeprefix(LOST) if blamed else f"worker {peer.seat} {why}"
+        return LinkError(f"{self.rounds.position()}: {told}", worker=worker)
+
+    def control(self, peer: Process, data: bytes) -> None:
+        """Take in a control message."""
+        try:
+            message, view = decode_control(data)
+        except ValueError as fault:
+            self._refuse(peer, f"it sent {fault}")
+            return
+        if isinstance(message, Ask):
+            self.donor.ask(peer, message)
+            return
+        if isinstance(message, Told):
+            self.rounds.note_step(message.step)
+        self._act(self.protocol.receive(peer, message, view))
+        if isinstance(message, Progress):
+            self.donor.give_settled()
+
+    def bulk(self, peer: Process, header: bytes, body: bytearray) -> None:
+        """Take in a payload, or a fragment's state."""
+        try:
+            message = decode_bulk(header, body)
+            if isinstance(message, FragmentState):
+                if self.follower is not None:
+                    self.follower.take(message)
+                return
+        except ValueError as fault:
+            self._refuse(peer, f"it sent {fault}")
+            return
+        received, view = message
+        self.rounds.received_bytes[received.round_id] += len(header) + len(body)
+        self._check_and_receive(peer, received, view)
+
+    def _check_and_receive(self, peer: Process, message: RoundMessage, view: int) -> None:
+        try:
+            if self.rounds.check(peer, message, view):
+                self._act(self.protocol.receive(peer, message, view))
+        except ValueError as fault:
+            self._refuse(peer, f"it sent {fault}")
+
+    def _refuse(self, peer: Process, why: str) -> None:
+        """Go on without a process that does not behave."""
+        self.peers.drop(peer, f"{REFUSED}{why}")
+        self.lost(peer, why)
+
+    def _give(self, to: Process, state: FragmentState) -> None:
+        header, body = encode_state(state)
+        self.peers.send_bulk(to, header, body.numpy().data, background=True)
+
+    # ------------------------------------------------------------------ what the protocol asks for
+
+    def _act(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                self._send(action)
+            elif isinstance(action, Propose):
+                self.membership.propose(action.view)
+            elif isinstance(action, Reduce):
+                self.rounds.reduce(action)
+            elif isinstance(action, Complete):
+                self.rounds.complete(action, self.weights(action.round_id.step))
+            elif isinstance(action, Adopt):
+                self._adopt(action.decision)
+            elif isinstance(action, Exclude):
+                self._exclude(action)
+
+    def _send(self, action: Send) -> None:
+        message = action.message
+        if isinstance(message, Progress | Told):
+            self.peers.send(action.to, encode_control(message, action.view))
+        else:
+            header, body = encode_round(message, action.view)
+            self.rounds.sent_bytes[message.round_id] += len(header) + body.numel()
+            self.peers.send_bulk(action.to, header, body.numpy().data)
+
+    def _reduced(self, reduce: Reduce, result: PartMean | Exception) -> None:
+        if isinstance(result, BadPayloadError):
+            self._refuse(result.sender, f"it {result}")
+        elif isinstance(result, Exception):
+            self.fail(result)
+        else:
+            self._act(self.protocol.reduced(reduce.round_id, reduce.attempt, reduce.part, result))
+
+    def _adopt(self, decision: Decision) -> None:
+        weights = {p.seat: self.greetings[p].weight for p in decision.view.owing}
+        self.spans.append(Span(decision.boundary + 1, decision.view.number, weights))
+        for peer in [known for known in self.greetings if known != self.protocol.me]:
+            life = decision.view.lives.get(peer.seat)
+            if life is not None and life != peer.life:  # its seat was taken again
+                self.peers.drop(peer)
+                del self.greetings[peer]
+        self.rounds.note_step(decision.boundary)
+        self.donor.adopt(decision)
+        self._on_decision(decision)
+        if self.follower is not None:
+            self.follower.adopt(decision)
+        self.membership.changed.set()
+        if self.protocol.is_held_up:
+            self._watch_for_dead_end()
+
+    def _exclude(self, action: Exclude) -> None:
+        seat = self.protocol.me.seat
+        seen = "; ".join(f"worker {other} {why}" for other, why in sorted(self.losses.items())) or "it was cut off"
+        why = f"the others have gone on without worker {seat} (view {action.view.number}): {seen}"
+        self.fail(ExcludedError(why, worker=seat))
+
+    def weights(self, step: int) -> Mapping[int, float]:
+        """Return worker -> weight of those that owe payloads to rounds of a step; from any thread."""
+        spans = self.spans
+        return next((span.weights for span in reversed(spans) if span.first_step <= step), spans[0].weights)
+
+    # ------------------------------------------------------------------ failure
+
+    def fail(self, error: Exception) -> None:
+        """End every wait with an error; the first one counts."""
+        if self.error is None:
+            self.error = error
+            self.rounds.fail(error)
+            if self.follower is not None:
+                self.follower.fail(error)
+            self.membership.changed.set()

@@ -1,0 +1,407 @@
+"""Runs one member's part of the protocol between workers: rounds, views and flushes. Pure: no clock, no network.
+
+A driver feeds it what happens (a round is opened, a message comes, a peer is lost, the registry has a new view) and
+carries out the actions it returns. Without failures nobody asks anybody: a round is complete when what its members owe
+is here. Everything that a member sends is kept until all members say that they have applied it, so that a flush can
+pass on what a lost member had sent to some of them.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from atoll.link.base import RoundId
+from atoll.link.net.actions import (
+    Action,
+    Adopt,
+    Complete,
+    Exclude,
+    Mean,
+    Message,
+    Part,
+    Progress,
+    Propose,
+    Reduce,
+    Result,
+    RoundMessage,
+    Send,
+    Whole,
+)
+from atoll.link.net.round_state import Offer, RoundState
+from atoll.link.net.views import Attempt, Decision, Era, Process, Relay, RoundStatus, Told, View, decide, era_of
+
+
+class Protocol:
+    """Keeps one member's rounds and its knowledge of who else is a member.
+
+    Args:
+        me: This process.
+        step: The step after which it starts or resumes; None for a process that joins a run under way.
+        min_workers: No round is completed between fewer members that train.
+    """
+
+    def __init__(self, me: Process, step: int | None = 0, min_workers: int = 1) -> None:
+        self.me = me
+        self.view = View(0, {})
+        """The newest view that is known here, adopted or not."""
+        self.adopted = 0
+        """Number of the last view that was flushed."""
+        self.eras: tuple[Era, ...] = ()
+        self._min_workers = min_workers
+        self._has_followed = False
+        self._step = self._since = step or 0
+        self._applied: dict[Process, int] = {} if step is None else {me: step}
+        """The step up to which each member has applied all rounds, as far as it has said so."""
+        self._admitted: dict[Process, int] = {}
+        """The same as of the last flush; of a joiner that waits for its state, the step at which it was admitted."""
+        self._rounds: dict[RoundId, RoundState] = {}
+        self._told: dict[int, dict[Process, Told]] = {}  # by number of the view
+        self._lost: set[Process] = set()
+        self._waiting: list[tuple[RoundId, Offer]] = []  # opened during a flush
+        self._early: list[tuple[Process, RoundMessage | Progress, int]] = []  # of a newer view
+        self._actions: list[Action] = []
+
+    # ------------------------------------------------------------------ what happens
+
+    def open(self, round_id: RoundId, offer: Offer) -> list[Action]:
+        """Start a round with what this member offers; a follower's offer is not used."""
+        self._waiting.append((round_id, offer))
+        self._open_waiting()
+        return self._take_actions()
+
+    def advance(self, step: int) -> None:
+        """Note that this member has made inner steps up to this one: a joiner starts where the others are."""
+        self._step = max(self._step, step)
+
+    def has_applied(self, step: int) -> list[Action]:
+        """Note that this member has applied all rounds up to a step; a joiner, first, those that its state holds."""
+        if self.me not in self._applied and self._has_followed:
+            self._since = step
+        self._applied[self.me] = step
+        self._send(self._others(), Progress(step))
+        self._drop_old()
+        return self._take_actions()
+
+    def receive(self, sender: Process, message: Message, view: int) -> list[Action]:
+        """Take in a message; of a process that is no member of the newest view, nothing counts.
+
+        Args:
+            sender: The process that has sent it.
+            message: The message.
+            view: Number of the view that its sender had adopted. A round that it belongs to may have other members than
+                is known here, so the message waits until that view is adopted here.
+        """
+        if isinstance(message, Told):
+            if message.view >= self.view.number:
+                self._told.setdefault(message.view, {})[sender] = message
+                self._decide()
+        else:
+            self._take_or_keep(sender, message, view)
+        return self._take_actions()
+
+    def reduced(self, round_id: RoundId, attempt: int, part: int, mean: Any) -> list[Action]:
+        """Take the mean that a `Reduce` has asked for, and send it to all."""
+        known = self._rounds.get(round_id)
+        if known is not None and known.attempt.view == attempt:
+            known.means[attempt, part] = mean
+            self._send(self._receivers(round_id), Mean(round_id, attempt, part, mean))
+            self._complete(round_id)
+        return self._take_actions()
+
+    def lose(self, process: Process) -> list[Action]:
+        """Note that a process does not answer any more; nothing is completed until its view has ended.
+
+        A member that has not caught up leaves it to others to propose that view. If none comes for long, it has to
+        leave and to join anew: two members that cannot reach each other, and have both not caught up, wait in vain.
+        """
+        self._lost.add(process)
+        self._propose_without_lost()
+        return self._take_actions()
+
+    def leave_behind(self, round_id: RoundId) -> list[Action]:
+        """Propose to complete a round, and those before it, without the members that it waits for here.
+
+        A member that has put nothing into the round proposes nothing: the round might be left with nobody.
+        """
+        known = self._rounds.get(round_id)
+        if known is None or known.done or known.offer is None or self.is_held_up:
+            return []
+        if self.me not in known.attempt.members:
+            return []
+        attempt = known.attempt
+        here = [known.held.keys()]
+        if attempt.in_parts:
+            own = [part for part in range(known.offer.part_count(len(attempt.members))) if self._reduces(attempt, part)]
+            here = [known.parts.get((attempt.view, part), {}).keys() for part in own]
+        late = [member for member in attempt.members if not all(member in arrived for arrived in here)]
+        if late:
+            self._actions.append(Propose(self.view.leaving_behind(late, round_id.step)))
+        return self._take_actions()
+
+    def on_view(self, view: View) -> list[Action]:
+        """Take a view that the registry has accepted, and tell its members what is held here."""
+        if view.number <= self.view.number:
+            return []
+        before, self.view = self.view, view
+        if not view.has(self.me):
+            self._actions.append(Exclude(view))
+            return self._take_actions()
+        self._applied = {member: step for member, step in self._applied.items() if view.has(member)}
+        self._lost = {process for process in self._lost if view.has(process) or not before.has(process)}
+        self._has_followed |= self.me.seat in view.following
+        told = self._tell()
+        self._told = {number: known for number, known in self._told.items() if number >= view.number}
+        self._told.setdefault(view.number, {})[self.me] = told
+        self._send(self._others(), told)
+        self._propose_without_lost()
+        self._decide()
+        return self._take_actions()
+
+    # ------------------------------------------------------------------ rounds
+
+    @property
+    def is_flushing(self) -> bool:
+        """Whether the newest view is not yet adopted here."""
+        return self.view.number != self.adopted
+
+    @property
+    def told(self) -> Told | None:
+        """Return what this member has told the others of the newest view; None if that is adopted."""
+        return self._told.get(self.view.number, {}).get(self.me) if self.is_flushing else None
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether no round may be completed: a flush is under way or due."""
+        return self.is_flushing or any(map(self.view.has, self._lost))
+
+    @property
+    def settled_step(self) -> int:
+        """The step up to which all members that train have applied all rounds: nothing can change these any more."""
+        return min(map(self._applied_by, self.view.owing), default=-1)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether this member has said up to which step it has applied rounds; a joiner does once it has the state."""
+        return self.me in self._applied
+
+    @property
+    def has_caught_up(self) -> bool:
+        """Whether this member trains, and has applied all rounds that were made before it did."""
+        if self.me not in self.view.owing:
+            return False
+        if not self.eras or self.me in self.eras[0].owing:  # all have applied what was made before
+            return True
+        first = next((era.first_step for era in self.eras if self.me in era.owing), None)
+        return first is not None and self._applied.get(self.me, -1) >= first - 1
+
+    @property
+    def newest_applied(self) -> int:
+        """The newest step up to which some member has applied all rounds: those are complete everywhere soon."""
+        return max((self._applied.get(member, -1) for member in self.view.members), default=-1)
+
+    def is_settled(self, step: int) -> bool:
+        """Return whether nothing can change the rounds up to a step any more: all members have applied those known."""
+        known = [round_id.step for round_id in self._rounds if round_id.step <= step]
+        return not known or max(known) <= self.settled_step
+
+    def _is_paused(self, round_id: RoundId) -> bool:
+        """Return whether a round waits for more members to train; older ones, which had enough, do not."""
+        return round_id.step >= self.eras[-1].first_step and len(self.eras[-1].owing) < self._min_workers
+
+    def _open_waiting(self) -> None:
+        if self.is_flushing:
+            return
+        waiting, self._waiting = self._waiting, []
+        for round_id, offer in waiting:
+            self._step = max(self._step, round_id.step)
+            known = self._round(round_id)
+            known.offer = offer
+            self._contribute(round_id)
+            self._complete(round_id)
+
+    def _round(self, round_id: RoundId) -> RoundState:
+        if round_id not in self._rounds:
+            self._rounds[round_id] = RoundState(self._attempt_of_era(round_id))
+        return self._rounds[round_id]
+
+    def _attempt_of_era(self, round_id: RoundId) -> Attempt:
+        if not self.eras:
+            return Attempt(0, ())
+        era = era_of(self.eras, round_id.step)
+        return Attempt(era.view, era.owing)
+
+    def _contribute(self, round_id: RoundId) -> None:
+        """Send what this member owes to the round's attempt."""
+        known = self._rounds[round_id]
+        attempt, offer = known.attempt, known.offer
+        if offer is None or self.me not in attempt.members:
+            return
+        known.held[self.me] = offer.whole
+        if not attempt.in_parts:
+            self._send(self._receivers(round_id), Whole(round_id, self.me, offer.whole))
+            return
+        members = len(attempt.members)
+        for part in range(offer.part_count(members)):
+            if self._reduces(attempt, part):
+                known.parts.setdefault((attempt.view, part), {})[self.me] = offer.part(part, members)
+                self._reduce(round_id, part)
+            else:
+                reducer = attempt.members[part % members]
+                self._send([reducer], Part(round_id, attempt.view, part, offer.part(part, members)))
+
+    def _reduces(self, attempt: Attempt, part: int) -> bool:
+        return attempt.members[part % len(attempt.members)] == self.me
+
+    def _take_or_keep(self, sender: Process, message: RoundMessage | Progress, view: int) -> None:
+        if view > self.adopted:
+            self._early.append((sender, message, view))
+        elif self.view.has(sender):
+            self._take(sender, message)
+
+    def _take(self, sender: Process, message: RoundMessage | Progress) -> None:
+        if isinstance(message, Progress):
+            self._applied[sender] = max(message.applied, self._applied.get(sender, -1))
+            self._drop_old()
+            return
+        if message.round_id.step <= self._applied.get(self.me, -1):
+            return
+        known = self._round(message.round_id)
+        if isinstance(message, Whole):
+            known.held.setdefault(message.owner, message.payload)
+        elif isinstance(message, Part):
+            known.parts.setdefault((message.attempt, message.part), {})[sender] = message.payload
+            self._reduce(message.round_id, message.part)
+        elif isinstance(message, Mean):
+            known.means[message.attempt, message.part] = message.payload
+        elif not known.done:
+            known.attempt, known.result = message.attempt, message.means
+        self._complete(message.round_id)
+
+    def _reduce(self, round_id: RoundId, part: int) -> None:
+        """Ask for the mean of a part once all members' payloads of it are here."""
+        known = self._rounds[round_id]
+        attempt, key = known.attempt, (known.attempt.view, part)
+        here = known.parts.get(key, {})
+        if (
+            not self.is_flushing
+            and key not in known.reducing
+            and attempt.in_parts
+            and here.keys() == {*attempt.members}
+        ):
+            known.reducing.add(key)
+            payloads = {member: here[member] for member in attempt.members}
+            self._actions.append(Reduce(round_id, attempt.view, part, payloads))
+
+    def _complete(self, round_id: RoundId) -> None:
+        known = self._rounds[round_id]
+        if known.done or known.offer is None or self.is_held_up or self._is_paused(round_id):
+            return
+        attempt, payloads = known.attempt, None
+        if not attempt.in_parts:
+            if not known.held.keys() >= {*attempt.members}:
+                return
+            payloads = {member: known.held[member] for member in attempt.members}
+        elif known.result is None:
+            here = {part: mean for (view, part), mean in known.means.items() if view == attempt.view}
+            if len(here) < known.offer.part_count(len(attempt.members)):
+                return
+            known.result = tuple(mean for _, mean in sorted(here.items()))
+        known.done = True
+        self._actions.append(Complete(round_id, attempt, payloads, known.result))
+
+    # ------------------------------------------------------------------ views
+
+    def _tell(self) -> Told:
+        rounds = {
+            round_id: RoundStatus(known.attempt, frozenset(known.held), known.done or known.result is not None)
+            for round_id, known in self._rounds.items()
+        }
+        applied = self._applied.get(self.me)
+        return Told(self.view.number, self.adopted, self._step, applied, self._since, self.eras, rounds)
+
+    def _propose_without_lost(self) -> None:
+        """Propose a view without the lost; a member that has not caught up keeps those that train.
+
+        They may have settled, and given to others, rounds that it does not know: without them it would make these anew.
+        """
+        gone = {process.seat for process in self._lost if self.view.has(process)}
+        if not self.has_caught_up:
+            gone &= self.view.following
+        if gone:
+            self._actions.append(Propose(self.view.without(gone)))
+
+    def _decide(self) -> None:
+        told = self._told.get(self.view.number, {})
+        if not self.is_flushing or len(told) < len(self.view.members):  # short, for it is asked for every member
+            return
+        if told.keys() >= set(self.view.members):
+            self._adopt(decide(self.view, {member: told[member] for member in self.view.members}))
+
+    def _adopt(self, decision: Decision) -> None:
+        self.adopted, self.eras = decision.view.number, decision.eras
+        self._admitted = dict(decision.applied)
+        for member, told in self._told[self.adopted].items():
+            if member != self.me and told.applied is not None:
+                self._applied[member] = max(told.applied, self._applied.get(member, -1))
+        self._actions.append(Adopt(decision))
+        if decision.stranded:  # nothing is completed until they are gone
+            self._lost |= decision.stranded
+            self._propose_without_lost()
+        for round_id, attempt in decision.attempts.items():
+            if round_id not in self._rounds and round_id.step > self._applied.get(self.me, decision.applied[self.me]):
+                self._rounds[round_id] = RoundState(attempt)  # this member comes to it later
+        for round_id, known in sorted(self._rounds.items()):
+            if round_id.step > decision.boundary:  # of members that have adopted the view already, or of a lost one
+                known.attempt = self._attempt_of_era(round_id)
+                known.held = {owner: payload for owner, payload in known.held.items() if self.view.has(owner)}
+            elif not known.done:
+                before, known.attempt = known.attempt, decision.attempts.get(round_id, known.attempt)
+                if before.in_parts and before != known.attempt:
+                    self._contribute(round_id)
+        for relay in decision.relays:
+            if relay.holder == self.me:
+                self._relay(relay)
+        early, self._early = self._early, []
+        for sender, message, view in early:
+            self._take_or_keep(sender, message, view)
+        self._open_waiting()
+        self._drop_old()
+        for round_id, known in self._rounds.items():
+            for part in sorted({part for _, part in known.parts}):
+                self._reduce(round_id, part)
+            self._complete(round_id)
+
+    def _relay(self, relay: Relay) -> None:
+        known = self._rounds.get(relay.round_id)
+        if known is None:  # by now, all members have applied it
+            return
+        if relay.owner is not None:
+            self._send(relay.receivers, Whole(relay.round_id, relay.owner, known.held[relay.owner]))
+        elif known.result is not None:
+            self._send(relay.receivers, Result(relay.round_id, known.attempt, known.result))
+
+    # ------------------------------------------------------------------ messages
+
+    def _receivers(self, round_id: RoundId) -> list[Process]:
+        receiving = era_of(self.eras, round_id.step).receiving
+        return [member for member in self._others() if member in receiving]
+
+    def _others(self) -> list[Process]:
+        return [member for member in self.view.members if member != self.me]
+
+    def _send(self, receivers: Iterable[Process], message: Message) -> None:
+        self._actions += [Send(receiver, message, self.adopted) for receiver in receivers]
+
+    def _drop_old(self) -> None:
+        """Forget rounds that every member has applied, and the eras they were of."""
+        applied = min(map(self._applied_by, self.view.members), default=-1)
+        for round_id in [known for known in self._rounds if known.step <= applied]:
+            del self._rounds[round_id]
+        while len(self.eras) > 1 and self.eras[1].first_step <= applied + 1:
+            self.eras = self.eras[1:]
+
+    def _applied_by(self, member: Process) -> int:
+        return self._applied.get(member, self._admitted.get(member, -1))
+
+    def _take_actions(self) -> list[Action]:
+        actions, self._actions = self._actions, []
+        return actions

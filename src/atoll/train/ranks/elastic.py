@@ -1,0 +1,108 @@
+"""Connects a worker to a run whose members come and go: its link, what it compares, and how it stops."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from atoll._util.signals import Interrupts
+from atoll.errors import ConfigError, LinkError
+from atoll.link.net.elastic import ElasticHooks, ElasticLink, ElasticOptions
+from atoll.link.net.identity import Identity
+from atoll.link.net.registry import INSECURE, Insecure
+from atoll.link.net.seat import Seat
+from atoll.settings.config import RunConfig
+from atoll.train.data.token_files import TokenData
+from atoll.train.progress.members import MembershipLog
+from atoll.train.ranks.control import STOP_WAIT_S, ControlPlane, Stopped, settings_terms, tokenizer_terms
+from atoll.train.ranks.worker_ranks import WorkerRanks
+
+COME_BACK = "the same command comes back to the run"
+
+
+class ElasticControl(ControlPlane):
+    """Lets one process of an elastic run decide for itself; links compare what must be alike when workers meet.
+
+    Args:
+        ranks: The worker's only rank.
+        elastic: Its link.
+        interrupts: Signals that this process has received.
+        members: Who takes part.
+    """
+
+    def __init__(
+        self, ranks: WorkerRanks, elastic: ElasticLink, interrupts: Interrupts, members: MembershipLog
+    ) -> None:
+        super().__init__(ranks)
+        self.elastic = elastic
+        self.members = members
+        self._interrupts = interrupts
+
+    def agree_on_settings(self, config: RunConfig) -> None:
+        """Compare run files with each worker that this one meets."""
+        own = {**settings_terms(config), "link.min_workers": str(config.link.min_workers)}
+        self.elastic.hooks.terms = {**self.elastic.hooks.terms, **own}
+
+    def agree_on_data(self, data: TokenData) -> None:
+        """Compare tokenizers with each worker that this one meets."""
+        self.elastic.hooks.terms = {**self.elastic.hooks.terms, **tokenizer_terms(data)}
+
+    @contextmanager
+    def resumable(self) -> Iterator[None]:
+        """Let a signal end a wait for other workers, such as a pause, that lasts longer than a step."""
+
+        def interrupt() -> None:
+            timer = threading.Timer(STOP_WAIT_S, self.elastic.interrupt)
+            timer.daemon = True
+            timer.start()
+
+        self._interrupts.on_first = interrupt
+        try:
+            yield
+        except LinkError:
+            if not self._interrupts:
+                raise
+            print(f"stopped while it waited for other workers; {COME_BACK}", flush=True)
+            raise Stopped(together=False) from None
+
+
+def connect_elastic(config: RunConfig, seat: Seat, ranks: WorkerRanks, interrupts: Interrupts) -> ElasticControl:
+    """Make the link of a worker; it waits for no other worker yet.
+
+    Raises:
+        ConfigError: The keys cannot be read, or are another worker's.
+    """
+    settings = config.link
+    assert settings.registry is not None  # checked with the run file
+    say: Callable[[str], None] = (lambda line: None) if config.log.view == "none" else partial(print, flush=True)
+    options = ElasticOptions(
+        registry=settings.registry,
+        security=_security(config, seat.worker),
+        listen=settings.listen,
+        min_workers=settings.min_workers,
+        silent_s=settings.silent_s,
+        join_s=settings.join_s,
+    )
+    members = MembershipLog(seat.worker, settings.min_workers, say)
+    link = ElasticLink(seat.worker, seat.workers, options)
+    link.hooks = ElasticHooks(say, members.decided, members.lost, interrupts.raise_pending)
+    return ElasticControl(ranks, link, interrupts, members)
+
+
+def _security(config: RunConfig, worker: int) -> Identity | Insecure:
+    if config.link.security == INSECURE:
+        print("no security (link.security): any program that reaches this worker may change the run", file=sys.stderr)
+        return INSECURE
+    assert config.link.keys is not None  # checked with the run file
+    folder = Path(config.link.keys.replace("{worker}", str(worker))).expanduser()
+    if not folder.is_dir():
+        command = f"atoll keys new {config.out}/{config.name} --workers {config.sync.workers}"
+        problem = f"link.keys: there is no folder {folder}; make keys with `{command}`, and copy this worker's here"
+        raise ConfigError(problem, setting="link.keys", value=str(folder))
+    identity = Identity.load(folder)
+    if identity.bearer.role != "worker" or identity.bearer.seat != worker:
+        problem = f"link.keys: {folder} holds the keys of {identity.bearer}, and this is worker {worker}"
+        raise ConfigError(f"{problem}: give the folder of its own", setting="link.keys", value=str(folder))
+    return identity

@@ -1,0 +1,148 @@
+"""What members send each other: messages taken as they come, and rounds made of what does not fit."""
+
+from mutants.seed import Mutant
+
+TESTS = ["tests/unit/test_messages.py"]
+MESSAGES, GREETING, TABLE, ROUND = (
+    f"link/net/{name}.py" for name in ("messages", "greeting", "round_table", "open_round")
+)
+_TABLE = ("tests/unit/test_round_table.py",)
+
+MUTANTS = [
+    Mutant("further keys are taken", MESSAGES, 'extra="forbid"', 'extra="ignore"'),
+    Mutant("norms need not be numbers", MESSAGES, ", allow_inf_nan=False", ""),
+    Mutant(
+        "steps have no bound",
+        MESSAGES,
+        "Step = Annotated[int, Field(ge=-1, lt=1 << 63)]",
+        "Step = int",
+    ),
+    Mutant("a name breaks the line", MESSAGES, "{where!a}", "{where}"),
+    Mutant(
+        "a payload of nobody has bytes",
+        MESSAGES,
+        "if parsed.member is None and body:",
+        "if False:",
+    ),
+    Mutant("bytes are left over after means", MESSAGES, "if at != body.numel():", "if False:"),
+    Mutant("a mean of nobody", MESSAGES, "if (length is None) != (not members):", "if False:"),
+    Mutant(
+        "vectors need not fill a state",
+        MESSAGES,
+        " or at != body.numel():\n        raise",
+        ":\n        raise",
+    ),
+    Mutant(
+        "a state shares the memory of its message",
+        MESSAGES,
+        "vectors[name] = body[at:end].clone().view",
+        "vectors[name] = body[at:end].view",
+    ),
+    Mutant(
+        "inner products are read one mean late",
+        MESSAGES,
+        "inner = body[ends[0] : ends[1]]",
+        "inner = body[at : at + 8 * size * size]",
+    ),
+    Mutant(
+        "a result of several countings is passed on",
+        MESSAGES,
+        "    if not headers or any((h.members, h.outliers)",
+        "    if False and any((h.members, h.outliers)",
+    ),
+    Mutant("a run never ends", "link/net/view_record.py", "dict(record.late), record.over)", "dict(record.late))"),
+    Mutant("terms have any length", GREETING, "Field(max_length=10_000)]\n\n", "Field()]\n\n"),
+    Mutant(
+        "any size of a payload",
+        TABLE,
+        "_check_size(message.payload, frozenset({reduction.payload_bytes}))",
+        "pass",
+        tests=_TABLE,
+    ),
+    Mutant(
+        "a payload in another's name",
+        TABLE,
+        "message.payload.member.worker != message.owner.seat:",
+        "False:",
+        tests=_TABLE,
+    ),
+    Mutant("a part in another's name", TABLE, "message.payload.member.worker != sender.seat:", "False:", tests=_TABLE),
+    Mutant(
+        "a part fits one number of members",
+        TABLE,
+        "range(ONE_SHOT_MEMBERS + 1, self._workers + 1)",
+        "range(self._workers, self._workers + 1)",
+        tests=_TABLE,
+    ),
+    Mutant("a result may lack parts", TABLE, "if len(result.means) != count:", "if False:", tests=_TABLE),
+    Mutant(
+        "any number of messages waits",
+        TABLE,
+        "if sum(map(len, self._unchecked.values())) >= _MOST_UNCHECKED:",
+        "if len(self._unchecked.get(fragment, [])) >= _MOST_UNCHECKED:",
+        tests=_TABLE,
+    ),
+    Mutant(
+        "what waited is taken again",
+        TABLE,
+        "return self._unchecked.pop(fragment, [])",
+        "return self._unchecked.get(fragment, [])",
+        tests=_TABLE,
+    ),
+    Mutant(
+        "a reduction does not wait for what was lost before",
+        TABLE,
+        "if opened.reduction.residual is not None and self._has_earlier(action.round_id):",
+        "if False:",
+        tests=_TABLE,
+    ),
+    Mutant(
+        "other fragments' rounds hold a reduction up",
+        TABLE,
+        "other < round_id and other.fragment == round_id.fragment and",
+        "other < round_id and",
+        tests=_TABLE,
+    ),
+    Mutant(
+        "an outlier makes a round incomplete",
+        TABLE,
+        "(*completed.members, *completed.outliers)",
+        "completed.members",
+        tests=_TABLE,
+    ),
+    Mutant(
+        "bytes of applied rounds are kept",
+        TABLE,
+        "                del counted[round_id]\n",
+        "                pass\n",
+        tests=_TABLE,
+    ),
+    Mutant(
+        "reducers may count different members",
+        ROUND,
+        "if any((mean.members, mean.outliers) != (first.members, first.outliers) for mean in means):",
+        "if False:",
+        tests=_TABLE,
+    ),
+    Mutant(
+        "only the first part's inner products count",
+        ROUND,
+        "torch.stack([mean.inner for mean in means]).sum(0)",
+        "first.inner",
+        tests=_TABLE,
+    ),
+    Mutant(
+        "the cut of a round is forgotten",
+        ROUND,
+        "            self.reduction.residual.note(self.reduction.order, seats)\n",
+        "            pass\n",
+        tests=_TABLE,
+    ),
+    Mutant(
+        "a second failure counts",
+        ROUND,
+        "        if not self._completed.done():\n            self._completed.set_ex",
+        "        if True:\n            self._completed.set_ex",
+        tests=_TABLE,
+    ),
+]

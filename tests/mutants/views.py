@@ -1,0 +1,164 @@
+"""Members that come and go: what a flush decides, and what a member does before and after."""
+
+from mutants.seed import Mutant
+
+TESTS = ["tests/property/test_protocol.py::test_schedules[0]"]
+
+MUTANTS = [
+    Mutant(
+        "a lost member still counts by what it sends late",
+        "link/net/protocol.py",
+        "        elif self.view.has(sender):\n",
+        "        else:\n",
+    ),
+    Mutant(
+        "rounds are completed during a flush",
+        "link/net/protocol.py",
+        "        return self.is_flushing or any(map(self.view.has, self._lost))\n",
+        "        return any(map(self.view.has, self._lost))\n",
+    ),
+    Mutant(
+        "rounds are completed in spite of a loss",
+        "link/net/protocol.py",
+        "        return self.is_flushing or any(map(self.view.has, self._lost))\n",
+        "        return self.is_flushing\n",
+    ),
+    Mutant(
+        "a joiner does not note what is decided while it waits",
+        "link/net/protocol.py",
+        "round_id.step > self._applied.get(self.me, decision.applied[self.me]):",
+        "round_id.step > self._applied.get(self.me, decision.boundary):",
+    ),
+    Mutant(
+        "a member that lacks rounds which nobody keeps goes on",
+        "link/net/protocol.py",
+        "            self._lost |= decision.stranded\n",
+        "",
+    ),
+    Mutant(
+        "a follower proposes those that train away",
+        "link/net/protocol.py",
+        "            gone &= self.view.following\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a follower leaves the only members of a round behind",
+        "link/net/protocol.py",
+        "        if self.me not in known.attempt.members:\n            return []\n",
+        "",
+    ),
+    Mutant(
+        "the step of a joiner's admission counts although a later view admits it earlier",
+        "link/net/protocol.py",
+        "        self._admitted = dict(decision.applied)\n",
+        "        self._applied |= {m: max(s, self._applied.get(m, s)) for m, s in decision.applied.items() if m != self.me}\n",
+    ),
+    Mutant(
+        "members that are gone are remembered",
+        "link/net/protocol.py",
+        "        self._applied = {member: step for member, step in self._applied.items() if view.has(member)}\n",
+        "",
+    ),
+    Mutant(
+        "a round that somebody has completed is made again",
+        "link/net/views.py",
+        "    if done:\n        return done[0]\n",
+        "",
+    ),
+    Mutant(
+        "parts of two attempts are mixed",
+        "link/net/views.py",
+        "return newest if counted == newest.members else Attempt(view.number, counted)",
+        "return Attempt(newest.view, counted)",
+    ),
+    Mutant(
+        "the boundary is where the slowest is",
+        "link/net/views.py",
+        "    boundary = max(one.step for one in told.values())\n",
+        "    boundary = min(one.step for one in told.values())\n",
+    ),
+    Mutant(
+        "nothing is passed on after a loss",
+        "link/net/protocol.py",
+        "            if relay.holder == self.me:\n",
+        "            if False:\n",
+    ),
+    Mutant(
+        "rounds are opened during a flush",
+        "link/net/protocol.py",
+        "        if self.is_flushing:\n            return\n        waiting",
+        "        waiting",
+    ),
+    Mutant(
+        "a round is forgotten as soon as it is applied here",
+        "link/net/protocol.py",
+        "        applied = min(map(self._applied_by, self.view.members), default=-1)\n",
+        "        applied = self._applied_by(self.me)\n",
+    ),
+    Mutant(
+        "a joiner is thought to be up to date",
+        "link/net/views.py",
+        "admitted if one.applied is None else one.applied",
+        "boundary if one.applied is None else one.applied",
+    ),
+    Mutant(
+        "the oldest knowledge decides",
+        "link/net/views.py",
+        "    basis = max(told.values()",
+        "    basis = min(told.values()",
+    ),
+    Mutant(
+        "parts are not sent again after a loss",
+        "link/net/protocol.py",
+        "                if before.in_parts and before != known.attempt:\n",
+        "                if False:\n",
+    ),
+    Mutant(
+        "rounds that nobody knows of yet wait for the lost",
+        "link/net/views.py",
+        "tuple(member for member in era.owing if view.has(member))",
+        "era.owing",
+    ),
+    Mutant(
+        "who is excluded goes on",
+        "link/net/protocol.py",
+        "            self._actions.append(Exclude(view))\n            return",
+        "            return",
+    ),
+    Mutant(
+        "a result that came during a flush is not told",
+        "link/net/protocol.py",
+        "known.done or known.result is not None)",
+        "known.done)",
+    ),
+    Mutant(
+        "the lost are proposed away once only",
+        "link/net/protocol.py",
+        "        self._send(self._others(), told)\n        self._propose_without_lost()\n",
+        "        self._send(self._others(), told)\n",
+    ),
+    Mutant(
+        "a lost member's payload counts nowhere",
+        "link/net/views.py",
+        "            return not newest.in_parts and member in held\n",
+        "            return False\n",
+    ),
+    Mutant(
+        "a member is late for what it has sent",
+        "link/net/views.py",
+        "        return member in held or view.late",
+        "        return view.late",
+    ),
+    Mutant(
+        "a message of a newer view is taken at once",
+        "link/net/protocol.py",
+        "        if view > self.adopted:\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "members that are too few go on",
+        "link/net/protocol.py",
+        "or self.is_held_up or self._is_paused(round_id):",
+        "or self.is_held_up:",
+    ),
+]

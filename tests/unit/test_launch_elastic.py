@@ -1,0 +1,198 @@
+"""`atoll launch` for runs whose workers come and go, and `atoll status`."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from atoll.cli import main as cli
+from atoll.cli.launch import LaunchOptions
+from atoll.cli.launch_elastic import MOST_RESTARTS, _Output, is_elastic, serve_registry
+from atoll.cli.processes import ProcessExit, ProcessSpec, supervise
+from atoll.cli.status import lines
+from atoll.link.net.membership import Announcement
+from atoll.link.net.registry import VIEW, Entry, Update, presence_key
+from atoll.link.net.view_record import encode_view
+from atoll.link.net.views import View
+from atoll.runs.events import Joined, Lost, Step, read
+from kills import gone, with_mark
+
+PATIENCE_S = 120.0
+RUN = """
+seed = 5
+device = "cpu"
+threads = 1
+model = {{layers = 2, width = 16, heads = 1, head_width = 16, feedforward = 16, context = 16}}
+data = {{source = '{folder}/texts', cache = '{folder}/tokens'}}
+train = {{steps = 100_000, batch = 2, eval_every = 100_000, eval_tokens = 32, log_every = 1, save_every = 100}}
+sync = {{workers = 2, period = 8, delay = 3, codec = "int8"}}
+link = {{elastic = true, silent_s = 20.0}}
+"""
+
+
+def exits(name: str, status: int) -> ProcessExit:
+    return ProcessExit(ProcessSpec(name, [], {}, Path("log")), status, "error: why", False)
+
+
+# ---------------------------------------------------------------------- who is started again
+
+
+def test_a_dead_worker_is_started_again_but_not_for_ever(capsys: pytest.CaptureFixture[str]) -> None:
+    output = _Output(["worker 0", "worker 1"], restart=True)
+    assert [output.again(exits("worker 1", -9)) for _ in range(MOST_RESTARTS + 2)] == [True] * MOST_RESTARTS + [
+        False
+    ] * 2
+    output.end(exits("worker 1", -9))
+    assert "worker 1 is gone (killed by signal 9): it is not started again" in capsys.readouterr().out
+    assert output.again(exits("worker 0", 1))  # each has its own number
+    output.end(exits("worker 0", 1))
+    assert capsys.readouterr().out == "worker 0 is gone (why): it is started again\n"
+
+
+@pytest.mark.parametrize("status", [2, 130])
+def test_one_that_is_refused_or_was_stopped_is_not_started_again(status: int) -> None:
+    assert not _Output(["worker 0"], restart=True).again(exits("worker 0", status))
+
+
+def test_without_the_option_no_worker_is_started_again(capsys: pytest.CaptureFixture[str]) -> None:
+    output = _Output(["worker 0"], restart=False)
+    assert not output.again(exits("worker 0", -9))
+    output.end(exits("worker 0", -9))
+    assert capsys.readouterr().out == "worker 0 is gone (killed by signal 9): the others go on\n"
+
+
+@pytest.mark.processes
+def test_supervised_processes_are_started_again_and_the_others_go_on(tmp_path: Path) -> None:
+    fails_once = (
+        "import pathlib, sys; p = pathlib.Path(sys.argv[1]); there = p.exists(); p.touch(); sys.exit(not there)"
+    )
+    scripts = {"worker 0": "import time; time.sleep(1)", "worker 1": fails_once, "worker 2": "import sys; sys.exit(3)"}
+    jobs = [
+        ProcessSpec(name, [sys.executable, "-c", script, str(tmp_path / "mark")], os.environ, tmp_path / f"{name}.txt")
+        for name, script in scripts.items()
+    ]
+    outcome = supervise(jobs, together=False, grace_s=0.0, again=lambda ended: ended.status == 1)
+    ended = sorted((ended.job.name, ended.status) for ended in outcome.ended)
+    assert ended == [("worker 0", 0), ("worker 1", 0), ("worker 1", 1), ("worker 2", 3)]
+    assert outcome.failed is not None and outcome.failed.job.name == "worker 2"
+
+
+def test_which_runs_are_elastic(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[link]\nelastic = true\n")
+    assert is_elastic(LaunchOptions(file=file))
+    assert not is_elastic(LaunchOptions(file=file, changes=["link.elastic=false"]))
+    file.write_text("")
+    assert not is_elastic(LaunchOptions(file=file))
+    assert is_elastic(LaunchOptions(file=file, changes=["link.elastic=true"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--restart"], "--restart: is for workers that come and go"),
+        (["--set", "link.elastic=true", "--ranks", "2"], "--ranks 2: a worker of several ranks cannot come and go"),
+        (["--set", "link.elastic=true", "--link", "1Gbit/s"], "link.emulate: cannot be set with link.elastic"),
+        (["--set", "link.elastic=true", "--set", "link.min_workers=3"], "link.min_workers: must be from 1 to"),
+    ],
+)
+def test_options_that_cannot_be(tmp_path: Path, options: list[str], words: str) -> None:
+    (tmp_path / "run.toml").write_text("sync.workers = 2\n")
+    line = ["launch", str(tmp_path / "run.toml"), "--out", str(tmp_path / "runs"), *options]
+    result = CliRunner().invoke(cli.app, line)
+    assert result.exit_code == 2 and words in " ".join(result.output.split())
+    assert not (tmp_path / "runs").exists()
+
+
+# ---------------------------------------------------------------------- with real processes
+
+
+def when(happens: Callable[[], object], launched: "subprocess.Popen[str]") -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not happens():
+        assert launched.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.processes
+def test_a_worker_that_dies_is_back_and_ctrl_c_stops_all(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(8):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"{number} reef lagoon islet " * 20)
+    (tmp_path / "run.toml").write_text(RUN.format(folder=tmp_path))
+    places = [tmp_path / "runs" / "run" / f"worker-{worker}" for worker in range(2)]
+
+    def has(worker: int, kind: type) -> bool:
+        path = places[worker] / "metrics.jsonl"
+        return path.exists() and any(isinstance(event, kind) for event in read(path))
+
+    file = str(tmp_path / "run.toml")
+    line = [sys.executable, "-m", "atoll", "launch", file, "--restart"]
+    out = (tmp_path / "out.txt").open("w")
+    with out, subprocess.Popen(line, cwd=tmp_path, stdout=out, stderr=subprocess.STDOUT, text=True) as launched:
+        try:
+            when(lambda: has(0, Step) and has(1, Step), launched)
+            (victim,) = with_mark(f"{file}\0--worker\0001\0")
+            os.kill(victim, signal.SIGKILL)
+            when(lambda: has(0, Lost) and has(0, Joined), launched)
+            launched.send_signal(signal.SIGINT)
+            assert launched.wait(PATIENCE_S) == 130
+        finally:
+            launched.kill()
+    said = (tmp_path / "out.txt").read_text()
+    assert "worker 1 is gone (killed by signal 9): it is started again" in said
+    assert f"stopped; continue with: atoll launch {file} --workers 2 --restart --resume" in said
+    assert said.count("and saved; the others go on, and the same command comes back") == 2
+    assert gone(file)
+
+
+# ---------------------------------------------------------------------- status
+
+
+def entries(view: View | None, **present: float) -> Update:
+    held = {} if view is None else {VIEW: Entry(encode_view(view), 1)}
+    for name, since in present.items():
+        seat = int(name.removeprefix("w"))
+        known = Announcement(life=seat + 10, addresses=[f"h{seat}:1"], since=since)
+        held[presence_key(seat)] = Entry(known.model_dump_json().encode(), 2)
+    return Update(2, held, True)
+
+
+def test_the_status_of_a_run() -> None:
+    view = View(7, {0: 10, 1: 11, 2: 12, 3: 1}, frozenset({2}))
+    assert lines(entries(view, w0=900.0, w2=880.0, w3=999.0, w4=0.0), 1000.0) == [
+        "view 7: 3 workers training",
+        "worker 0: training, present for 1:40, at h0:1",
+        "worker 1: training, not present",
+        "worker 2: catching up, present for 2:00, at h2:1",
+        "worker 3: started again, not yet a member, present for 0:01, at h3:1",
+        "worker 4: not a member, present, at h4:1",
+    ]
+    assert lines(entries(None), 0.0) == ["no view yet: the run has not begun"]
+    assert lines(entries(view.ending()), 0.0)[0] == "view 8: the run is finished"
+
+
+def test_status_asks_a_registry_with_the_keys_of_an_observer() -> None:
+    with serve_registry(1, None) as (address, keys):
+        result = CliRunner().invoke(cli.app, ["status", address, "--keys", str(keys / "observer")])
+        assert (result.exit_code, result.output) == (0, "no view yet: the run has not begun\n")
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--security", "none", "--keys", "k"], ["--security", "x"], ["--keys", "/nowhere"]]
+)
+def test_status_refuses_what_does_not_fit(options: list[str]) -> None:
+    result = CliRunner().invoke(cli.app, ["status", "127.0.0.1:1", *options])
+    assert result.exit_code == 2
+
+
+def test_a_registry_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.cli.status.WAIT_S", 0.3)
+    result = CliRunner().invoke(cli.app, ["status", "127.0.0.1:1", "--security", "none"])
+    assert result.exit_code == 1 and "does not answer within 0.3 s" in " ".join(result.output.split())

@@ -1,0 +1,194 @@
+"""Bulk messages: cut, dealt to connections, paced in the background, and put together again."""
+
+import asyncio
+import os
+import random
+import sys
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from atoll.link.net.frames import BODY_BYTES, UNFINISHED, Arrived, Assembly, pack_frame
+from atoll.link.net.outbox import Outbox, Sending, _Meter
+from atoll.link.net.run_keys import KeyRing, throw_away
+from peer_ends import End, both, ends, run, until
+
+
+def within(work: Coroutine[Any, Any, Any], seconds: float = 20.0) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(seconds):
+            return await work
+
+    return asyncio.run(bounded())
+
+
+@pytest.fixture(scope="module")
+def keys() -> KeyRing:
+    return throw_away(2, "x-1a2b3c4d")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_frames_may_come_in_any_order(seed: int) -> None:
+    draw = random.Random(seed)
+    bodies = [draw.randbytes(draw.choice((0, 1, 10, 1000))) for _ in range(20)]
+    frames = []
+    for number, body in enumerate(bodies):
+        cuts = sorted({0, *(draw.randrange(len(body)) for _ in range(5 if body else 0))})
+        for begin, end in zip(cuts, [*cuts[1:], len(body)], strict=True):
+            header = b"header %d" % number if begin == 0 else b""
+            frames.append(pack_frame(2 * number, begin, len(body), header, memoryview(body)[begin:end]))
+    draw.shuffle(frames)
+    assembly = Assembly()
+    arrived = [one for one in map(assembly.take, frames) if one is not None]
+    assert sorted(arrived) == sorted(Arrived(b"header %d" % n, bytearray(body)) for n, body in enumerate(bodies))
+    assert assembly.ack() == (sum(map(len, bodies)), len(bodies), 0)
+
+
+def test_memory_grows_by_what_has_come_and_not_by_what_is_claimed() -> None:
+    assembly = Assembly()
+    for number in range(UNFINISHED):
+        assert assembly.take(pack_frame(2 * number, 0, BODY_BYTES, b"", memoryview(b"a"))) is None
+    bodies = [one.body for one in assembly._lanes[0].unfinished.values()]
+    assert sum(map(sys.getsizeof, bodies)) < 100 * UNFINISHED
+
+
+class Line:
+    """The other end of an outbox: takes frames at a rate and acknowledges them."""
+
+    def __init__(self, outbox: Outbox, bytes_per_s: float) -> None:
+        self.outbox, self._bytes_per_s = outbox, bytes_per_s
+        self.assembly = Assembly()
+        self.order: list[bytes] = []
+        self.times: list[tuple[float, int]] = []
+
+    async def carry(self) -> None:
+        while True:
+            sending, frame = await self.outbox.take()
+            self.times.append((time.monotonic(), len(frame)))
+            await asyncio.sleep(len(frame) / self._bytes_per_s)
+            self.outbox.written(sending)
+            if (arrived := self.assembly.take(frame)) is not None:
+                self.order.append(arrived.header)
+            self.outbox.acknowledge(self.assembly.ack(), 0.0)
+
+
+async def carried(line: Line, *sent: Sending) -> None:
+    carrying = asyncio.create_task(line.carry())
+    try:
+        await asyncio.gather(*(one.done for one in sent))
+        await until(lambda: line.outbox.is_empty)
+    finally:
+        carrying.cancel()
+        await asyncio.gather(carrying, return_exceptions=True)
+
+
+@pytest.mark.processes
+def test_background_messages_yield_and_take_their_share() -> None:
+    async def main() -> None:
+        line = Line(Outbox(0.3), 50e6)
+        box = line.outbox
+        await carried(line, box.add(b"first", memoryview(bytes(10 << 20)), background=False))
+        assert box.rate is not None and 15e6 < box.rate < 60e6
+        line.times.clear()
+        began_s = time.monotonic()
+        slow = box.add(b"slow", memoryview(bytes(8 << 20)), background=True)
+        carrying = asyncio.create_task(carried(line, slow))
+        await asyncio.sleep(0.1)
+        fast = [box.add(b"fast %d" % n, memoryview(bytes(1 << 20)), background=False) for n in range(2)]
+        await asyncio.gather(*(one.done for one in fast))
+        assert not slow.done.done()
+        await carrying
+        assert line.order == [b"first", b"fast 0", b"fast 1", b"slow"]
+        took_s = time.monotonic() - began_s
+        assert took_s > 0.8 * (8 << 20) / (0.3 * 60e6)
+        assert max(size for _, size in line.times if size < 1 << 20) < (1 << 18) + 100
+        assert box.rate > 10e6  # what was paced is no measurement
+
+    within(main())
+
+
+def test_only_time_in_which_there_was_something_to_send_is_measured() -> None:
+    meter = _Meter()
+    meter.send(1_000_000, 100.0)
+    meter.ran_dry = True
+    meter.send(1_000_000, 105.0)  # a pause before the first was acknowledged
+    meter.ack(2_000_000, 106.0, 0.0)
+    assert meter.rate is None
+    meter.send(1_000_000, 110.0)
+    meter.send(3_000_000, 110.1)
+    meter.ack(4_000_000, 111.5, 0.5)  # the round trip is no time of sending
+    assert meter.rate == pytest.approx(2e6)
+    meter.ack(6_000_000, 112.5, 0.5)
+    assert meter.rate == pytest.approx(2e6)
+
+
+def test_before_any_measurement_the_background_waits_for_acknowledgements() -> None:
+    async def main() -> None:
+        outbox = Outbox(0.3)
+        outbox.add(b"", memoryview(bytes(64 << 20)), background=True)
+        assembly, taken = Assembly(), 0
+        for _ in range(2):
+            while True:
+                try:
+                    async with asyncio.timeout(0.1):
+                        sending, frame = await outbox.take()
+                except TimeoutError:
+                    break
+                outbox.written(sending)
+                assembly.take(frame)
+                taken += 1
+                if outbox.rate is not None:
+                    break
+            assert taken <= 33
+            await asyncio.sleep(0.05)
+            outbox.acknowledge(assembly.ack(), 0.0)
+        assert taken == 33 and outbox.rate is not None
+
+    within(main())
+
+
+def test_a_peer_is_never_sent_more_unfinished_messages_than_it_takes() -> None:
+    async def main() -> None:
+        outbox, assembly = Outbox(0.3), Assembly()
+        sent = [outbox.add(b"%d" % n, memoryview(b"body"), background=False) for n in range(3 * UNFINISHED)]
+        late, late_frame = await outbox.take()  # on a connection that stalls
+        for _ in range(UNFINISHED - 1):
+            sending, frame = await outbox.take()
+            outbox.written(sending)
+            assert assembly.take(frame)
+            outbox.acknowledge(assembly.ack(), 0.0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await outbox.take()
+        outbox.written(late)
+        assert assembly.take(late_frame)
+        outbox.acknowledge(assembly.ack(), 0.0)
+        sending, _ = await outbox.take()
+        assert sending is sent[UNFINISHED] and sent[0].done.done() and not sent[UNFINISHED].done.done()
+        outbox.close()
+        assert all(one.done.done() for one in sent)
+
+    within(main())
+
+
+@pytest.mark.processes
+def test_control_does_not_wait_behind_payloads(keys: KeyRing) -> None:
+    async def main() -> None:
+        async with ends(*(End(n, keys.workers[n]) for n in (0, 1))) as (zero, one):
+            zero.meet(one)
+            one.meet(zero)
+            await until(both(zero, one))
+            body = os.urandom(1 << 20) * 100
+            sent = [zero.peers.send_bulk(one.me, b"%d" % n, body) for n in range(2)]
+            zero.peers.send(one.me, b"first")
+            await until(lambda: one.log.of("control"))
+            assert not sent[0].done.done() and not one.log.of("bulk")
+            await until(lambda: len(one.log.of("bulk")) == 2)
+            rate = zero.peers.rates()[one.me]
+            assert rate.bytes_per_s is not None and 1e6 < rate.bytes_per_s < 1e11
+            assert rate.round_trip_s is not None and rate.silent_s < 5.0
+            assert one.log.of("bulk")[1] == (zero.me, b"1", body)
+
+    run(main())
