@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from simulated_worker import Worker
 
 Payloads = tuple[Any, ...]
+Result = tuple[Payloads, frozenset[int]]
+"""What a round holds, and the seats that owed a payload to it."""
 
 
 class Laws:
@@ -29,7 +31,7 @@ class Laws:
 
     def __init__(self, net: "Net") -> None:
         self.net = net
-        self.completed: defaultdict[RoundId, list[tuple[int, Process, Payloads]]] = defaultdict(list)
+        self.completed: defaultdict[RoundId, list[tuple[int, Process, Result]]] = defaultdict(list)
         """Round -> adopted view, process and result of every completion."""
         self.decisions: dict[int, Decision] = {}
         self.settled: dict[RoundId, Payloads] = {}
@@ -53,7 +55,9 @@ class Laws:
         assert payloads or self._is_left_by_all(worker, round_id), f"{round_id} is a round of nobody"
         assert all(p.round_id == round_id for p in payloads)
         assert tuple(p.owner for p in payloads) == action.attempt.members
-        self._compare(round_id, protocol.adopted, worker.me, payloads)
+        owing = self.net.views[era_of(protocol.eras, round_id.step).view].owing
+        assert action.due == {member.seat for member in owing}, "not those that owed a payload at first"
+        self._compare(round_id, protocol.adopted, worker.me, (payloads, action.due))
         return payloads
 
     def _is_left_by_all(self, worker: "Worker", round_id: RoundId) -> bool:
@@ -62,14 +66,14 @@ class Laws:
         owing = self.net.views[era.view].owing
         return all(not view.has(member) or view.late.get(member.seat, -1) >= round_id.step for member in owing)
 
-    def _compare(self, round_id: RoundId, view: int, me: Process, payloads: Payloads) -> None:
+    def _compare(self, round_id: RoundId, view: int, me: Process, result: Result) -> None:
         """Check that a round is completed as by all others that are members of the same view, or of a later one."""
         for other_view, other, others in self.completed[round_id]:
-            if others != payloads:
+            if others != result:
                 early, late = sorted([(view, me), (other_view, other)])
                 is_left_behind = early[0] < late[0] and not self.net.views[late[0]].has(early[1])
                 assert is_left_behind, f"{round_id} differs: {me} in view {view}, {other} in view {other_view}"
-        self.completed[round_id].append((view, me, payloads))
+        self.completed[round_id].append((view, me, result))
 
     def check_decision(self, worker: "Worker", decision: Decision) -> None:
         """Check that all decide alike, and that what is held counts where whole payloads go or the owner remains."""

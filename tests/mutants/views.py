@@ -6,6 +6,16 @@ TESTS = ["tests/property/test_protocol.py::test_schedules[0]"]
 
 MUTANTS = [
     Mutant(
+        "a lost member is no longer due in rounds that it owed",
+        "link/net/views.py",
+        "        replace(era, owing=tuple(member for member in era.owing if view.has(member)))  # for rounds nobody knows of yet\n",
+        "        replace(\n"
+        "            era,\n"
+        "            owing=tuple(member for member in era.owing if view.has(member)),\n"
+        "            due=frozenset(member.seat for member in era.owing if view.has(member)),\n"
+        "        )\n",
+    ),
+    Mutant(
         "a lost member still counts by what it sends late",
         "link/net/protocol.py",
         "        elif self.view.has(sender):\n",

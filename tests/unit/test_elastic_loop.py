@@ -14,7 +14,7 @@ from atoll import Eager, OuterLoop, Streaming, Sync, local
 from atoll.core.allreduce import Reduction
 from atoll.core.codec import Codec
 from atoll.core.schedule import Schedule
-from atoll.link.base import Link, Offer, Pending, RoundId
+from atoll.link.base import Admission, Link, Offer, Pending, RoundId
 from atoll.link.local import Absence, Faults, LocalLink, run_local
 from atoll.link.net.elastic import ElasticLink
 from atoll.link.net.event_loop import event_loop
@@ -40,6 +40,9 @@ class Seen:
     after: dict[int, list[bytes]] = field(default_factory=dict)
     anchors: dict[RoundId, bytes] = field(default_factory=dict)
     members: dict[RoundId, tuple[int, ...]] = field(default_factory=dict)
+    before: dict[RoundId, tuple[tuple[int, ...], bytes]] = field(default_factory=dict)
+    """Members and anchors of rounds that it had applied when it was left behind and came again."""
+    worker: int = 0
     joined_at: int | None = None
     rejoins: int = 0
     step: int = 0
@@ -70,6 +73,15 @@ class Trip:
             self.seen.anchors[applied.round_id] = anchor.numpy().tobytes()
             self.seen.members[applied.round_id] = applied.members
 
+        join_again = self.link.rejoin
+
+        def rejoin() -> Admission:
+            self.seen.before |= {one: (self.seen.members[one], anchor) for one, anchor in self.seen.anchors.items()}
+            self.seen.anchors, self.seen.members = {}, {}
+            return join_again()
+
+        self.seen.worker = self.link.worker
+        self.link.rejoin = rejoin  # type: ignore[method-assign]
         model = Toy(start, self.problem.sizes, self.problem.dtype)
         loop = OuterLoop(model, self.sync, self.link, weight=1.0 + self.link.worker, observer=observe)
         return loop
@@ -165,8 +177,24 @@ def agree(seen: list[Seen]) -> None:
         having = [one for one in seen if round_id in one.anchors]
         assert len({one.members[round_id] for one in having}) == 1, round_id
         assert len({one.anchors[round_id] for one in having}) == 1, round_id
+    for one in seen:
+        agree_until_left_behind(one, [other for other in seen if other.worker != one.worker])
     finals = {one.after[-1][0] for one in seen if -1 in one.after}
     assert len(finals) == 1
+
+
+def agree_until_left_behind(one: Seen, others: list[Seen]) -> None:
+    """Check what a worker had applied when it was left behind.
+
+    The others may have completed its newest rounds without it. It has dropped these, and all that followed from them.
+    """
+    apart = set()
+    for round_id, applied in sorted(one.before.items()):
+        for other in others:
+            if round_id in other.anchors and one.worker not in other.members[round_id]:
+                apart.add(round_id.fragment)
+            elif round_id in other.anchors and round_id.fragment not in apart:
+                assert (other.members[round_id], other.anchors[round_id]) == applied, round_id
 
 
 def close(trips: list[Trip]) -> None:

@@ -73,7 +73,9 @@ rounds = st.one_of(
     st.builds(Mean, round_ids, numbers, numbers, means().map(lambda some: some[0])),
     st.builds(Result, round_ids, attempts, means(5)),
 )
-eras = st.builds(Era, numbers, steps, some_processes, st.frozensets(processes, max_size=4))
+eras = st.builds(
+    Era, numbers, steps, some_processes, st.frozensets(processes, max_size=4), st.frozensets(seats, max_size=4)
+)
 told = st.builds(
     Told,
     numbers,
@@ -256,13 +258,12 @@ KNOWN: dict[str, tuple[bytes, torch.Tensor]] = {
     "result": encode_round(Result(ROUND, Attempt(1, (Process(3, 4),)), (MEAN, MEAN)), 2),
     "state": encode_state(FragmentState(1, 5, {"version": 3}, {"anchor": torch.ones(2)})),
 }
+ERA = Era(1, 1, (Process(3, 4),), frozenset({Process(3, 4)}), frozenset({1, 3}))
 STATUS = RoundStatus(Attempt(1, (Process(3, 4),)), frozenset({Process(3, 4)}), True)
 CONTROL = {
     "progress": encode_control(Progress(3), 2),
     "ask": encode_control(Ask((1, 2), 5), 2),
-    "told": encode_control(
-        Told(2, 1, 5, 4, 3, (Era(1, 1, (Process(3, 4),), frozenset({Process(3, 4)})),), {ROUND: STATUS}), 2
-    ),
+    "told": encode_control(Told(2, 1, 5, 4, 3, (ERA,), {ROUND: STATUS}), 2),
     "view": encode_view(View(2, {0: 5}, frozenset({0}), {0: 7})),
     "greeting": greeting().encode(),
 }

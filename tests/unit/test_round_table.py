@@ -199,7 +199,7 @@ def test_the_position_is_the_oldest_round_that_is_waited_for(made: Table) -> Non
     ):
         assert made.table.position() == at
         attempt = Attempt(1, (ME,))
-        made.table.complete(Complete(opened.round_id, attempt, {ME: None}, None), {})
+        made.table.complete(Complete(opened.round_id, attempt, {ME: None}, None, frozenset()))
     assert made.table.all_complete and made.table.position() == "after step 8"
 
 
@@ -211,7 +211,7 @@ def test_every_member_known_step_counts(made: Table) -> None:
 
 def test_a_failure_ends_every_wait_and_keeps_what_is_complete(made: Table) -> None:
     first, second = made.open(1, own=payload(SMALL.payload_bytes, 0)), made.open(2)
-    made.table.complete(Complete(first.round_id, Attempt(1, (ME,)), {ME: first.whole}, None), {0: 1.0})
+    made.table.complete(Complete(first.round_id, Attempt(1, (ME,)), {ME: first.whole}, None, frozenset({0})))
     made.table.fail(RuntimeError("it is over"))
     made.table.fail(RuntimeError("again"))
     assert isinstance(first.wait(), Round)
@@ -243,10 +243,10 @@ async def reduce_two_rounds(made: Table, feedback: bool) -> None:
     done = [reduce.round_id for reduce, _ in made.reduced]
     assert sorted(done) == sorted([(1, 0, False), (1, 1, False)] + ([] if feedback else [(2, 0, False)]))
     means = tuple(mean(SMALL.part_bytes(part, 4), 4) for part in range(4))
-    made.table.complete(Complete(other.round_id, FOUR, None, means), {})
+    made.table.complete(Complete(other.round_id, FOUR, None, means, frozenset()))
     await asyncio.sleep(0.05)
     assert len(made.reduced) == len(done)  # another fragment's
-    made.table.complete(Complete(first.round_id, FOUR, None, means), {})
+    made.table.complete(Complete(first.round_id, FOUR, None, means, frozenset()))
     await made.until_reduced(3)
     assert sorted(reduce.round_id for reduce, _ in made.reduced) == [(1, 0, False), (1, 1, False), (2, 0, False)]
     assert all(isinstance(result, PartMean) for _, result in made.reduced)
@@ -322,7 +322,7 @@ def test_one_shot_gives_the_payloads_in_seat_order(made: Table) -> None:
     made.table.sent_bytes[opened.round_id] = 30
     made.table.received_bytes[opened.round_id] = 40
     arrived = {ME: opened.whole, PEER: theirs, ALL[2]: None}
-    made.table.complete(Complete(opened.round_id, Attempt(1, ALL[:3]), arrived, None), {0: 1.0, 1: 1.0, 2: 1.0})
+    made.table.complete(Complete(opened.round_id, Attempt(1, ALL[:3]), arrived, None, frozenset({0, 1, 2})))
     completed = opened.wait()
     assert [member.worker for member in completed.members] == [0, 1]
     assert [float(sent.view(torch.float32)[0]) for sent in completed.payloads] == [5.0, 6.0]
@@ -340,7 +340,7 @@ def test_a_round_is_complete_if_all_that_were_due_have_arrived(made: Table, due:
     inner = torch.ones(3, 3, dtype=torch.float64)
     parts = [torch.full((SMALL.part_bytes(p, 4) // 4,), float(p)).view(torch.uint8) for p in range(4)]
     means = tuple(PartMean(members, out, part, inner) for part in parts)
-    made.table.complete(Complete(opened.round_id, FOUR, None, means), dict.fromkeys(due, 1.0))
+    made.table.complete(Complete(opened.round_id, FOUR, None, means, frozenset(due)))
     completed = opened.wait()
     assert completed.complete is complete
     assert completed.members == members and completed.outliers == out and completed.payloads == ()
@@ -351,7 +351,7 @@ def test_a_round_is_complete_if_all_that_were_due_have_arrived(made: Table, due:
 def test_a_round_of_nobody_is_empty(made: Table) -> None:
     opened = made.open(1)
     nothing = PartMean((), (), None, torch.zeros(0, 0, dtype=torch.float64))
-    made.table.complete(Complete(opened.round_id, FOUR, None, (nothing,) * 4), {})
+    made.table.complete(Complete(opened.round_id, FOUR, None, (nothing,) * 4, frozenset()))
     completed = opened.wait()
     assert completed.members == () and completed.reduced is None
 
@@ -359,7 +359,7 @@ def test_a_round_of_nobody_is_empty(made: Table) -> None:
 def test_reducers_must_have_counted_the_same_members(made: Table) -> None:
     opened = made.open(1)
     means = tuple(mean(SMALL.part_bytes(part, 4), 4 - part // 3) for part in range(4))
-    made.table.complete(Complete(opened.round_id, FOUR, None, means), {})
+    made.table.complete(Complete(opened.round_id, FOUR, None, means, frozenset()))
     with pytest.raises(ValueError, match="its reducers counted different members"):
         opened.wait()
 
@@ -369,10 +369,11 @@ def test_the_cut_of_a_round_is_noted_for_the_residuals(made: Table, attempt: Att
     residual = MeanResidual()
     opened = made.open(1, reduction=Reduction(Codec("fp32"), NUMEL, order=(1, 0), residual=residual))
     if noted:
-        action = Complete(opened.round_id, attempt, None, tuple(mean(SMALL.part_bytes(p, 4), 4) for p in range(4)))
+        means = tuple(mean(SMALL.part_bytes(p, 4), 4) for p in range(4))
+        action = Complete(opened.round_id, attempt, None, means, frozenset())
     else:
-        action = Complete(opened.round_id, attempt, dict.fromkeys(attempt.members), None)
-    made.table.complete(action, {})
+        action = Complete(opened.round_id, attempt, dict.fromkeys(attempt.members), None, frozenset())
+    made.table.complete(action)
     state = residual.state_dict(None)
     assert state["members"] == ((0, 1, 2, 3) if noted else ())
 
@@ -384,7 +385,7 @@ def test_waiting_calls_what_is_to_be_done_meanwhile(made: Table) -> None:
         nonlocal calls
         calls += 1
         if calls == 3:
-            made.table.complete(Complete(opened.round_id, Attempt(1, (ME,)), {ME: None}, None), {})
+            made.table.complete(Complete(opened.round_id, Attempt(1, (ME,)), {ME: None}, None, frozenset()))
 
     assert opened.wait(meanwhile).members == ()
     assert calls == 3

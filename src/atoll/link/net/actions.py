@@ -99,6 +99,8 @@ class Complete:
     """Member -> payload, in seat order; None in two shots."""
     means: tuple[Any, ...] | None
     """The means of all parts, in order; None in one shot."""
+    due: frozenset[int]
+    """Seats of the members that owed a payload when the round's era began, lost ones included."""
 
 
 @dataclass(frozen=True, slots=True)

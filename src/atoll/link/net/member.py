@@ -250,7 +250,7 @@ class Member:
             elif isinstance(action, Reduce):
                 self.rounds.reduce(action)
             elif isinstance(action, Complete):
-                self.rounds.complete(action, self.weights(action.round_id.step))
+                self.rounds.complete(action)
             elif isinstance(action, Adopt):
                 self._adopt(action.decision)
             elif isinstance(action, Exclude):

@@ -166,9 +166,16 @@ class _EraHeader(Header):
     first_step: Step
     owing: list[SeatLife]
     receiving: list[SeatLife]
+    due: list[Number]
+
+    @classmethod
+    def of(cls, era: Era) -> "_EraHeader":
+        receiving, due = sorted(era.receiving), sorted(era.due)
+        return cls(view=era.view, first_step=era.first_step, owing=list(era.owing), receiving=receiving, due=due)
 
     def era(self) -> Era:
-        return Era(self.view, self.first_step, _processes(self.owing), frozenset(_processes(self.receiving)))
+        receiving = frozenset(_processes(self.receiving))
+        return Era(self.view, self.first_step, _processes(self.owing), receiving, frozenset(self.due))
 
 
 class _StatusHeader(Header):
@@ -209,10 +216,6 @@ def encode_control(message: Progress | Told | Ask, view: int) -> bytes:
     elif isinstance(message, Ask):
         header = _AskHeader(fragments=list(message.fragments), boundary=message.boundary)
     else:
-        eras = [
-            _EraHeader(view=era.view, first_step=era.first_step, owing=list(era.owing), receiving=sorted(era.receiving))
-            for era in message.eras
-        ]
         rounds = [
             _StatusHeader(round=round_id, attempt=_AttemptHeader.of(one.attempt), held=sorted(one.held), done=one.done)
             for round_id, one in message.rounds.items()
@@ -223,7 +226,7 @@ def encode_control(message: Progress | Told | Ask, view: int) -> bytes:
             step=message.step,
             applied=message.applied,
             since=message.since,
-            eras=eras,
+            eras=[_EraHeader.of(era) for era in message.eras],
             rounds=rounds,
         )
     return header.model_dump_json().encode()

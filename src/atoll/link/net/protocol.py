@@ -306,7 +306,8 @@ class Protocol:
                 return
             known.result = tuple(mean for _, mean in sorted(here.items()))
         known.done = True
-        self._actions.append(Complete(round_id, attempt, payloads, known.result))
+        due = era_of(self.eras, round_id.step).due
+        self._actions.append(Complete(round_id, attempt, payloads, known.result, due))
 
     # ------------------------------------------------------------------ views
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -151,13 +151,8 @@ class RoundTable:
             for other, opened in self._open.items()
         )
 
-    def complete(self, action: Complete, expected: Mapping[int, float]) -> None:
-        """Give a round to the training thread.
-
-        Args:
-            action: What the protocol says of it.
-            expected: The workers that owed a payload when its step was opened, and their weights.
-        """
+    def complete(self, action: Complete) -> None:
+        """Give a round to the training thread."""
         opened = self._open[action.round_id]
         try:
             completed = self._completed(opened, action)
@@ -166,7 +161,7 @@ class RoundTable:
             return
         opened.note_reduced(action.attempt)
         arrived = {member.worker for member in (*completed.members, *completed.outliers)}
-        completed = replace(completed, complete=arrived == expected.keys())
+        completed = replace(completed, complete=arrived == action.due)
         opened.complete(completed, self.sent_bytes[action.round_id], self.received_bytes[action.round_id])
         held_back, self._held_back = self._held_back, []
         for reduce in held_back:

@@ -90,6 +90,8 @@ class Era:
     """Those that owe a payload, in seat order."""
     receiving: frozenset[Process]
     """Those that get every payload."""
+    due: frozenset[int]
+    """Seats of those that owed a payload when the era began; losses do not change it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,8 @@ def decide(view: View, told: Mapping[Process, Told]) -> Decision:
         for era in basis.eras
         if era.first_step <= boundary
     ]
-    new = Era(view.number, boundary + 1, view.owing, frozenset(view.members))
+    due = frozenset(member.seat for member in view.owing)
+    new = Era(view.number, boundary + 1, view.owing, frozenset(view.members), due)
     applied = {}
     for member, one in told.items():
         admitted = next((era.first_step - 1 for era in (*eras, new) if member in era.receiving), boundary)
