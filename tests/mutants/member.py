@@ -33,6 +33,13 @@ _NONSENSE = _in("member", "test_the_others_go_on_without_a_member_that_sends_non
 
 MUTANTS = [
     Mutant(
+        "an eager worker's share is of the members before a change that is under way",
+        ELASTIC,
+        "            event_loop().run(member.wait_opened(step))\n",
+        "            pass\n",
+        tests=_in("member", "test_the_weights_of_a_round_are_told_once_its_members_are_certain"),
+    ),
+    Mutant(
         "states are given before they are settled",
         DONOR,
         "for copy in self._copies if self._protocol.is_settled(copy.applied)]",

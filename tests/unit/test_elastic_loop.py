@@ -307,9 +307,11 @@ def test_workers_that_are_lost_come_late_and_come_again_end_with_the_same_model(
     found = [trip.done.result(WAIT_S) for trip in crew]
     close([crew[0], *crew[2:]])
     agree(found)
-    assert found[2].rejoins == 1 and found[2].joined_at is not None
+    # Each of the two takes the other for lost, and the registry accepts one of their views.
+    returned = [one for one in (found[0], found[2]) if one.rejoins]
+    assert len(returned) == 1 and returned[0].rejoins == 1 and returned[0].joined_at is not None
     assert found[-1].joined_at is not None
     assert sum(-1 in one.after for one in found) == run.workers
-    last = max(found[0].members)
-    assert found[0].members[last] == tuple(range(run.workers))
+    last = max(found[-1].members)
+    assert found[-1].members[last] == tuple(range(run.workers))
     assert np.isfinite(np.frombuffer(found[0].after[-1][0])).all()

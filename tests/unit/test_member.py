@@ -122,6 +122,25 @@ def bad_whole(numel: int) -> tuple[bytes, bytes]:
     return header, body.numpy().tobytes()
 
 
+def test_the_weights_of_a_round_are_told_once_its_members_are_certain(run: ElasticRun) -> None:
+    links = started(run)
+    view = inside(links[0]).protocol.view
+
+    async def adopt(link: ElasticLink) -> None:
+        inside(link)._act(inside(link).protocol.on_view(view.leaving_behind([], 0)))
+
+    event_loop().run(adopt(links[0]))
+    assert links[0].weights(1) == {0: 1.0, 1: 1.0, 2: 1.0}  # it has not opened a round of this step
+    links[0].open(RoundId(1, 0), contribution(0), reduction(1))
+    asking = in_thread(partial(links[0].weights, 1))
+    time.sleep(0.2)
+    assert not asking.done()
+    for link in links[1:]:
+        event_loop().run(adopt(link))
+    assert asking.result(15) == {0: 1.0, 1: 1.0, 2: 1.0}
+    close(*links)
+
+
 @pytest.mark.parametrize(
     ("header", "body", "why"),
     [

@@ -132,6 +132,7 @@ class ElasticLink(Link):
         self._member: Member | None = None
         self._admission: NetAdmission | None = None
         self._saves: tuple[int, Callable[[int], FragmentState]] | None = None  # a step, and how to copy as of it
+        self._opened_step = -1  # the newest whose rounds this worker has opened
         self._closed = False
         self._staging = ThreadPoolExecutor(1, thread_name_prefix="atoll-stage")
 
@@ -183,7 +184,7 @@ class ElasticLink(Link):
         member = handler.member = Member(
             protocol, membership, peers, greeting, self.workers, self._decided, elastic=options.elastic
         )
-        self._member = member
+        self._member, self._opened_step = member, -1
         try:
             address = await peers.start(options.listen)
             addresses = addresses_of(address, options.registry)
@@ -206,9 +207,16 @@ class ElasticLink(Link):
     # ------------------------------------------------------------------ rounds
 
     def weights(self, step: int) -> Mapping[int, float]:
-        """Return worker -> weight of all workers that owe payloads to rounds of this step."""
-        assert self._member is not None
-        return self._member.weights(step)
+        """Return worker -> weight of all workers that owe payloads to rounds of this step.
+
+        Waits for a change of the view that is under way, if this worker has opened rounds of the step: nothing changes
+        the answer afterwards, so a replay with the same members computes the same.
+        """
+        member = self._member
+        assert member is not None
+        if step <= self._opened_step:
+            event_loop().run(member.wait_opened(step))
+        return member.weights(step)
 
     def open(self, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
         """Start a round; with None, the worker only receives the result."""
@@ -216,6 +224,8 @@ class ElasticLink(Link):
         if member is None:
             raise LinkError(f"{round_id}: worker {self.worker} has not joined", worker=self.worker, round_id=round_id)
         opened = OpenRound(round_id, offer, reduction)
+        self._opened_step = max(self._opened_step, round_id.step)
+        loop.post(lambda: member.protocol.advance(round_id.step))
 
         def settle() -> None:
             try:

@@ -4,6 +4,7 @@
 reduce, and the rounds that the training thread waits for.
 """
 
+import asyncio
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from atoll.link.net.round_table import RoundTable
 from atoll.link.net.views import Decision, Process, Told
 
 _DEAD_END_S = 20.0  # in which others, if there are any, agree on a view
+_OPENED_S = 0.005
 FINISHED = "has finished"
 """The reason of a worker that leaves at the end of a run."""
 LOST = "has lost "
@@ -122,6 +124,11 @@ class Member:
         if self.rounds.drop(applied) or not self.protocol.has_state:
             self._act(self.protocol.has_applied(applied))
         self.donor.give_settled()
+
+    async def wait_opened(self, step: int) -> None:
+        """Wait until it is certain who owes payloads to rounds of a step that this worker has opened."""
+        while self.error is None and not self.protocol.has_opened(step):
+            await asyncio.sleep(_OPENED_S)
 
     # ------------------------------------------------------------------ what the registry tells
 

@@ -173,6 +173,10 @@ class Protocol:
         """Whether no round may be completed: a flush is under way or due."""
         return self.is_flushing or any(map(self.view.has, self._lost))
 
+    def has_opened(self, step: int) -> bool:
+        """Return whether every later view keeps the members of this step's rounds, less those that are lost."""
+        return self._step >= step and not self.is_flushing
+
     @property
     def settled_step(self) -> int:
         """The step up to which all members that train have applied all rounds: nothing can change these any more."""
