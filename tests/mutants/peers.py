@@ -28,6 +28,14 @@ _MEASURED = _in("test_only_time_in_which_there_was_something_to_send_is_measured
 _BLIND = _in("test_before_any_measurement_the_background_waits_for_acknowledgements", OUTBOX)
 
 MUTANTS = [
+    Mutant(
+        "a dial under way is given up when it is asked for again",
+        PEERS,
+        "        if peer in self._sessions or (known is not None and known.addresses == (*addresses,)):\n",
+        "        if peer in self._sessions:\n",
+        also=(PEERS, "        known = self._wanted.get(peer)\n", ""),
+        tests=_in("test_asking_again_does_not_give_up_a_dial_under_way"),
+    ),
     Mutant("both ends choose a dial", HANDSHAKE, "return self.me < peer", "return True", tests=_CROSSING),
     Mutant("no end chooses a dial", HANDSHAKE, "return self.me < peer", "return False", tests=_CROSSING),
     Mutant(

@@ -4,7 +4,23 @@ from mutants.seed import Mutant
 
 TESTS = ["tests/property/test_protocol.py::test_schedules[0]"]
 
+_AGAIN = ("tests/property/test_protocol.py::test_a_process_that_connects_again_is_not_lost_unless_it_was_a_member",)
+
 MUTANTS = [
+    Mutant(
+        "a process that was lost before it became a member stays lost",
+        "link/net/protocol.py",
+        "            self._lost.discard(process)\n",
+        "            pass\n",
+        tests=_AGAIN,
+    ),
+    Mutant(
+        "a lost member that connects again counts as never lost",
+        "link/net/protocol.py",
+        "        if not self.view.has(process):\n            self._lost.discard(process)\n",
+        "        self._lost.discard(process)\n",
+        tests=_AGAIN,
+    ),
     Mutant(
         "a lost member is no longer due in rounds that it owed",
         "link/net/views.py",

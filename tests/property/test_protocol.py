@@ -7,6 +7,9 @@ from itertools import pairwise
 
 import pytest
 
+from atoll.link.net.actions import Propose
+from atoll.link.net.protocol import Protocol
+from atoll.link.net.views import Process, View
 from simulated_net import Net
 
 CHUNK = 250
@@ -34,3 +37,15 @@ def test_faults_of_every_kind_do_happen() -> None:
             found["promoted"] += len(view.following) < len(before.following) and view.lives == before.lives
             found["left behind"] += view.late != before.late and view.lives == before.lives
     assert all(count >= 5 for count in found.values()), found
+
+
+@pytest.mark.parametrize("is_member", [False, True])
+def test_a_process_that_connects_again_is_not_lost_unless_it_was_a_member(is_member: bool) -> None:
+    me, other = Process(0, 1), Process(1, 7)
+    protocol, view = Protocol(me), View(1, {0: 1, 1: 7})
+    if is_member:
+        protocol.on_view(view)
+    protocol.lose(other)
+    protocol.meet(other)
+    proposed = [action for action in protocol.on_view(View(2, view.lives)) if isinstance(action, Propose)]
+    assert [action.view.lives for action in proposed] == ([{0: 1}] if is_member else [])

@@ -15,7 +15,7 @@ import pytest
 from atoll.link.net.registry import INSECURE
 from atoll.link.net.run_keys import KeyRing, throw_away
 from atoll.link.net.views import Process
-from peer_ends import End, Log, both, ends, has, is_measured, run, until
+from peer_ends import PATIENCE_S, End, Log, both, ends, has, is_measured, run, until
 from registries import Child, free_ports
 
 pytestmark = pytest.mark.processes  # waits for connections more than it computes
@@ -78,6 +78,23 @@ def test_dials_that_cross_make_one_session(keys: KeyRing) -> None:
                 one.log.events.clear()
 
     run(main())
+
+
+def test_asking_again_does_not_give_up_a_dial_under_way(keys: KeyRing) -> None:
+    """The registry tells of every process that comes, and each time a member asks to meet all that it knows."""
+
+    async def scenario() -> None:
+        async with ends(End(0, keys.workers[0]), End(1, keys.workers[1])) as (zero, one):
+            zero.meet(one, dial=False)
+            async with asyncio.timeout(PATIENCE_S):
+                while not both(zero, one)():
+                    one.meet(zero)
+                    await asyncio.sleep(0)
+            await asyncio.sleep(0.2)
+            for end in (zero, one):
+                assert len(end.log.of("connected")) == 1 and not end.log.of("lost")
+
+    run(scenario())
 
 
 def test_all_of_several_meet(keys: KeyRing) -> None:

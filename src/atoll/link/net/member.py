@@ -161,6 +161,7 @@ class Member:
                 self.fail(LinkError(problem, worker=peer.seat))
             return
         self.greetings[peer] = theirs
+        self.protocol.meet(peer)
         if (told := self.protocol.told) is not None and self.protocol.view.has(peer):  # it was not connected then
             self.peers.send(peer, encode_control(told, self.protocol.adopted))
         self.membership.changed.set()

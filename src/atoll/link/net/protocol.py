@@ -117,6 +117,11 @@ class Protocol:
         self._propose_without_lost()
         return self._take_actions()
 
+    def meet(self, process: Process) -> None:
+        """Note that a process has connected: if it was lost before it became a member, it counts as never lost."""
+        if not self.view.has(process):
+            self._lost.discard(process)
+
     def leave_behind(self, round_id: RoundId) -> list[Action]:
         """Propose to complete a round, and those before it, without the members that it waits for here.
 
