@@ -18,7 +18,7 @@ from simulated_faults import Faults
 from simulated_laws import Laws
 from simulated_worker import State, Worker
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 """Virtual seconds after the last fault in which everybody has to have all rounds."""
 
 

@@ -207,7 +207,12 @@ class Worker:
 
     def _step(self) -> None:
         self.step += 1
-        self._open(self.due(self.step) if self.step <= self.plan.steps else [])
+        due = self.due(self.step) if self.step <= self.plan.steps else []
+        if due:  # the payload may take a while to be computed
+            self.protocol.advance(self.step)
+            self.net.after(self.net.between_opens(), lambda: self.wake(lambda: self._open(due)))
+        else:
+            self._open([])
 
     def _open(self, rounds: list[RoundId]) -> None:
         """Open rounds one after the other; anything may happen between two of them."""
