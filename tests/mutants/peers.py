@@ -49,6 +49,13 @@ MUTANTS = [
         tests=_in("test_one_end_that_can_be_reached_is_enough"),
     ),
     Mutant(
+        "a dial begins anew whenever it is asked for",
+        PEERS,
+        " or (known is not None and known.addresses == tuple(addresses)):",
+        ":",
+        tests=_in("test_a_dial_is_not_begun_anew_when_it_is_asked_for_again"),
+    ),
+    Mutant(
         "a dial outlives the wish",
         PEERS,
         "            wanted.dialling.cancel()\n",

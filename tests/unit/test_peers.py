@@ -200,6 +200,30 @@ def test_no_longer_wanted_is_no_longer_dialled(keys: KeyRing) -> None:
     run(main())
 
 
+def test_a_dial_is_not_begun_anew_when_it_is_asked_for_again(keys: KeyRing) -> None:
+    """The other end may have taken the first just now, and would take its end for a loss."""
+
+    async def main() -> None:
+        dials: list[asyncio.StreamWriter] = []
+        deaf = await asyncio.start_server(lambda _, writer: dials.append(writer), "127.0.0.1", 0)
+        address = f"127.0.0.1:{deaf.sockets[0].getsockname()[1]}"
+        async with ends(*(End(n, keys.workers[n]) for n in (0, 1))) as (zero, one):
+            zero.peers.meet(one.me, [address], dial=True)
+            await until(lambda: dials)
+            for _ in range(5):
+                zero.peers.meet(one.me, [address], dial=True)
+                await asyncio.sleep(0.1)
+            assert len(dials) == 1
+            zero.peers.meet(one.me, [one.address], dial=True)
+            one.peers.meet(zero.me, [], dial=False)
+            await until(both(zero, one))
+            for writer in dials:
+                writer.close()
+            deaf.close()
+
+    run(main())
+
+
 def test_a_busy_process_does_not_lose_its_peers(keys: KeyRing) -> None:
     async def main() -> None:
         async with ends(*(End(n, keys.workers[n], silent_s=0.3) for n in (0, 1))) as (zero, one):

@@ -62,6 +62,7 @@ class Rate:
 class _Wanted:
     """Is a peer that this process wants a session with."""
 
+    addresses: tuple[str, ...]
     dialling: asyncio.Task[None] | None = None
     problem: str | None = None
 
@@ -135,6 +136,8 @@ class Peers:
     def meet(self, peer: Process, addresses: Sequence[str], *, dial: bool) -> None:
         """Want a session with a process; a session that is lost is not opened again unless asked for again.
 
+        Asking again before there is one changes nothing, unless for other addresses: a dial goes on.
+
         Args:
             peer: The process.
             addresses: HOST:PORT of it, tried in turn.
@@ -142,13 +145,14 @@ class Peers:
         """
         if peer.seat == self._own.me.seat:
             raise LinkError(f"worker {peer.seat} cannot be its own peer", worker=peer.seat)
-        if peer in self._sessions:
+        known = self._wanted.get(peer)
+        if peer in self._sessions or (known is not None and known.addresses == tuple(addresses)):
             return
         self._forget(peer)
-        wanted = self._wanted[peer] = _Wanted()
+        wanted = self._wanted[peer] = _Wanted(tuple(addresses))
         if addresses:
             delay_s = 0.0 if dial else _DIAL_TOO_S
-            wanted.dialling = self._begin_task(self._dial(peer, tuple(addresses), delay_s), f"dial {peer.seat}")
+            wanted.dialling = self._begin_task(self._dial(peer, wanted.addresses, delay_s), f"dial {peer.seat}")
         self._reception.wake()
 
     def drop(self, peer: Process, reason: str = "") -> None:
