@@ -56,6 +56,27 @@ MUTANTS = [
         tests=_in("test_a_dial_is_not_begun_anew_when_it_is_asked_for_again"),
     ),
     Mutant(
+        "a dial that was given up is a loss",
+        PEERS,
+        "            if why is not None and unheard is not None:\n",
+        "            if False:\n",
+        tests=_in("test_a_dial_that_is_given_up_when_it_is_taken_is_no_loss", REFUSED),
+    ),
+    Mutant(
+        "a dial that was given up is not dialled again",
+        PEERS,
+        "                self.meet(session.peer, unheard[0].addresses, dial=True)\n",
+        "                pass\n",
+        tests=_in("test_a_dial_that_is_given_up_when_it_is_taken_is_no_loss", REFUSED),
+    ),
+    Mutant(
+        "a session counts before the peer has it",
+        PEERS,
+        "        if not self._own.chooses(peer):\n            self._connected",
+        "        if True:\n            self._connected",
+        tests=_in("test_a_dial_that_is_given_up_when_it_is_taken_is_no_loss", REFUSED),
+    ),
+    Mutant(
         "a dial outlives the wish",
         PEERS,
         "            wanted.dialling.cancel()\n",

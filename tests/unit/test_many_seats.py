@@ -35,6 +35,7 @@ def seat(me: Me, registry: str, keys: str) -> None:
         view = decision.view
         me.say((view.number, sorted(view.lives.items()), sorted(view.following), time.monotonic()))
 
+    link.hooks.on_lost = lambda worker, why: print(f"{time.monotonic():.3f} {me.worker} lost {worker}: {why}", flush=True)
     link.hooks.on_decision = tell
     admission = link.join({"period": "5"}, 1.0, {STEPS_MADE: "0"})
     if admission is not None:
