@@ -205,6 +205,12 @@ class StruckLink(ElasticLink):
         self.finishing = False
         self._log, self._striker = log, striker
 
+    @property
+    def address(self) -> str:
+        """HOST:PORT where the others reach this worker."""
+        assert self._member is not None
+        return self._member.membership.present[self.worker].addresses[0]
+
     def _on_decision(self, decision: Decision) -> None:
         view = decision.view
         self._log.write(
@@ -341,7 +347,7 @@ class Worker:
         self._load()
         outer.join()
         self.striker.armed = True
-        log.write("joined", steps=outer.steps, at=outer.joined_at)
+        log.write("joined", steps=outer.steps, at=outer.joined_at, address=self.link.address)
         while outer.steps < self._last():
             before, rejoins = outer.steps, outer.counters.rejoins
             began = time.monotonic()

@@ -17,8 +17,7 @@ from registries import RegistryProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-import os
-SEATS = int(os.environ.get('SEATS', 64))
+SEATS = 64
 
 
 def _state(fragment: int) -> FragmentState:
@@ -35,7 +34,6 @@ def seat(me: Me, registry: str, keys: str) -> None:
         view = decision.view
         me.say((view.number, sorted(view.lives.items()), sorted(view.following), time.monotonic()))
 
-    link.hooks.on_lost = lambda worker, why: print(f"{time.monotonic():.3f} {me.worker} lost {worker}: {why}", flush=True)
     link.hooks.on_decision = tell
     admission = link.join({"period": "5"}, 1.0, {STEPS_MADE: "0"})
     if admission is not None:
@@ -45,6 +43,12 @@ def seat(me: Me, registry: str, keys: str) -> None:
     while not me.pipe.poll(0.2):
         link.advanced(0, 0, _state)  # gives joiners what they ask for
     link.close("the test has ended")
+
+
+def memory_mb(fleet: Fleet) -> float:
+    """The memory that the processes of a fleet have; what several share counts once."""
+    maps = [Path(f"/proc/{worker.pid}/smaps_rollup").read_text() for worker in fleet.crew]
+    return sum(int(line.split()[1]) for text in maps for line in text.splitlines() if line.startswith("Pss:")) / 1000
 
 
 def agreed(fleet: Fleet, seats: set[int], number: int) -> tuple[Any, float]:
@@ -63,31 +67,33 @@ def agreed(fleet: Fleet, seats: set[int], number: int) -> tuple[Any, float]:
 def test_64_seats_agree_on_views(tmp_path: Path) -> None:
     throw_away(SEATS).save(tmp_path / "keys")
     everyone = set(range(SEATS))
-    with RegistryProcess(tmp_path / "registry", tmp_path / "keys" / "registry") as registry:
-        with Fleet(tmp_path / "fleet", SEATS) as fleet:
-            arguments = registry.address, str(tmp_path / "keys")
-            began = time.monotonic()
-            fleet.start(seat, *arguments)
-            (number, lives, following), at = agreed(fleet, everyone, 1)
-            assert number == 1 and {worker for worker, _ in lives} == everyone and not following
-            print(f"{SEATS} seats agree {at - began:.1f} s after the first was started")
+    with (
+        RegistryProcess(tmp_path / "registry", tmp_path / "keys" / "registry") as registry,
+        Fleet(tmp_path / "fleet", SEATS) as fleet,
+    ):
+        arguments = registry.address, str(tmp_path / "keys")
+        began = time.monotonic()
+        fleet.start(seat, *arguments)
+        (number, lives, following), at = agreed(fleet, everyone, 1)
+        assert number == 1 and {worker for worker, _ in lives} == everyone and not following
+        print(f"{SEATS} seats agree {at - began:.1f} s after the first was started, in {memory_mb(fleet):.0f} MB")
 
-            killed = SEATS // 2
-            began = time.monotonic()
-            fleet[killed].kill()
-            (number, lives, following), at = agreed(fleet, everyone - {killed}, 2)
-            assert number == 2 and {worker for worker, _ in lives} == everyone - {killed} and not following
-            print(f"{SEATS - 1} seats agree {at - began:.2f} s after a kill")
+        killed = SEATS // 2
+        began = time.monotonic()
+        fleet[killed].kill()
+        (number, lives, following), at = agreed(fleet, everyone - {killed}, 2)
+        assert number == 2 and {worker for worker, _ in lives} == everyone - {killed} and not following
+        print(f"{SEATS - 1} seats agree {at - began:.2f} s after a kill")
 
-            began = time.monotonic()
-            fleet.crew[killed].close()
-            fleet.crew[killed] = fleet.add(killed, seat, *arguments)
-            fleet.crew.pop()
-            (number, lives, following), at = agreed(fleet, everyone, 3)
-            assert number == 3 and {worker for worker, _ in lives} == everyone and following == [killed]
-            (number, lives, following), at = agreed(fleet, everyone, 4)
-            assert number == 4 and {worker for worker, _ in lives} == everyone and not following
-            print(f"{SEATS} seats agree that it trains {at - began:.1f} s after it was started again")
-            for worker in fleet.crew:
-                worker.tell()
-            assert not any(worker.ending().error for worker in fleet.crew)
+        began = time.monotonic()
+        fleet.crew[killed].close()
+        fleet.crew[killed] = fleet.add(killed, seat, *arguments)
+        fleet.crew.pop()
+        (number, lives, following), at = agreed(fleet, everyone, 3)
+        assert number == 3 and {worker for worker, _ in lives} == everyone and following == [killed]
+        (number, lives, following), at = agreed(fleet, everyone, 4)
+        assert number == 4 and {worker for worker, _ in lives} == everyone and not following
+        print(f"{SEATS} seats agree that it trains {at - began:.1f} s after it was started again")
+        for worker in fleet.crew:
+            worker.tell()
+        assert not any(worker.ending().error for worker in fleet.crew)
