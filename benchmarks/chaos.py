@@ -1,312 +1,236 @@
-"""Kills, stops and restarts workers of an elastic run at every moment, and measures what that costs the others.
+"""Kills, stops, cuts off and restarts workers of an elastic run at every moment, and measures what the others lose.
 
-    python benchmarks/chaos.py matrix                    # one fault in each run: faults x moments x workers
-    python benchmarks/chaos.py matrix --faults kill --moments sending flushing --workers 3
+    python benchmarks/chaos.py matrix                    # one fault in each run, at a random seat
+    python benchmarks/chaos.py matrix --fault kill cut --moment sending flushing --workers 2 5 --seat all
     python benchmarks/chaos.py day --minutes 10 --count 60    # many random faults in one run
 
 Every worker is a process (benchmarks/chaos_worker.py) with its own certificate; the registry is `atoll registry`. A
-fault hits one worker (or the registry); a killed worker is started again and joins. What must hold in every run:
+fault hits one worker, its line or the registry; a killed worker is started again. What must hold in every run:
 
-- every worker ends with exit code 0 and the same model;
-- at every version of every fragment, the anchor has the same bits on all workers that applied it;
-- no survivor loses a step: it never joins again and its steps are counted one by one.
+- all workers end, with exit code 0 and the same model; only one that was away at the end may come too late;
+- at every version of every fragment, the anchor has the same bits on all workers that applied it (while a worker is
+  cut off it is none of them: it takes over the others' state when it comes back);
+- no step of a survivor is lost: it never joins again, and every round counts all survivors;
+- survivors apply their next round at most 2 s after a kill, and `silent_s` + 2 s after a stop or a cut. While the
+  registry is away, nobody comes or goes: after its kill they have 2 s from its return if the moment needs a new view.
 
-"next round" is the time from the fault to the next round that the slowest survivor applies, less the usual time
-between two rounds; with a stop, the time after which silence counts is in it (`silent_s`). "back" is the time from the
-start of the killed worker's next process to its first inner step, importing torch included.
+"next round" is the time from the fault until the slowest survivor has applied a round ("finishing": has finished).
+"back" is the time from the worker's start, or from the end of the stop or cut, until it has applied its first round.
 """
 
 import argparse
 import json
-import os
 import random
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from atoll.link.net.run_keys import throw_away
-from chaos_worker import Task
+from chaos_day import day
+from chaos_fleet import Fleet, problems
+from chaos_worker import Strike, Task
+from sites import Sites, available
 
-HERE = Path(__file__).parent
-MOMENTS = ("joining", "between", "sending", "applying", "flushing", "admitting", "finishing")
-FAULTS = ("kill", "stop", "registry")
-Event = dict[str, Any]
+FAULTS = ("kill", "stop", "cut", "registry")
+MOMENTS = ("joining", "between", "sending", "applying", "flushing", "admitting", "giving", "saving", "finishing")
+COUNTS = {"between": 6, "sending": 4, "applying": 4, "flushing": 2, "saving": 7}
+"""At which occurrence of a moment to strike: in the midst of a run, of a flush, of the second checkpoint."""
+REGISTRY_AWAY_S = 0.5
+MOST_S = 2.0
+"""Seconds within which survivors go on, from when they can know of the fault."""
 
 
-class Fleet:
-    """Runs the registry and the workers of one run as processes."""
+@dataclass(frozen=True)
+class Cell:
+    """Is one case of the matrix."""
 
-    def __init__(self, folder: Path, task: Task) -> None:
-        self.folder = folder
-        self.task = task
-        self.keys = folder / "keys"
-        throw_away(task.workers).save(self.keys)
-        self.registry: subprocess.Popen[bytes] | None = None
-        self.address = f"127.0.0.1:{_free_port()}"
-        self.workers: dict[int, subprocess.Popen[bytes]] = {}
-        self.start_registry()
+    fault: str
+    moment: str
+    workers: int
+    seat: int
 
-    def start_registry(self) -> None:
-        """Start the registry, also again after it was killed."""
-        command = [sys.executable, "-m", "atoll", "registry", str(self.folder / "registry"), "--listen", self.address]
-        command += ["--keys", str(self.keys / "registry")]
-        log = (self.folder / "registry.log").open("ab")
-        self.registry = subprocess.Popen(command, stdout=log, stderr=log)
 
-    def start(self, worker: int, die_at: str = "") -> None:
-        """Start a worker, also again."""
-        task = replace(
-            self.task,
-            worker=worker,
-            registry=self.address,
-            keys=str(self.keys / f"worker-{worker}"),
-            events=str(self.folder / f"worker-{worker}.jsonl"),
-            die_at=die_at,
-        )
-        log = (self.folder / f"worker-{worker}.log").open("ab")
-        command = [sys.executable, str(HERE / "chaos_worker.py"), json.dumps(asdict(task))]
-        self.workers[worker] = subprocess.Popen(
-            command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
+@dataclass
+class Outcome:
+    """Holds what was measured in a cell."""
 
-    def events(self, worker: int) -> list[Event]:
-        """Return what a worker has written down."""
-        path = self.folder / f"worker-{worker}.jsonl"
-        if not path.exists():
+    next_s: float | None = None
+    allowed_s: float = 0.0
+    back_s: float | None = None
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def lateness(self) -> list[str]:
+        """What the survivors' next round was late by: a matter of the machine, too."""
+        if self.next_s is None or self.next_s <= self.allowed_s:
             return []
-        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-
-    def wait_for(self, what: str, met: Callable[[], bool], within_s: float) -> float:
-        """Wait until a condition holds, and return when that was; raise with the workers' output if it never does."""
-        until = time.monotonic() + within_s
-        while not met():
-            if any((process.poll() or 0) > 0 for process in self.workers.values()) or time.monotonic() > until:
-                raise TimeoutError(f"{what} did not happen within {within_s:g} s\n{self.output()}")
-            time.sleep(0.01)
-        return time.monotonic()
-
-    def wait_applied(self, workers: Iterable[int], after_s: float, count: int, within_s: float) -> float:
-        """Wait until each of these workers has applied `count` rounds after a time; return when the last had."""
-
-        def times(worker: int) -> list[float]:
-            return [event["t"] for event in self.events(worker) if event["kind"] == "applied" and event["t"] > after_s]
-
-        chosen = list(workers)
-        self.wait_for(
-            f"{count} rounds of workers {chosen}", lambda: all(len(times(w)) >= count for w in chosen), within_s
-        )
-        return max(times(worker)[count - 1] for worker in chosen)
-
-    def output(self) -> str:
-        """Return the last lines of all processes."""
-        parts = []
-        for path in sorted(self.folder.glob("*.log")):
-            parts.append(f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}")
-        for path in sorted(self.folder.glob("*.jsonl")):
-            lines = path.read_text().splitlines()[-5:]
-            parts.append(f"--- {path.name}\n" + "\n".join(lines))
-        return "\n".join(parts)
-
-    def close(self) -> None:
-        """Kill all that is left."""
-        for process in (*self.workers.values(), self.registry):
-            if process is not None and process.poll() is None:
-                process.kill()
-                process.wait()
+        return [f"{self.next_s:.2f} s, allowed are {self.allowed_s:.2f}"]
 
 
-def check(fleet: Fleet, survivors: Sequence[int]) -> list[str]:
-    """Return what is wrong with a run that has ended."""
-    problems = []
-    anchors: dict[tuple[int, int], dict[str, int]] = {}
-    models = set()
-    for worker in range(fleet.task.workers):
-        for event in fleet.events(worker):
-            if event["kind"] == "applied":
-                key = event["round"][1], event["version"]
-                anchors.setdefault(key, {})[event["anchor"]] = worker
-            elif event["kind"] == "finished":
-                models.add(event["model"])
-                if event["steps"] != fleet.task.steps:
-                    problems.append(f"worker {worker} ended after {event['steps']} steps")
-            elif event["kind"] == "rejoined" and worker in survivors:
-                problems.append(f"worker {worker}, a survivor, had to join again")
-    for (fragment, version), found in sorted(anchors.items()):
-        if len(found) > 1:
-            problems.append(f"fragment {fragment} version {version}: workers {sorted(found.values())} differ")
-    if len(models) != 1:
-        problems.append(f"{len(models)} different final models")
-    for worker, process in fleet.workers.items():
-        if process.wait(60) != 0:
-            problems.append(f"worker {worker} ended with {process.returncode}")
-    return problems
+class Case:
+    """Runs one cell.
 
+    Args:
+        cell: The case.
+        fleet: Not started yet, but for its registry.
+    """
 
-def one_fault(task: Task, fault: str, moment: str, victim: int, folder: Path) -> dict[str, Any]:
-    """Run once with one fault, and return what was measured."""
-    fleet = Fleet(folder, task)
-    seats = list(range(task.workers))
-    survivors = [seat for seat in seats if seat != victim or fault == "registry"]
-    result: dict[str, Any] = {"fault": fault, "moment": moment, "workers": task.workers, "victim": victim}
-    try:
-        dies = fault == "kill" and moment in ("sending", "applying", "flushing", "finishing")
-        count = {"sending": 4, "applying": 4, "flushing": 1, "finishing": 1}.get(moment, 1)
-        for seat in seats:
-            fleet.start(seat, f"{moment}:{count}" if dies and seat == victim else "")
-        if moment != "flushing":
-            fleet.wait_applied(survivors, 0.0, 3, 60)
-        if dies:
-            process = fleet.workers[victim]
-            fleet.wait_for(f"death of worker {victim}", lambda: process.poll() is not None, 60)
-            at = max(event["t"] for event in fleet.events(victim) if event["kind"] == "dies")
+    def __init__(self, cell: Cell, fleet: Fleet) -> None:
+        self.cell, self.fleet = cell, fleet
+        self.seats = list(range(cell.workers))
+        # With two workers, only one that joins is in a flush that the other survives.
+        self.is_joiner = cell.moment in ("joining", "admitting") or (cell.moment == "flushing" and cell.workers == 2)
+        helps = cell.moment in ("flushing", "giving") and not self.is_joiner
+        self.helper = (cell.seat + 1) % cell.workers if helps else None
+        struck = cell.seat if self.is_joiner or cell.fault != "registry" else None
+        self.survivors = [seat for seat in self.seats if seat not in (struck, self.helper)]
+        self.away = [seat for seat in (cell.seat, self.helper) if seat is not None and seat not in self.survivors]
+        self.outcome = Outcome()
+
+    def run(self) -> Outcome:
+        """Run the cell, and return what was measured."""
+        at = self._strike()
+        self._suffer(at)
+        if self.cell.moment != "finishing":
+            self._recover()
+            self.fleet.end_after(40)
+        self.fleet.wait_ended(self.survivors, self.away)
+        if self.cell.moment == "finishing" and self.cell.fault in ("stop", "cut"):
+            self._release()
+        self.fleet.wait_ended(self.seats, self.away)
+        late = (self.cell.seat,) if self.cell.moment == "finishing" and self.cell.fault != "registry" else ()
+        self.outcome.problems = problems(self.fleet, self.survivors, late)
+        return self.outcome
+
+    def _strike(self) -> float:
+        """Bring the run to the moment; return when the strike fell."""
+        fleet, seat = self.fleet, self.cell.seat
+        for other in self.seats:
+            fleet.start(other, self._plan() if other == seat and not self.is_joiner else None)
+        if self.cell.moment not in ("between", "sending", "applying"):
+            fleet.wait_applied(self.seats, 0.0, 3)
+        if self.is_joiner:
+            fleet.kill(seat)
+            fleet.start(seat, self._plan())
+        elif self.helper is not None:
+            fleet.kill(self.helper)
+            fleet.start(self.helper)
+        elif self.cell.moment == "finishing":
+            fleet.end_after(20)
+        fleet.wait_for(f"{self.cell.moment} of worker {seat}", lambda: fleet.events(seat, "strikes"), self.away)
+        at = float(fleet.events(seat, "strikes")[0]["t"])
+        if self.cell.fault in ("stop", "cut"):
+            fleet.cut_off.append((seat, at))
+        return at
+
+    def _plan(self) -> Strike:
+        cell, fleet = self.cell, self.fleet
+        plan = Strike(moment=cell.moment, count=COUNTS.get(cell.moment, 1), while_joining=self.is_joiner)
+        if cell.fault == "cut":
+            assert fleet.sites is not None
+            return replace(plan, command=fleet.sites[cell.seat].cutting)
+        if cell.fault == "registry":
+            assert fleet.registry is not None
+            return replace(plan, signal=signal.SIGKILL, pid=fleet.registry.pid)
+        return replace(plan, signal=signal.SIGKILL if cell.fault == "kill" else signal.SIGSTOP)
+
+    def _suffer(self, at: float) -> None:
+        """Wait until the survivors go on."""
+        fleet, outcome, fault = self.fleet, self.outcome, self.cell.fault
+        outcome.allowed_s = MOST_S + (fleet.task.silent_s if fault in ("stop", "cut") else 0.0)
+        if fault == "registry":
+            assert fleet.registry is not None
+            fleet.registry.wait()
+            time.sleep(REGISTRY_AWAY_S)
+            fleet.start_registry()
+            outcome.allowed_s += time.monotonic() - at if self.away else 0.0
+        if self.cell.moment == "finishing":
+            fleet.wait_for("the end", lambda: all(fleet.events(s, "finished") for s in self.survivors), self.away)
+            done = max(fleet.events(survivor, "finished")[0]["t"] for survivor in self.survivors)
         else:
-            at = _inflict(fleet, fault, victim)
-        if moment == "finishing":
-            pass
-        elif moment != "flushing":
-            result["next_s"] = round(fleet.wait_applied(survivors, at, 1, 60) - at, 3)
-        if fault == "kill":
-            if moment in ("joining", "admitting"):
-                fleet.start(victim, f"{moment}:1")
-                process = fleet.workers[victim]
-                fleet.wait_for(f"second death of worker {victim}", lambda: process.poll() is not None, 60)
-            if moment != "finishing":
-                result["back_s"] = round(_bring_back(fleet, victim), 2)
-        for seat in survivors:
-            ending = fleet.workers[seat]
-            fleet.wait_for(f"end of worker {seat}", lambda: ending.poll() is not None, 120)  # noqa: B023 - used here
-        if moment == "finishing" and fault == "kill":
-            del fleet.workers[victim]
-        result["problems"] = check(fleet, survivors)
-    except TimeoutError as fault_:
-        result["problems"] = [str(fault_)]
-    finally:
-        fleet.close()
-    return result
+            done = fleet.wait_applied(self.survivors, at, 1, self.away)
+        outcome.next_s = round(done - at, 3)
+
+    def _recover(self) -> None:
+        """Bring the struck worker back, and wait until all train."""
+        fleet, seat = self.fleet, self.cell.seat
+        if self.cell.fault in ("stop", "cut"):
+            fleet.wait_applied(self.survivors, fleet.cut_off[0][1] + fleet.task.silent_s, 2, self.away)
+        began = time.monotonic()
+        if self.cell.fault == "kill":
+            fleet.wait_for(f"death of worker {seat}", lambda: fleet.ended(seat), self.away)
+            fleet.start(seat)
+        elif self.cell.fault in ("stop", "cut"):
+            self._release()
+        self.outcome.back_s = round(fleet.wait_applied([seat], began, 1) - began, 2)
+        fleet.wait_applied(self.seats, time.monotonic(), 4)
+
+    def _release(self) -> None:
+        if self.cell.fault == "stop":
+            self.fleet.signal(self.cell.seat, signal.SIGCONT)
+        else:
+            assert self.fleet.sites is not None
+            self.fleet.sites[self.cell.seat].mend()
 
 
-def _inflict(fleet: Fleet, fault: str, victim: int) -> float:
-    at = time.monotonic()
-    if fault == "registry":
-        assert fleet.registry is not None
-        fleet.registry.kill()
-        fleet.registry.wait()
-        time.sleep(0.5)
-        fleet.start_registry()
-    elif fault == "stop":
-        process = fleet.workers[victim]
-        process.send_signal(signal.SIGSTOP)
-        survivors = [seat for seat in fleet.workers if seat != victim]
-        fleet.wait_applied(survivors, at + 0.5 * fleet.task.silent_s, 2, 60)
-        process.send_signal(signal.SIGCONT)
-    else:
-        fleet.workers[victim].kill()
-        fleet.workers[victim].wait()
-    return at
+def run_cell(cell: Cell, settings: dict[str, Any]) -> Outcome:
+    """Run one cell in a folder, and in sites, of its own."""
+    task = Task(workers=cell.workers, save_every=10 if cell.moment == "saving" else 0, **settings)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="atoll-chaos-")))
+        sites = stack.enter_context(Sites(cell.workers + 1)) if cell.fault == "cut" else None
+        case = Case(cell, stack.enter_context(Fleet(folder, task, sites)))
+        try:
+            return case.run()
+        except TimeoutError as fault:
+            case.outcome.problems.append(str(fault))
+            return case.outcome
 
 
-def _bring_back(fleet: Fleet, victim: int) -> float:
-    """Start a killed worker again; return the seconds until its first inner step."""
-    began = time.monotonic()
-    fleet.start(victim)
-
-    def joined() -> list[float]:
-        return [e["t"] for e in fleet.events(victim) if e["kind"] == "joined" and e["t"] > began]
-
-    fleet.wait_for(f"return of worker {victim}", lambda: bool(joined()), 60)
-    return joined()[0] - began
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def cells(arguments: argparse.Namespace) -> Iterator[Cell]:
+    """Yield the cells that were asked for."""
+    for workers in arguments.workers:
+        for fault in arguments.fault:
+            for moment in arguments.moment:
+                if moment == "giving" and workers == 2:
+                    continue  # a joiner whose only donor dies has nobody to join
+                chance = random.Random(f"{fault} {moment} {workers} {arguments.seed}").randrange(workers)
+                chosen = {"all": range(workers), "random": [chance]}
+                for seat in chosen.get(arguments.seat) or [min(int(arguments.seat), workers - 1)]:
+                    yield Cell(fault, moment, workers, seat)
 
 
 def matrix(arguments: argparse.Namespace) -> int:
-    """Run every cell, and print a table."""
-    bad = 0
-    print("| fault | moment | workers | seat | next round, s | back, s | |\n|---|---|---|---|---|---|---|")
-    for workers in arguments.workers:
-        for fault in arguments.faults:
-            for moment in arguments.moments if fault == "kill" else ("between",):
-                victim = random.Random(f"{fault} {moment} {workers} {arguments.seed}").randrange(workers)
-                task = Task(worker=0, workers=workers, registry="", keys="", events="", **arguments.task)
-                with ExitStack() as cleanup:
-                    folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="atoll-chaos-")))
-                    row = one_fault(task, fault, moment, victim, folder)
-                problems = row["problems"]
-                bad += bool(problems)
-                shown = [fault, moment, workers, victim, row.get("next_s", ""), row.get("back_s", "")]
-                print(f"| {' | '.join(map(str, shown))} | {problems or ''} |", flush=True)
+    """Run every cell, and print a table of them and one of the worst."""
+    if "cut" in arguments.fault and (missing := available()):
+        sys.exit(f"no line can be cut here: {missing}; choose other faults with --fault")
+    worst: dict[str, tuple[float, float, str]] = {}
+    bad, count = 0, Counter[str]()
+    print("| fault | moment | workers | seat | next round, s | allowed, s | back, s | |\n" + 8 * "|---" + "|")
+    for cell in cells(arguments):
+        outcome = run_cell(cell, arguments.task)
+        found = outcome.problems + outcome.lateness
+        bad += bool(found)
+        count[cell.fault] += 1
+        where = [cell.fault, cell.moment, cell.workers, cell.seat]
+        figures = [outcome.next_s, round(outcome.allowed_s, 2), outcome.back_s]
+        shown = ["" if value is None else value for value in (*where, *figures)]
+        print(f"| {' | '.join(map(str, shown))} | {'; '.join(found)} |", flush=True)
+        if outcome.next_s is not None:
+            place = f"{cell.moment}, {cell.workers} workers, seat {cell.seat}"
+            row = outcome.next_s, outcome.allowed_s, place
+            worst[cell.fault] = max(worst.get(cell.fault, row), row)
+    print("\n| fault | cells | worst next round, s | allowed, s | where |\n|---|---|---|---|---|")
+    for fault, (next_s, allowed_s, text) in worst.items():
+        print(f"| {fault} | {count[fault]} | {next_s} | {allowed_s:.2f} | {text} |")
+    print(f"\n{bad} of {count.total()} cells have problems")
     return 1 if bad else 0
-
-
-def day(arguments: argparse.Namespace) -> int:
-    """Run once with many random faults, and print what became of it."""
-    task = Task(worker=0, workers=arguments.seats, registry="", keys="", events="", **arguments.task)
-    task = replace(task, steps=int(60 * arguments.minutes / task.step_s), min_workers=1)
-    chance = random.Random(arguments.seed)
-    inflicted: list[str] = []
-    with ExitStack() as cleanup:
-        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="atoll-chaos-")))
-        fleet = Fleet(folder, task)
-        cleanup.callback(fleet.close)
-        for seat in range(task.workers):
-            fleet.start(seat)
-        fleet.wait_applied(range(task.workers), 0.0, 3, 60)
-        pause_s = 60 * arguments.minutes / (arguments.count + 3)
-        try:
-            while len(inflicted) < arguments.count and not _over(fleet):
-                time.sleep(pause_s * chance.uniform(0.2, 1.0))
-                inflicted.append(_random_fault(fleet, chance))
-            for seat, process in fleet.workers.items():
-                fleet.wait_for(f"end of worker {seat}", lambda: process.poll() is not None, 120)  # noqa: B023
-            problems = check(fleet, ())
-        except TimeoutError as fault:
-            problems = [str(fault)]
-        events = [event for seat in range(task.workers) for event in fleet.events(seat)]
-        samples = [event for event in events if event["kind"] == "sample"]
-        print(f"{len(inflicted)} faults: {dict(Counter(inflicted))}, {task.steps} steps of {task.workers} seats")
-        for kind in ("joined", "rejoined", "view"):
-            print(f"{kind}: {sum(event['kind'] == kind for event in events)}")
-        for name in ("rss_kb", "threads", "files"):
-            print(f"{name}: first {samples[0][name]}, last {samples[-1][name]}, most {max(e[name] for e in samples)}")
-        print("loss:", sorted({event["loss"] for event in events if event["kind"] == "finished"}))
-        print("problems:", problems or "none")
-    return 1 if problems else 0
-
-
-def _over(fleet: Fleet) -> bool:
-    return any(process.poll() == 0 for process in fleet.workers.values())
-
-
-def _random_fault(fleet: Fleet, chance: random.Random) -> str:
-    fault = chance.choice(["kill", "kill", "stop", "registry"])
-    victim = chance.randrange(fleet.task.workers)
-    process = fleet.workers[victim]
-    if fault == "registry":
-        _inflict(fleet, fault, victim)
-    elif fault == "stop":
-        process.send_signal(signal.SIGSTOP)
-        time.sleep(fleet.task.silent_s * chance.uniform(0.2, 3.0))
-        process.send_signal(signal.SIGCONT)
-    else:
-        process.kill()
-        process.wait()
-        time.sleep(chance.uniform(0.0, 2.0))
-        if not _over(fleet):
-            fleet.start(victim)
-    return fault
 
 
 def main() -> int:
@@ -315,8 +239,9 @@ def main() -> int:
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("matrix")
     one.add_argument("--workers", type=int, nargs="+", default=[2, 3, 4, 5])
-    one.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
-    one.add_argument("--moments", nargs="+", choices=MOMENTS, default=list(MOMENTS))
+    one.add_argument("--fault", nargs="+", choices=FAULTS, default=list(FAULTS))
+    one.add_argument("--moment", nargs="+", choices=MOMENTS, default=list(MOMENTS))
+    one.add_argument("--seat", default="random", help="a number, all or random")
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--task", type=json.loads, default={}, help="settings of chaos_worker.Task, as JSON")
     one.set_defaults(run=matrix)
@@ -324,6 +249,7 @@ def main() -> int:
     many.add_argument("--minutes", type=float, default=10.0)
     many.add_argument("--count", type=int, default=60, help="faults")
     many.add_argument("--seats", type=int, default=4)
+    many.add_argument("--rate", default="100mbit", help="of each worker's line; none for loopback without cuts")
     many.add_argument("--seed", type=int, default=0)
     many.add_argument("--task", type=json.loads, default={}, help="settings of chaos_worker.Task, as JSON")
     many.set_defaults(run=day)

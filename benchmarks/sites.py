@@ -90,9 +90,14 @@ class Site:
         sent, received = line["stats64"]["tx"], line["stats64"]["rx"]
         return Counters(sent["bytes"], sent["packets"], received["bytes"], received["packets"])
 
+    @property
+    def cutting(self) -> tuple[str, ...]:
+        """The command that cuts the line; it takes down the far end, so that the site keeps its routes."""
+        return ("ip", "-n", self._hub, "link", "set", self._port, "down")
+
     def cut(self) -> None:
         """Let the line carry nothing, in either direction: packets vanish, and connections are told nothing."""
-        _run("ip", "-n", self._hub, "link", "set", self._port, "down")  # the far end, so that the site keeps its routes
+        _run(*self.cutting)
 
     def mend(self) -> None:
         """Let the line carry packets again."""

@@ -40,6 +40,13 @@ MUTANTS = [
         tests=_in("member", "test_the_weights_of_a_round_are_told_once_its_members_are_certain"),
     ),
     Mutant(
+        "one that is excluded after its last round ends well",
+        ELASTIC,
+        "    if excluded is not None:\n",
+        "    if False:\n",
+        tests=_in("elastic", "test_one_that_is_excluded_after_its_last_round_does_not_end_well"),
+    ),
+    Mutant(
         "states are given before they are settled",
         DONOR,
         "for copy in self._copies if self._protocol.is_settled(copy.applied)]",

@@ -28,14 +28,6 @@ _MEASURED = _in("test_only_time_in_which_there_was_something_to_send_is_measured
 _BLIND = _in("test_before_any_measurement_the_background_waits_for_acknowledgements", OUTBOX)
 
 MUTANTS = [
-    Mutant(
-        "a dial under way is given up when it is asked for again",
-        PEERS,
-        "        if peer in self._sessions or (known is not None and known.addresses == (*addresses,)):\n",
-        "        if peer in self._sessions:\n",
-        also=(PEERS, "        known = self._wanted.get(peer)\n", ""),
-        tests=_in("test_asking_again_does_not_give_up_a_dial_under_way"),
-    ),
     Mutant("both ends choose a dial", HANDSHAKE, "return self.me < peer", "return True", tests=_CROSSING),
     Mutant("no end chooses a dial", HANDSHAKE, "return self.me < peer", "return False", tests=_CROSSING),
     Mutant(
@@ -55,6 +47,34 @@ MUTANTS = [
         "        if addresses:\n",
         "        if addresses and peer > self._own.me:\n",
         tests=_in("test_one_end_that_can_be_reached_is_enough"),
+    ),
+    Mutant(
+        "a dial begins anew whenever it is asked for",
+        PEERS,
+        " or (known is not None and known.addresses == tuple(addresses)):",
+        ":",
+        tests=_in("test_a_dial_is_not_begun_anew_when_it_is_asked_for_again"),
+    ),
+    Mutant(
+        "a dial that was given up is a loss",
+        PEERS,
+        "            if why is not None and unheard is not None:\n",
+        "            if False:\n",
+        tests=_in("test_a_dial_that_is_given_up_when_it_is_taken_is_no_loss", REFUSED),
+    ),
+    Mutant(
+        "a dial that was given up is not dialled again",
+        PEERS,
+        "                self.meet(session.peer, unheard[0].addresses, dial=True)\n",
+        "                pass\n",
+        tests=_in("test_a_dial_that_is_given_up_when_it_is_taken_is_no_loss", REFUSED),
+    ),
+    Mutant(
+        "a session counts before the peer has it",
+        PEERS,
+        "        if not self._own.chooses(peer):\n            self._connected",
+        "        if True:\n            self._connected",
+        tests=_in("test_a_dial_that_is_given_up_when_it_is_taken_is_no_loss", REFUSED),
     ),
     Mutant(
         "a dial outlives the wish",

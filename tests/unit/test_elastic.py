@@ -216,6 +216,27 @@ def test_an_excluded_worker_joins_again(run: ElasticRun, pool: Threads) -> None:
     close(*(worker.link for worker in workers))
 
 
+def test_one_that_is_excluded_after_its_last_round_does_not_end_well(run: ElasticRun, pool: Threads) -> None:
+    """The others may have completed that round without it: then it has a model that nobody else has."""
+    links = run.links()
+    for joined in [pool.submit(lambda link=link: link.join(TERMS, 1.0)) for link in links]:  # type: ignore[misc]
+        joined.result(30)
+    for pending in [link.open(RoundId(1, 0), offer(link.worker, 1), reduction(1)) for link in links]:
+        pending.wait()
+    links[2].advanced(1, 1, save(1))  # it knows that the others have applied the round only once they say so
+    closing = pool.submit(links[2].close)
+    member = links[0]._member
+    assert member is not None
+    event_loop().post(lambda: member.membership.propose(member.protocol.view.without({2})))
+    with pytest.raises(ExcludedError, match="its model may differ") as caught:
+        closing.result(30)
+    assert caught.value.worker == 2
+    for link in links[:2]:
+        link.advanced(1, 1, save(1))
+    for closed in [pool.submit(link.close) for link in links[:2]]:
+        closed.result(30)
+
+
 def test_rounds_go_on_while_the_registry_is_away(run: ElasticRun, pool: Threads) -> None:
     workers = [Worker(run.link(worker), 200, 0.005) for worker in range(3)]
     running = [pool.submit(worker.run) for worker in workers]

@@ -27,6 +27,7 @@ from peer_ends import End, both, ends, run, until
 pytestmark = pytest.mark.processes  # waits for connections more than it computes
 
 SESSION = "0123456789abcdef" * 2
+HEARTBEAT = frames.pack_time(Kind.PING, 1)
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +195,8 @@ async def raw(zero: End) -> AsyncIterator[Raw]:
         await bulk.write(BulkHello(session=SESSION, index=0).pack())
         assert await bulk.read() == b"1"
         assert await control.read() == pack(Kind.READY)
+        await control.write(HEARTBEAT)
+        await until(lambda: zero.log.of("connected"))
         yield Raw(control, bulk)
 
 
@@ -317,13 +320,35 @@ def test_the_second_of_two_dials_that_get_through_is_refused() -> None:
                 await bulk.write(BulkHello(session=session, index=0).pack())
                 assert await bulk.read() == b"1"
             assert await controls[0].read() == pack(Kind.READY)
+            await controls[0].write(HEARTBEAT)
             with pytest.raises(grpc.aio.AioRpcError, match="there is a session already"):
                 await controls[1].read()
             late = channel.stream_stream("/atoll.Peer/Control")()
             await late.write(GOOD.model_copy(update={"session": "c" * 32}).pack(b""))
             with pytest.raises(grpc.aio.AioRpcError, match="there is a session already"):
                 await late.read()
+            await until(lambda: zero.log.of("connected"))
             assert len(zero.log.of("connected")) == 1 and not zero.log.of("lost")
+
+    run(main())
+
+
+def test_a_dial_that_is_given_up_when_it_is_taken_is_no_loss() -> None:
+    """The end that chooses has taken it, and the other has not heard of that: both meet as if it had never been."""
+
+    async def main() -> None:
+        async with ends(End(0, INSECURE), End(1, INSECURE)) as (zero, one):
+            zero.peers.meet(one.me, [one.address], dial=False)
+            async with grpc.aio.insecure_channel(zero.address) as channel:
+                control, bulk = (channel.stream_stream(f"/atoll.Peer/{name}")() for name in ("Control", "Bulk"))
+                await control.write(GOOD.pack(b"gives up"))
+                await control.read()
+                await bulk.write(BulkHello(session=SESSION, index=0).pack())
+                assert await control.read() == pack(Kind.READY)
+                assert not zero.peers.is_connected(one.me)
+            one.peers.meet(zero.me, [], dial=False)
+            await until(both(zero, one))
+            assert zero.log.events == [("connected", one.me, b"from 1")]
 
     run(main())
 
@@ -395,6 +420,7 @@ def test_a_bulk_stream_belongs_to_a_session(keys: KeyRing) -> None:
                     await answer(one, good.pack())
                 assert not zero.log.events
                 await one.stream_stream("/atoll.Peer/Bulk")().write(good.model_copy(update={"index": 1}).pack())
+                await control.write(HEARTBEAT)
                 await until(lambda: zero.log.of("connected"))
 
     run(main())

@@ -284,7 +284,11 @@ class ElasticLink(Link):
             self._staging.shutdown(wait=False)
 
     def close(self, reason: str | None = None) -> None:
-        """Leave for good; without a reason, once the others have applied what this worker has sent."""
+        """Leave for good; without a reason, once the others have applied what this worker has sent.
+
+        Raises:
+            ExcludedError: The others have ended the run without this worker, so its model may differ from theirs.
+        """
         if self._member is None or self._closed:
             return
         self._closed = True
@@ -340,11 +344,15 @@ async def _leave(member: Member, reason: str | None, *, over: bool) -> None:
         if member.rounds.all_complete and member.protocol.is_settled(member.rounds.newest_step):
             break
         await asyncio.sleep(_SETTLED_S)
+    excluded = member.error if over and isinstance(member.error, ExcludedError) else None
     if over:
         await _end_run(member)
     if isinstance(member.error, LinkError) and member.error.worker not in (None, member.protocol.me.seat):
         reason = f"{LOST}{str(member.error).rpartition(': ')[2]}"
     await _close(member, reason or FINISHED)
+    if excluded is not None:
+        advice = "its model may differ from theirs: copy it from the folder of another worker"
+        raise ExcludedError(f"{excluded}; {advice}", worker=excluded.worker)
 
 
 async def _end_run(member: Member) -> None:

@@ -3,7 +3,8 @@
 Either end of a pair may dial, and both may at once. A dial gets through when its streams are open and
 hellos are exchanged. The end with the lower `Process` then takes one, says so on its control stream, and refuses
 all others; the other end never chooses. So dials that cross need no luck, and a pair that can be dialled in one
-direction only still meets.
+direction only still meets. The end that chooses counts the session once it has heard the other on it: that one may
+have given the dial up just before.
 """
 
 import asyncio
@@ -62,7 +63,7 @@ class Rate:
 class _Wanted:
     """Is a peer that this process wants a session with."""
 
-    addresses: tuple[str, ...] = ()
+    addresses: tuple[str, ...]
     dialling: asyncio.Task[None] | None = None
     problem: str | None = None
 
@@ -103,6 +104,7 @@ class Peers:
         self._silent_s = silent_s
         self._wanted: dict[Process, _Wanted] = {}
         self._sessions: dict[Process, Session] = {}
+        self._unheard: dict[Session, tuple[_Wanted, bytes]] = {}  # chosen here, with the greeting
         self._reception = Reception(self._own, self._expects, self._begin)
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: grpc.aio.Server | None = None
@@ -136,7 +138,7 @@ class Peers:
     def meet(self, peer: Process, addresses: Sequence[str], *, dial: bool) -> None:
         """Want a session with a process; a session that is lost is not opened again unless asked for again.
 
-        Asked for again while it dials the same addresses, it goes on: the peer may have taken this dial already.
+        Asking again before there is one changes nothing, unless for other addresses: a dial goes on.
 
         Args:
             peer: The process.
@@ -146,10 +148,10 @@ class Peers:
         if peer.seat == self._own.me.seat:
             raise LinkError(f"worker {peer.seat} cannot be its own peer", worker=peer.seat)
         known = self._wanted.get(peer)
-        if peer in self._sessions or (known is not None and known.addresses == (*addresses,)):
+        if peer in self._sessions or (known is not None and known.addresses == tuple(addresses)):
             return
         self._forget(peer)
-        wanted = self._wanted[peer] = _Wanted((*addresses,))
+        wanted = self._wanted[peer] = _Wanted(tuple(addresses))
         if addresses:
             delay_s = 0.0 if dial else _DIAL_TOO_S
             wanted.dialling = self._begin_task(self._dial(peer, wanted.addresses, delay_s), f"dial {peer.seat}")
@@ -167,8 +169,8 @@ class Peers:
             self._sessions[peer].end(None, reason)
 
     def is_connected(self, peer: Process) -> bool:
-        """Return whether there is a session with a process."""
-        return peer in self._sessions
+        """Return whether there is a session with a process, and both ends have it."""
+        return peer in self._sessions and self._sessions[peer] not in self._unheard
 
     def problem(self, peer: Process) -> str | None:
         """Return why the last dial failed, in one line; None if it did not, or none was asked for."""
@@ -224,6 +226,8 @@ class Peers:
             await asyncio.sleep(0.01)
         for session in list(self._sessions.values()):
             session.end(None, reason)
+        for peer in list(self._wanted):  # of sessions that ended unheard meanwhile
+            self._forget(peer)
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._server is not None:
             await self._server.stop(_GRACE_S)
@@ -231,30 +235,45 @@ class Peers:
     # ------------------------------------------------------------------ sessions
 
     def ended(self, session: Session, why: str | None) -> None:
-        """Forget a session that has ended; called by it."""
+        """Forget a session that has ended; called by it. One that the peer never was heard on is a failed dial."""
         assert session.closing is not None
         self._keep(session.closing)
+        unheard = self._unheard.pop(session, None)
         if self._sessions.get(session.peer) is session:
             del self._sessions[session.peer]
-            if why is not None:
+            if why is not None and unheard is not None:
+                self.meet(session.peer, unheard[0].addresses, dial=True)
+            elif why is not None:
                 self._handler.lost(session.peer, why)
+
+    def heard(self, session: Session) -> None:
+        """Count a session, for the peer has it too; called by it with everything that comes."""
+        if (unheard := self._unheard.pop(session, None)) is not None:
+            self._connected(session, unheard[1])
 
     def _begin(self, peer: Process, streams: Streams, greeting: bytes) -> Session:
         """Make a dial the session."""
         if not self._expects(peer):
             raise RefusedError(f"{name(peer)} is no longer expected")
+        wanted = self._wanted[peer]
         self._forget(peer, but=asyncio.current_task())
         session = Session(peer, streams, self, self._handler, self._silent_s, BACKGROUND_SHARE)
         self._sessions[peer] = session
         if self._own.chooses(peer):
+            self._unheard[session] = wanted, greeting
             session.put(pack(Kind.READY))
         session.start()
+        if not self._own.chooses(peer):
+            self._connected(session, greeting)
+        return session
+
+    def _connected(self, session: Session, greeting: bytes) -> None:
+        peer = session.peer
         try:
             self._handler.connected(peer, greeting)
         except Exception as fault:
             _log.exception("this process cannot handle the greeting of worker %d", peer.seat)
             session.end(f"has a greeting that this process cannot handle: {one_line(repr(fault))}", "fails")
-        return session
 
     def _expects(self, peer: Process) -> bool:
         if peer in self._sessions:

@@ -72,7 +72,10 @@ class Stream(Protocol):
 
 
 class Owner(Protocol):
-    """Is told that a session has ended."""
+    """Is told that a session is alive, or has ended."""
+
+    def heard(self, session: "Session") -> None:
+        """Note that something has come from the peer."""
 
     def ended(self, session: "Session", why: str | None) -> None:
         """Forget a session; without a reason, nobody else is told."""
@@ -185,6 +188,7 @@ class Session:
                 return
             self.pulse.heard_s = time.monotonic()
             if self.closing is None:
+                self._owner.heard(self)
                 self._take(data)
             elif data[:1] == bytes((Kind.CLOSE,)):  # both ends close at once
                 return
@@ -235,6 +239,7 @@ class Session:
                 return
             if self.closing is not None:
                 continue
+            self._owner.heard(self)
             arrived = self.assembly.take(frame)
             del frame
             if arrived is not None or self.assembly.received >= self.pulse.acked + ACK_BYTES:
