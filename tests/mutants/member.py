@@ -239,7 +239,7 @@ MUTANTS = [
     Mutant(
         "a second process goes unnoticed",
         MEMBERSHIP,
-        "        self._spawn(self._wait_replaced(self._presence))\n",
+        "        self.spawn(self._wait_replaced(self._presence))\n",
         "",
         tests=_in("membership", "test_a_process_whose_seat_is_taken_learns_it"),
     ),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol as Interface
 
 from atoll.errors import ExcludedError, LinkError
-from atoll.link.base import FragmentState, describe_differences
+from atoll.link.base import FragmentState, RoundId, describe_differences
 from atoll.link.net.actions import Action, Adopt, Complete, Exclude, Progress, Propose, Reduce, RoundMessage, Send
 from atoll.link.net.donor import Donor
 from atoll.link.net.greeting import Greeting
@@ -122,6 +122,12 @@ class Member:
         if self.rounds.drop(applied) or not self.protocol.has_state:
             self._act(self.protocol.has_applied(applied))
         self.donor.give_settled()
+
+    def leave_behind(self, round_id: RoundId) -> bool:
+        """Return whether this worker proposes to complete a round, and those before it, without late members."""
+        actions = self.protocol.leave_behind(round_id)
+        self._act(actions)
+        return bool(actions)
 
     # ------------------------------------------------------------------ what the registry tells
 
@@ -292,7 +298,10 @@ class Member:
 
     def _exclude(self, action: Exclude) -> None:
         seat = self.protocol.me.seat
-        seen = "; ".join(f"worker {other} {why}" for other, why in sorted(self.losses.items())) or "it was cut off"
+        seen = (
+            "; ".join(f"worker {other} {why}" for other, why in sorted(self.losses.items()))
+            or "it was cut off, or late"
+        )
         why = f"the others have gone on without worker {seat} (view {action.view.number}): {seen}"
         self.fail(ExcludedError(why, worker=seat))
 

@@ -6,6 +6,7 @@ is here. Everything that a member sends is kept until all members say that they 
 pass on what a lost member had sent to some of them.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -120,22 +121,35 @@ class Protocol:
     def leave_behind(self, round_id: RoundId) -> list[Action]:
         """Propose to complete a round, and those before it, without the members that it waits for here.
 
-        A member that has put nothing into the round proposes nothing: the round might be left with nobody.
+        A member that has put nothing into the round proposes nothing: the round might be left with nobody. Nor does one
+        that would leave a round with fewer than `min_workers`, or whose view does without those members already: then
+        they have opened the round, and what they have sent is on its way.
         """
         known = self._rounds.get(round_id)
         if known is None or known.done or known.offer is None or self.is_held_up:
             return []
         if self.me not in known.attempt.members:
             return []
-        attempt = known.attempt
-        here = [known.held.keys()]
-        if attempt.in_parts:
-            own = [part for part in range(known.offer.part_count(len(attempt.members))) if self._reduces(attempt, part)]
-            here = [known.parts.get((attempt.view, part), {}).keys() for part in own]
-        late = [member for member in attempt.members if not all(member in arrived for arrived in here)]
-        if late:
-            self._actions.append(Propose(self.view.leaving_behind(late, round_id.step)))
+        step, marked = round_id.step, self.view.late
+        late = {member for member in self._missing(known) if marked.get(member.seat, -1) < step}
+        waiting = [known for other, known in self._rounds.items() if other.step <= step and not known.done]
+        left = min(len(known.attempt.members) - len(late.intersection(self._missing(known))) for known in waiting)
+        if late and left >= self._min_workers:
+            self._actions.append(Propose(self.view.leaving_behind(late, step)))
         return self._take_actions()
+
+    def far_behind(self, most: int) -> list[Process]:
+        """Return members that lack more than `most` rounds of one fragment that are complete here, if enough remain.
+
+        All keep these rounds for them, and they may never catch up.
+        """
+        done = [round_id for round_id, known in self._rounds.items() if known.done]
+        far = []
+        for member in self.view.owing if len(done) > most and self.has_caught_up else ():
+            lacking = Counter(round_id.fragment for round_id in done if round_id.step > self._applied_by(member))
+            if member != self.me and max(lacking.values(), default=0) > most:
+                far.append(member)
+        return far if len(self.view.owing) - len(far) >= self._min_workers else []
 
     def on_view(self, view: View) -> list[Action]:
         """Take a view that the registry has accepted, and tell its members what is held here."""
@@ -250,6 +264,14 @@ class Protocol:
 
     def _reduces(self, attempt: Attempt, part: int) -> bool:
         return attempt.members[part % len(attempt.members)] == self.me
+
+    def _missing(self, known: RoundState) -> list[Process]:
+        """Return the members of a round whose payloads, or parts that this member reduces, are not here."""
+        attempt, here = known.attempt, [known.held.keys()]
+        if attempt.in_parts and known.offer is not None:
+            own = [part for part in range(known.offer.part_count(len(attempt.members))) if self._reduces(attempt, part)]
+            here = [known.parts.get((attempt.view, part), {}).keys() for part in own]
+        return [member for member in attempt.members if not all(member in arrived for arrived in here)]
 
     def _take_or_keep(self, sender: Process, message: RoundMessage | Progress, view: int) -> None:
         if view > self.adopted:

@@ -67,6 +67,11 @@ class RoundTable:
         """Whether no round is on its way."""
         return all(opened.done for opened in self._open.values())
 
+    def waiting_since(self, moment_s: float) -> list[RoundId]:
+        """Return the rounds that were opened before a moment and are not complete, newest first."""
+        waiting = (known for known, opened in self._open.items() if not opened.done and opened.opened_s <= moment_s)
+        return sorted(waiting, reverse=True)
+
     def position(self) -> str:
         """Return the oldest round that is not complete, or after which step this worker is."""
         waiting = sorted(round_id for round_id, opened in self._open.items() if not opened.done)

@@ -42,7 +42,8 @@ class ElasticControl(ControlPlane):
 
     def agree_on_settings(self, config: RunConfig) -> None:
         """Compare run files with each worker that this one meets."""
-        own = {**settings_terms(config), "link.min_workers": str(config.link.min_workers)}
+        link = {f"link.{name}": str(getattr(config.link, name)) for name in ("min_workers", "grace")}
+        own = {**settings_terms(config), **link}
         self.elastic.hooks.terms = {**self.elastic.hooks.terms, **own}
 
     def agree_on_data(self, data: TokenData) -> None:
@@ -83,6 +84,8 @@ def connect_elastic(config: RunConfig, seat: Seat, ranks: WorkerRanks, interrupt
         listen=settings.listen,
         min_workers=settings.min_workers,
         silent_s=settings.silent_s,
+        grace_s=settings.grace,
+        connections=settings.connections,
         join_s=settings.join_s,
     )
     members = MembershipLog(seat.worker, settings.min_workers, say)
