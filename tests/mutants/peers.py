@@ -91,7 +91,13 @@ MUTANTS = [
         "",
         tests=_in("test_an_early_dial_is_no_lost_time", REFUSED),
     ),
-    Mutant("a seat is what the hello says", RECEPTION, "if seat not in (None, hello.seat):", "if False:", tests=_SEATS),
+    Mutant(
+        "a seat is what the hello says",
+        RECEPTION,
+        "if caller is not None and caller.seat != hello.seat:",
+        "if False:",
+        tests=_SEATS,
+    ),
     Mutant(
         "an older life is dialled",
         HANDSHAKE,

@@ -27,6 +27,7 @@ from atoll.link.net.peers import Peers
 from atoll.link.net.protocol import Protocol
 from atoll.link.net.registries import open_registry
 from atoll.link.net.registry import INSECURE, Insecure
+from atoll.link.net.revocations import load_bundle
 from atoll.link.net.seat import Seat
 from atoll.link.net.views import Decision, Process
 from atoll.version import __version__
@@ -111,7 +112,7 @@ def elastic(registry: str, *, worker: int, workers: int, keys: str | Path, **tun
         ConfigError: An argument is invalid, or the keys cannot be read or are another worker's.
     """
     Seat(worker, workers)
-    security: Identity | Insecure = INSECURE if keys == INSECURE else Identity.load(Path(keys))
+    security: Identity | Insecure = INSECURE if keys == INSECURE else load_bundle(Path(keys))[0]
     if security != INSECURE and (security.bearer.role, security.bearer.seat) != ("worker", worker):
         problem = f"keys: {keys} holds the keys of {security.bearer}, and this is worker {worker}"
         raise ConfigError(f"{problem}: give its own folder", setting="keys", value=str(keys))

@@ -28,6 +28,7 @@ from atoll.link.net.open_round import BadPayloadError, OpenRound
 from atoll.link.net.peers import Peers
 from atoll.link.net.protocol import Protocol
 from atoll.link.net.round_table import RoundTable
+from atoll.link.net.session import REFUSED
 from atoll.link.net.views import Decision, Process, Told
 
 _DEAD_END_S = 20.0  # in which others, if there are any, agree on a view
@@ -35,8 +36,6 @@ FINISHED = "has finished"
 """The reason of a worker that leaves at the end of a run."""
 LOST = "has lost "
 """Begins the reason of a worker that leaves because another is gone."""
-REFUSED = "refuses this worker: "
-"""Begins the reason that a worker is given whose connection is closed for what it did or is."""
 
 
 @dataclass(frozen=True, slots=True)

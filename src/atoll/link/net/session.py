@@ -35,6 +35,8 @@ from atoll.link.net.views import Process
 BROKEN: Final = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 """Errors of a stream whose other end has gone."""
 CLOSED: Final = "closed its connection"
+REFUSED: Final = "refuses this worker: "
+"""Begins the reason that a worker is given whose connection is closed for what it did or is."""
 _LINGER_S: Final = 1.0  # for the peer to read why a session ends
 _QUIET = (  # say no more than that the other end has gone
     grpc.StatusCode.UNAVAILABLE,
@@ -86,6 +88,8 @@ class Streams:
     bulks: Sequence[Stream]
     channels: Sequence[grpc.aio.Channel] = ()
     """At the end that dialled."""
+    generation: int = 0
+    """The least that the generation of the peer's certificate can be."""
 
 
 @dataclass(slots=True)
@@ -126,6 +130,11 @@ class Session:
         self._silent_s = silent_s
         self._queue = _Queue()
         self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def generation(self) -> int:
+        """The least that the generation of the peer's certificate can be."""
+        return self._streams.generation
 
     def start(self) -> None:
         """Begin to read and write."""
