@@ -187,8 +187,8 @@ MUTANTS = [
     Mutant(
         "payloads are not compared",
         MEMBER,
-        "if self.rounds.check(peer, message, view):",
-        "if self.rounds.check(peer, message, view) or True:",
+        "usable = self.rounds.check(peer, message, view)",
+        "usable = self.rounds.check(peer, message, view) or True",
         also=(TABLE, "_check_size(message.payload, frozenset({reduction.payload_bytes}))", "pass"),
         tests=_NONSENSE,
     ),

@@ -173,7 +173,7 @@ MUTANTS = [
     Mutant(
         "heartbeats are not answered",
         SESSION,
-        "            self._queue.put(pack_time(Kind.PONG, read_time(data)), first=True)\n",
+        "            self.put(pack_time(Kind.PONG, read_time(data)), first=True)\n",
         "            pass\n",
         tests=_WHOLE,
     ),

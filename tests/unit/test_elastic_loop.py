@@ -261,7 +261,7 @@ def test_the_others_go_on_as_if_a_lost_worker_had_left(run: ElasticRun, name: st
 @pytest.mark.parametrize("run", [3, 4], indirect=True)
 def test_workers_that_are_lost_come_late_and_come_again_end_with_the_same_model(run: ElasticRun, name: str) -> None:
     problem, sync = Problem(workers=run.workers, steps=250), SYNCS[name]
-    crew = trips(run, problem, sync, run.workers)
+    crew = trips(run, problem, sync, run.workers, connections=3)
     crew[1].until = 20
     again = Trip(problem, sync, run.link(1, silent_s=20.0), pause_s=PAUSE_S)
     for trip in crew:

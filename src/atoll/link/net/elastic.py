@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, TypedDict, Unpack
 
@@ -275,7 +276,12 @@ class ElasticLink(Link):
         applied, save = self._saves
         if not (wanted := member.donor.wanted(applied)):
             return
-        copies = [save(fragment) for fragment in wanted]
+        copies = []
+        for fragment in wanted:
+            try:
+                copies.append(save(fragment))
+            except IndexError:
+                event_loop().post(partial(member.donor.forget, fragment))
         event_loop().post(lambda: member.donor.add(copies))
 
     def check(self) -> None:

@@ -11,9 +11,21 @@ from typing import Protocol as Interface
 
 from atoll.errors import ExcludedError, LinkError
 from atoll.link.base import FragmentState, RoundId, describe_differences
-from atoll.link.net.actions import Action, Adopt, Complete, Exclude, Progress, Propose, Reduce, RoundMessage, Send
+from atoll.link.net.actions import (
+    Action,
+    Adopt,
+    Complete,
+    Exclude,
+    Message,
+    Progress,
+    Propose,
+    Reduce,
+    RoundMessage,
+    Send,
+)
 from atoll.link.net.donor import Donor
 from atoll.link.net.greeting import Greeting
+from atoll.link.net.held_bytes import MOST_HELD
 from atoll.link.net.membership import Membership
 from atoll.link.net.messages import (
     Ask,
@@ -209,7 +221,7 @@ class Member:
             return
         if isinstance(message, Told):
             self.rounds.note_step(message.step)
-        self._act(self.protocol.receive(peer, message, view))
+        self._receive(peer, message, view)
         if isinstance(message, Progress):
             self.donor.give_settled()
 
@@ -225,15 +237,34 @@ class Member:
             self._refuse(peer, f"it sent {fault}")
             return
         received, view = message
-        self.rounds.received_bytes[received.round_id] += len(header) + len(body)
+        if self.rounds.receive(peer, received.round_id, len(header) + len(body)):
+            self._hold_no_more(peer)
+            return
         self._check_and_receive(peer, received, view)
 
     def _check_and_receive(self, peer: Process, message: RoundMessage, view: int) -> None:
         try:
-            if self.rounds.check(peer, message, view):
-                self._act(self.protocol.receive(peer, message, view))
+            usable = self.rounds.check(peer, message, view)
         except ValueError as fault:
             self._refuse(peer, f"it sent {fault}")
+            return
+        if usable:
+            self._receive(peer, message, view)
+
+    def _receive(self, peer: Process, message: Message, view: int) -> None:
+        if self.protocol.has_room_for(peer, view):
+            self._act(self.protocol.receive(peer, message, view))
+        else:
+            self._refuse(peer, "it sent too many messages of views that this worker does not know")
+
+    def _hold_no_more(self, peer: Process) -> None:
+        """End the process that is at fault for what is held: one that has not caught up may be too slow itself."""
+        if self.protocol.has_caught_up:
+            self._refuse(peer, f"it sent more than {MOST_HELD} bytes ahead of what this worker has applied")
+        else:
+            seat = self.protocol.me.seat
+            why = f"worker {seat} cannot keep up: it holds {MOST_HELD} bytes of rounds that it has not applied"
+            self.fail(LinkError(why, worker=seat))
 
     def _refuse(self, peer: Process, why: str) -> None:
         """Go on without a process that does not behave."""

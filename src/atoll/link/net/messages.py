@@ -157,7 +157,7 @@ class _ProgressHeader(Header):
 
 class _AskHeader(Header):
     kind: Literal["ask"] = "ask"
-    fragments: list[Number]
+    fragments: list[Annotated[int, Field(ge=0, lt=1 << 20)]]
     boundary: Step
 
 

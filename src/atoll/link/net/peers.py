@@ -22,6 +22,7 @@ from atoll.link.net.credentials import Gate
 from atoll.link.net.dialling import Unreachable, dial
 from atoll.link.net.frames import CONNECTIONS, CONTROL_BYTES, HEADER_BYTES, MESSAGE_BYTES, Kind, one_line, pack
 from atoll.link.net.handshake import Own, RefusedError, name
+from atoll.link.net.held_bytes import MOST_HELD
 from atoll.link.net.identity import Bearer, Identity, how_to_renew
 from atoll.link.net.listening import listen_on, server_options
 from atoll.link.net.outbox import Sending
@@ -196,8 +197,11 @@ class Peers:
         if len(header) > HEADER_BYTES:
             raise LinkError(f"a header of {len(header)} bytes; allowed are {HEADER_BYTES}", worker=peer.seat)
         flat = memoryview(body).cast("B")
-        if peer in self._sessions:
-            return self._sessions[peer].outbox.add(header, flat, background=background)
+        if (session := self._sessions.get(peer)) is not None:
+            if session.outbox.waiting > MOST_HELD:
+                why = f"takes what it is sent too slowly: {session.outbox.waiting} bytes wait"
+                asyncio.get_running_loop().call_soon(session.end, why, "cannot wait longer for what it has sent to go")
+            return session.outbox.add(header, flat, background=background)
         sending = Sending(0, header, flat, background=background)
         sending.done.cancel()
         return sending

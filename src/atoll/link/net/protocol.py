@@ -8,7 +8,7 @@ pass on what a lost member had sent to some of them.
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 from atoll.link.base import RoundId
 from atoll.link.net.actions import (
@@ -29,6 +29,11 @@ from atoll.link.net.actions import (
 )
 from atoll.link.net.round_state import Offer, RoundState
 from atoll.link.net.views import Attempt, Decision, Era, Process, Relay, RoundStatus, Told, View, decide, era_of
+
+MOST_EARLY: Final = 1 << 14
+"""Messages of one process that wait for a view."""
+MOST_TOLD: Final = 64
+"""Views for which is kept what one process has told."""
 
 
 class Protocol:
@@ -94,10 +99,17 @@ class Protocol:
         if isinstance(message, Told):
             if message.view >= self.view.number:
                 self._told.setdefault(message.view, {})[sender] = message
+                self._forget_told(sender)
                 self._decide()
         else:
             self._take_or_keep(sender, message, view)
         return self._take_actions()
+
+    def has_room_for(self, sender: Process, view: int) -> bool:
+        """Return whether a message may be received: of views that are not adopted, only so many are kept."""
+        if view <= self.adopted or len(self._early) < MOST_EARLY:
+            return True
+        return sum(known == sender for known, _, _ in self._early) < MOST_EARLY
 
     def reduced(self, round_id: RoundId, attempt: int, part: int, mean: Any) -> list[Action]:
         """Take the mean that a `Reduce` has asked for, and send it to all."""
@@ -350,6 +362,14 @@ class Protocol:
             gone &= self.view.following
         if gone:
             self._actions.append(Propose(self.view.without(gone)))
+
+    def _forget_told(self, sender: Process) -> None:
+        """Keep what a process has told for its newest views: the others are not adopted any more."""
+        numbers = sorted(number for number, known in self._told.items() if sender in known)
+        for number in numbers[:-MOST_TOLD]:
+            del self._told[number][sender]
+            if not self._told[number]:
+                del self._told[number]
 
     def _decide(self) -> None:
         told = self._told.get(self.view.number, {})
