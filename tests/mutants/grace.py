@@ -47,6 +47,12 @@ MUTANTS = [
         "max(lacking.values(), default=0) >= most",
     ),
     Mutant(
+        "those that are far behind go at the end of a run",
+        PROTOCOL,
+        "        if any(round_id.last for round_id in self._rounds):\n            return []\n",
+        "",
+    ),
+    Mutant(
         "those that are far behind go although too few remain",
         PROTOCOL,
         "return far if len(self.view.owing) - len(far) >= self._min_workers else []",
@@ -73,6 +79,7 @@ MUTANTS = [
         "if options.grace_s is not None:\n                mem",
         "if False:\n                mem",
     ),
+    Mutant("the last work of a late member is dropped", GRACE, " if not round_id.last]", "]"),
     Mutant(
         "members that are lost are called late",
         VIEWS,

@@ -148,6 +148,9 @@ def test_the_others_are_told_of_members_that_are_far_behind() -> None:
         far = [crew.at(seat).far_behind(4) for seat in range(3)]
         assert far == ([[Process(2, 1)], [Process(2, 1)], []] if number > 4 else [[], [], []])
     assert Crew(2).at(0).far_behind(0) == []
+    for seat in (0, 1):  # at the end of a run, it is waited for
+        crew.open(seat, RoundId(31, 0, last=True))
+    assert crew.at(0).far_behind(4) == []
 
 
 def test_nobody_is_far_behind_where_too_few_would_remain() -> None:
@@ -178,10 +181,10 @@ def in_thread(work: Callable[[], Any]) -> "Future[Any]":
     return done
 
 
-def open_round(link: ElasticLink, step: int) -> "Future[Any]":
-    payload = torch.ones(NUMEL).view(torch.uint8)
-    offer = Contribution(Member(link.worker, 1.0, 0, 7), payload)
-    return in_thread(link.open(RoundId(step, 0), offer, Reduction(Codec("fp32"), NUMEL, order=(step, 0, 0))).wait)
+def open_round(link: ElasticLink, step: int, *, last: bool = False) -> "Future[Any]":
+    offer = Contribution(Member(link.worker, 1.0, 0, 7), torch.ones(NUMEL).view(torch.uint8))
+    reduction = Reduction(Codec("fp32"), NUMEL, order=(step, 0, 0))
+    return in_thread(link.open(RoundId(step, 0, last), offer, reduction).wait)
 
 
 @pytest.mark.processes
@@ -208,16 +211,16 @@ def test_while_the_registry_is_away_one_proposal_waits_and_the_round_too(tmp_pat
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("grace_s", [None, 60.0])
-def test_without_grace_or_within_it_all_wait(tmp_path: Path, grace_s: float | None) -> None:
+@pytest.mark.parametrize(("grace_s", "last"), [(None, False), (60.0, False), (0.1, True)])
+def test_without_grace_or_within_it_or_at_the_end_all_wait(tmp_path: Path, grace_s: float | None, last: bool) -> None:
     with elastic_run(2, tmp_path) as run:
         links = run.links(grace_s=grace_s)
         for joined in [in_thread(partial(link.join, {}, 1.0, {STEPS_MADE: "0"})) for link in links]:
             joined.result(20)
-        waiting = open_round(links[0], 1)
+        waiting = open_round(links[0], 1, last=last)
         time.sleep(0.7)
         assert not waiting.done()
-        for one in (open_round(links[1], 1), waiting):
+        for one in (open_round(links[1], 1, last=last), waiting):
             assert [member.worker for member in one.result(20).members] == [0, 1]
         for link in links:
             link.close("the test has ended")

@@ -87,7 +87,7 @@ def test_the_lines_of_members() -> None:
 
     assert line(members(3, [0], [1, 2], 20)) == "view 3 from step 21: worker 0, workers 1, 2 catching up"
     late = replace(members(3, [0, 1], [], 20), late={1: 3})
-    assert line(late) == "view 3 from step 21: workers 0, 1; worker 1 is late, 3 rounds so far without it"
+    assert line(late) == "view 3 from step 21: workers 0, 1; worker 1 is late, rounds without it so far: 3"
     assert line(Lost(step=5, worker=1, why="is silent")) == "worker 1 is gone: is silent"
     assert line(Joined(step=5, worker=1, at=4)) == "worker 1 has joined at step 4"
     assert line(Joined(step=5, worker=1, at=4, since=2)) == "worker 1 was cut off at step 2 and is back at step 4"

@@ -3,7 +3,7 @@
 A round that waits for `grace_s` seconds is completed without the members that have not opened it; their work is in
 their next deltas. They stay members, and the others wait for them again, for as long, in every round: so one that was
 late once catches up. One that is always too slow would make all others keep ever more rounds for it, so it loses its
-seat, and joins again where the others are.
+seat, and joins again where the others are. The last rounds of a run wait for all: their work has no next delta.
 """
 
 import asyncio
@@ -39,5 +39,6 @@ async def watch_late(member: Member, grace_s: float, lose: Callable[[Process, st
             lose(far, f"was more than {MOST_BEHIND} rounds of a fragment behind")
         if asked == protocol.view.number or now_s - since_s < grace_s:  # one proposal at a time
             continue
-        if any(map(member.leave_behind, member.rounds.waiting_since(now_s - grace_s))):
+        waiting = [round_id for round_id in member.rounds.waiting_since(now_s - grace_s) if not round_id.last]
+        if any(map(member.leave_behind, waiting)):
             asked = protocol.view.number

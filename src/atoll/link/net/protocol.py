@@ -153,9 +153,11 @@ class Protocol:
     def far_behind(self, most: int) -> list[Process]:
         """Return members that lack more than `most` rounds of one fragment that are complete here, if enough remain.
 
-        All keep these rounds for them, and they may never catch up.
+        All keep these rounds for them, and they may never catch up. At a run's end nobody is: no more rounds come.
         """
         done = [round_id for round_id, known in self._rounds.items() if known.done]
+        if any(round_id.last for round_id in self._rounds):
+            return []
         far = []
         for member in self.view.owing if len(done) > most and self.has_caught_up else ():
             lacking = Counter(round_id.fragment for round_id in done if round_id.step > self._applied_by(member))
