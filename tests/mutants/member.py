@@ -201,8 +201,8 @@ MUTANTS = [
     Mutant(
         "payloads are not compared",
         MEMBER,
-        "if self.rounds.check(peer, message, view):",
-        "if self.rounds.check(peer, message, view) or True:",
+        "usable = self.rounds.check(peer, message, view)",
+        "usable = self.rounds.check(peer, message, view) or True",
         also=(TABLE, "_check_size(message.payload, frozenset({reduction.payload_bytes}))", "pass"),
         tests=_NONSENSE,
     ),
@@ -253,7 +253,7 @@ MUTANTS = [
     Mutant(
         "a second process goes unnoticed",
         MEMBERSHIP,
-        "        self._spawn(self._wait_replaced(self._presence))\n",
+        "        self.spawn(self._wait_replaced(self._presence))\n",
         "",
         tests=_in("membership", "test_a_process_whose_seat_is_taken_learns_it"),
     ),

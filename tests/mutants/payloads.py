@@ -6,6 +6,18 @@ TESTS = ["tests/unit/test_messages.py"]
 MESSAGES, GREETING, TABLE, ROUND = (
     f"link/net/{name}.py" for name in ("messages", "greeting", "round_table", "open_round")
 )
+_FLOOD = tuple(
+    f"tests/unit/test_member.py::{test}"
+    for test in (
+        "test_the_others_go_on_without_a_member_that_floods_them",
+        "test_a_joiner_that_is_sent_more_than_it_can_hold_ends_itself",
+        "test_nobody_is_given_a_fragment_that_there_is_not",
+    )
+)
+_OUTBOX = tuple(
+    f"tests/unit/test_outbox.py::{test}"
+    for test in ("test_messages_that_are_not_whole_take_bounded_memory", "test_a_peer_that_takes_nothing_is_lost")
+)
 _TABLE = ("tests/unit/test_round_table.py",)
 
 MUTANTS = [
@@ -75,12 +87,90 @@ MUTANTS = [
         tests=_TABLE,
     ),
     Mutant("a result may lack parts", TABLE, "if len(result.means) != count:", "if False:", tests=_TABLE),
+    Mutant("members may send any number of rounds ahead", TABLE, "if held <= MOST_HELD:", "if True:", tests=_TABLE),
     Mutant(
-        "any number of messages waits",
+        "a large model is refused on a small machine",
         TABLE,
-        "if sum(map(len, self._unchecked.values())) >= _MOST_UNCHECKED:",
-        "if len(self._unchecked.get(fragment, [])) >= _MOST_UNCHECKED:",
+        "return held > _ROUNDS_AHEAD * sum(",
+        "return True or held > _ROUNDS_AHEAD * sum(",
         tests=_TABLE,
+    ),
+    Mutant(
+        "messages cost only their content",
+        "link/net/held_bytes.py",
+        "cost = size + MESSAGE_COST",
+        "cost = size",
+        tests=_TABLE,
+    ),
+    Mutant(
+        "what was applied counts for ever",
+        "link/net/held_bytes.py",
+        "            self._held -= self._costs.pop(round_id)\n",
+        "            self._costs.pop(round_id)\n",
+        tests=_TABLE,
+    ),
+    Mutant(
+        "what one member sends counts for all",
+        "link/net/held_bytes.py",
+        "return self._held[sender]",
+        "return self._held.total()",
+        tests=_TABLE,
+    ),
+    Mutant(
+        "a joiner blames the others for being slow",
+        "link/net/member.py",
+        "        if self.protocol.has_caught_up:\n            self._refuse(",
+        "        if True:\n            self._refuse(",
+        tests=_FLOOD,
+    ),
+    Mutant(
+        "messages of unknown views are kept without end",
+        "link/net/member.py",
+        "if self.protocol.has_room_for(peer, view):",
+        "if True:",
+        tests=_FLOOD,
+    ),
+    Mutant(
+        "messages that are not whole take any memory",
+        "link/net/frames.py",
+        "if self._cost > self._most:",
+        "if False:",
+        tests=_OUTBOX,
+    ),
+    Mutant(
+        "messages that are whole count for ever",
+        "link/net/frames.py",
+        "        self._cost -= found.cost\n",
+        "",
+        tests=_OUTBOX,
+    ),
+    Mutant(
+        "control messages wait without end",
+        "link/net/session.py",
+        "if len(self._queue) >= QUEUED:",
+        "if False:",
+        tests=_OUTBOX,
+    ),
+    Mutant(
+        "payloads wait without end",
+        "link/net/peers.py",
+        "if session.outbox.waiting > MOST_HELD:",
+        "if False:",
+        tests=_OUTBOX,
+    ),
+    Mutant(
+        "a joiner ends its donor",
+        "link/net/elastic.py",
+        "            except IndexError:\n",
+        "            except ZeroDivisionError:\n",
+        tests=_FLOOD,
+    ),
+    Mutant(
+        "all that was told is kept",
+        "link/net/protocol.py",
+        "                self._forget_told(sender)\n",
+        "",
+        tests=("tests/unit/test_donor.py",),
     ),
     Mutant(
         "what waited is taken again",
@@ -113,7 +203,7 @@ MUTANTS = [
     Mutant(
         "bytes of applied rounds are kept",
         TABLE,
-        "                del counted[round_id]\n",
+        "            del self.sent_bytes[round_id]\n",
         "                pass\n",
         tests=_TABLE,
     ),

@@ -119,7 +119,13 @@ MUTANTS = [
         "",
         tests=_in("test_an_early_dial_is_no_lost_time", REFUSED),
     ),
-    Mutant("a seat is what the hello says", RECEPTION, "if seat not in (None, hello.seat):", "if False:", tests=_SEATS),
+    Mutant(
+        "a seat is what the hello says",
+        RECEPTION,
+        "if caller is not None and caller.seat != hello.seat:",
+        "if False:",
+        tests=_SEATS,
+    ),
     Mutant(
         "an older life is dialled",
         HANDSHAKE,
@@ -195,7 +201,7 @@ MUTANTS = [
     Mutant(
         "heartbeats are not answered",
         SESSION,
-        "            self._queue.put(pack_time(Kind.PONG, read_time(data)), first=True)\n",
+        "            self.put(pack_time(Kind.PONG, read_time(data)), first=True)\n",
         "            pass\n",
         tests=_WHOLE,
     ),

@@ -188,7 +188,7 @@ MUTANTS = [
         "False",
         tests=_CERTIFICATE,
     ),
-    Mutant("any role reads", SERVER, ' or bearer.role not in ("worker", "observer"):', ":", tests=_CERTIFICATE),
+    Mutant("an observer cannot read", SERVER, '("worker", "observer"))', '("worker",))', tests=_CERTIFICATE),
     Mutant(
         "no certificate is asked for",
         "link/net/credentials.py",
@@ -196,7 +196,7 @@ MUTANTS = [
         "require_client_auth=False",
         also=(
             SERVER,
-            "        if self._run is None:\n            return None\n",
+            "        if self._gate is None:\n            return None\n",
             "        if True:\n            return None\n",
         ),
         tests=_CERTIFICATE,
@@ -233,8 +233,8 @@ MUTANTS = [
     Mutant(
         "any server is the registry",
         CLIENT,
-        "server = Bearer(security.bearer.run, role).host_name",
-        'server = Bearer(security.bearer.run, "worker").host_name',
+        "accepted(Bearer(security.bearer.run, role)).host_name",
+        'accepted(Bearer(security.bearer.run, "worker")).host_name',
         tests=_in("test_a_server_with_another_certificate_is_no_registry"),
     ),
     Mutant(

@@ -106,6 +106,7 @@ elastic = false
 security = "keys"
 min_workers = 1
 silent_s = 5.0
+connections = 1
 listen = "0.0.0.0:0"
 emulate = "100Mbit/s,50ms"
 jitter_s = 0.01
@@ -118,7 +119,7 @@ wandb = "atoll"
 trackio = "atoll"
 view = "lines"
 """
-ABSENT = {"model.hf", "sync.outer_momentum", "link.address", "link.registry", "link.keys"}
+ABSENT = {"model.hf", "sync.outer_momentum", "link.address", "link.registry", "link.keys", "link.grace"}
 """Settings that do not go with the others."""
 
 WRONG: list[Any] = [

@@ -49,7 +49,7 @@ def test_the_template_holds_every_setting_and_is_the_default_run() -> None:
 def test_every_setting_the_template_leaves_out_can_be_switched_on() -> None:
     """By removing the "# " alone; those that need another setting as well say which."""
     needs = {"hf": "model.preset", "outer_betas": "adam", "outer_eps": "adam", "outages": "link.emulate"}
-    needs |= {"registry": "link.elastic", "keys": "link.elastic"}
+    needs |= dict.fromkeys(("registry", "keys", "grace"), "link.elastic")
     lines = template().splitlines()
     left_out = [n for n, line in enumerate(lines) if re.match(r"# \w+ = ", line)]
     assert len(left_out) > 20
@@ -252,7 +252,16 @@ def test_an_override_is_blamed_for_what_it_did() -> None:
 
 
 ELASTIC = "link.elastic=true link.registry=10.0.0.1:29400 link.keys=runs/x/keys/worker-{worker}"
-ELASTIC_ONLY = ("registry=h:1", "keys=k", "security=none", "min_workers=2", "silent_s=1.0", "listen=h:1")
+ELASTIC_ONLY = (
+    "registry=h:1",
+    "keys=k",
+    "security=none",
+    "min_workers=2",
+    "silent_s=1.0",
+    "listen=h:1",
+    "grace=1.0",
+    "connections=2",
+)
 NOT_ELASTIC = {
     "sync.method=data-parallel": 'link.elastic: cannot be set with sync.method = "data-parallel"',
     "sync.method=none sync.workers=1": 'link.elastic: cannot be set with sync.method = "none"',
@@ -562,6 +571,7 @@ def test_addresses_of_an_elastic_run(listen: str, registry: str) -> None:
     given = [f'link.listen="{listen}"', f'link.registry="{registry}"', "link.security=none", "link.min_workers=2"]
     link = parse("", ["link.elastic=true", *given]).link
     assert (link.listen, link.registry, link.min_workers, link.silent_s) == (listen, registry, 2, 5.0)
+    assert (link.grace, link.connections) == (None, 1)
 
 
 @pytest.mark.parametrize(
@@ -571,8 +581,10 @@ def test_addresses_of_an_elastic_run(listen: str, registry: str) -> None:
         *(("link.listen", text) for text in ("0.0.0.0", ":0", "h:65536", "h :0", "h:x")),
         *(("link.silent_s", text) for text in ("0", "0.01", "-1", "nan")),
         *(("link.min_workers", text) for text in ("0", "1.5", "true")),
+        *(("link.grace", text) for text in ("0", "-1", "nan", "inf", "true")),
+        *(("link.connections", text) for text in ("0", "9", "1.5", "true")),
     ],
 )
 def test_what_is_no_address_is_refused(key: str, value: str) -> None:
-    text = value if key in ("link.silent_s", "link.min_workers") else f'"{value}"'
+    text = f'"{value}"' if key in ("link.registry", "link.listen") else value
     assert f"{key}: must be" in refusal("", "link.elastic=true", f"{key}={text}")

@@ -278,3 +278,49 @@ def test_a_worker_with_other_terms_is_refused_and_the_others_go_on(run: ElasticR
         one.result(30)
     assert members(workers[0].completed[100]) == [0, 1]
     close(*(worker.link for worker in workers), stranger)
+
+
+LARGE = 700_000
+
+
+@pytest.mark.parametrize("run", [3, 4], indirect=True)
+def test_payloads_cross_several_connections(run: ElasticRun, pool: Threads) -> None:
+    """In one shot and in two; the end that dials says how many, and several rounds are on their way at once."""
+    links = [run.link(worker, connections=1 + worker) for worker in range(run.workers)]
+    steps = range(1, 5)
+    values = torch.arange(LARGE, dtype=torch.float32)
+
+    def train(link: ElasticLink, found: dict[int, Round]) -> None:
+        link.join(TERMS, 1.0, {STEPS_MADE: "0"})
+        pending = {}
+        for step in steps:
+            own = Contribution(
+                Member(link.worker, 1.0, 0, 7), ((1 + link.worker) * values + step).contiguous().view(torch.uint8)
+            )
+            pending[step] = link.open(RoundId(step, 0), own, Reduction(Codec("fp32"), LARGE, order=(step, 0, 0)))
+        found |= {step: one.wait() for step, one in pending.items()}
+
+    rounds: list[dict[int, Round]] = [{} for _ in links]
+    running = [
+        pool.submit(lambda link=link, found=found: train(link, found))  # type: ignore[misc]
+        for link, found in zip(links, rounds, strict=True)
+    ]
+    for one in running:
+        one.result(60)
+    used = {len(session._streams.bulks) for link in links for session in inside(link).peers._sessions.values()}
+    assert len(used) > 1 and used <= {1 + worker for worker in range(run.workers)}
+    for step in steps:
+        for found in rounds:
+            if run.workers == 3:
+                sent = [payload.view(torch.float32) for payload in found[step].payloads]
+                assert all(torch.equal(one, (1 + worker) * values + step) for worker, one in enumerate(sent))
+            else:
+                reduced, first = found[step].reduced, rounds[0][step].reduced
+                assert reduced is not None and first is not None and torch.equal(reduced, first)
+                torch.testing.assert_close(reduced.view(torch.float32), 2.5 * values + step)
+    close(*links)
+
+
+def inside(link: ElasticLink) -> Any:
+    assert link._member is not None
+    return link._member

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,6 +64,8 @@ class Trip:
     """Set when it has joined a run under way."""
     awaited: "Trip | None" = None
     """One that joins late: past half of its steps, this worker trains slowly until it is there."""
+    nap: "tuple[int, Trip, int] | None" = None
+    """After the first step it sleeps until another worker has come to the second."""
     done: "Future[Seen]" = field(default_factory=Future)
 
     def make(self, *, late: bool = False) -> OuterLoop:
@@ -94,6 +97,8 @@ class Trip:
             loop.step()
             self.seen.after[loop.steps] = bits(loop)
             self.seen.step = loop.steps
+            if self.nap is not None and loop.steps == self.nap[0]:
+                self.nap[1].reach(self.nap[2])
             late = self.awaited
             is_early = late is None or late.joined.is_set() or late.done.done() or loop.steps < self.problem.steps // 2
             time.sleep(self.pause_s if is_early else 0.3)
@@ -132,10 +137,10 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ElasticRun]:
         yield made
 
 
-def trips(run: ElasticRun, problem: Problem, sync: Sync, workers: int) -> list[Trip]:
+def trips(run: ElasticRun, problem: Problem, sync: Sync, workers: int, **more: Any) -> list[Trip]:
     """Make the trips of the first workers, which start together."""
     options = {"join_s": 30.0} if workers == run.workers else {"join_s": 1.0, "min_workers": workers}
-    options |= {"silent_s": 20.0}  # this machine may be busy
+    options |= {"silent_s": 20.0, **more}  # this machine may be busy
     return [Trip(problem, sync, run.link(worker, **options), pause_s=PAUSE_S) for worker in range(workers)]
 
 
@@ -284,7 +289,7 @@ def test_the_others_go_on_as_if_a_lost_worker_had_left(run: ElasticRun, name: st
 @pytest.mark.parametrize("run", [3, 4], indirect=True)
 def test_workers_that_are_lost_come_late_and_come_again_end_with_the_same_model(run: ElasticRun, name: str) -> None:
     problem, sync = Problem(workers=run.workers, steps=250), SYNCS[name]
-    crew = trips(run, problem, sync, run.workers)
+    crew = trips(run, problem, sync, run.workers, connections=3)
     crew[1].until = 20
     again = Trip(problem, sync, run.link(1, silent_s=20.0), pause_s=PAUSE_S)
     for trip in crew:
@@ -315,3 +320,71 @@ def test_workers_that_are_lost_come_late_and_come_again_end_with_the_same_model(
     last = max(found[-1].members)
     assert found[-1].members[last] == tuple(range(run.workers))
     assert np.isfinite(np.frombuffer(found[0].after[-1][0])).all()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded(Faults):
+    """Loses the payloads of the workers that a recorded round has done without."""
+
+    members: Mapping[RoundId, tuple[int, ...]]
+
+    def lost(self, worker: int, round_id: RoundId) -> bool:
+        return worker not in self.members[round_id]
+
+
+@pytest.mark.parametrize("name", SYNCS)
+def test_rounds_do_without_a_worker_that_is_late_and_its_next_delta_has_its_work(run: ElasticRun, name: str) -> None:
+    """As if its payloads had been lost on the way, in one process."""
+    problem, sync = Problem(workers=3, steps=60), SYNCS[name]
+    crew = trips(run, problem, sync, 3, grace_s=0.5)
+    crew[1].nap = 20, crew[0], 20 + 2 * sync.period
+    for trip in crew:
+        trip.start()
+    found = [trip.done.result(WAIT_S) for trip in crew]
+    close(crew)
+    agree(found)
+    late = [round_id for round_id, members in found[0].members.items() if 1 not in members and round_id.step > 20]
+    assert late and any(1 in members for round_id, members in found[0].members.items() if round_id > min(late))
+    assert found[1].members == found[0].members
+    assert not any(one.rejoins for one in found)
+    expected = oracle(Problem(workers=3, steps=60, faults=Recorded(members=found[0].members)), sync)
+    for theirs, mine in zip(expected, found, strict=True):
+        assert mine.members == theirs.members
+        assert mine.after == theirs.after
+
+
+@pytest.mark.parametrize("run", [5], indirect=True)
+def test_rounds_in_parts_do_without_a_worker_that_is_late(run: ElasticRun) -> None:
+    problem, sync = Problem(workers=5, steps=60), SYNCS["streaming"]
+    crew = trips(run, problem, sync, 5, grace_s=0.3)
+    crew[1].nap = 20, crew[0], 32
+    for trip in crew:
+        trip.start()
+    found = [trip.done.result(WAIT_S) for trip in crew]
+    close(crew)
+    agree(found)
+    assert any(1 not in members for members in found[0].members.values()) and found[1].members == found[0].members
+    assert not any(one.rejoins for one in found)
+
+
+def test_a_worker_that_is_far_behind_joins_again(run: ElasticRun) -> None:
+    problem, sync = Problem(workers=3, steps=150), SYNCS["eager"]
+    crew = trips(run, problem, sync, 3, grace_s=0.3)
+    crew[1].nap = 20, crew[0], 60
+    lost: list[tuple[int, str]] = []
+    for trip in crew:
+        trip.awaited = None if trip is crew[1] else crew[1]
+        assert isinstance(trip.link, ElasticLink)
+        trip.link.hooks.on_lost = lambda worker, why: lost.append((worker, why))
+        trip.start()
+    until = time.monotonic() + WAIT_S
+    while not lost or 1 not in crew[0].link.weights(10**6):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    crew[1].joined.set()
+    found = [trip.done.result(WAIT_S) for trip in crew]
+    close(crew)
+    agree(found)
+    assert (1, "was more than 4 rounds of a fragment behind") in lost
+    assert found[1].rejoins >= 1
+    assert found[0].members[max(found[0].members)] == (0, 1, 2)

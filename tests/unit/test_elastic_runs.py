@@ -188,6 +188,17 @@ def test_a_worker_that_is_stopped_leaves_in_order_and_the_lowest_of_the_others_e
         assert status(again) == 0 and "is finished already" in again.output
 
 
+def test_the_others_say_who_was_late_and_all_end_with_the_same_model(tmp_path: Path) -> None:
+    with running(tmp_path, steps=30) as run:
+        grace = ("--set", "link.grace=0.2", "--set", "link.connections=2")
+        first, slow, third = (run.start(worker, *grace, pause_s=0.4 if worker == 1 else 0.0) for worker in range(3))
+        finish(first, slow, third)
+        assert len(run.models()) == 1
+        late = [view.late for view in run.has(0, Members) if 1 in view.late]
+        assert late and [one[1] for one in late] == sorted(one[1] for one in late)
+        assert f"worker 1 is late, rounds without it so far: {late[-1][1]}" in first.output
+
+
 def test_a_worker_joins_late(tmp_path: Path) -> None:
     with running(tmp_path, min_workers=2, join_s=3.0) as run:
         first, second = run.start(0), run.start(1)

@@ -19,7 +19,8 @@ from atoll.core.allreduce import Reduction
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import STEPS_MADE, Contribution, FragmentState, Member, RoundId
-from atoll.link.net.actions import Whole
+from atoll.link.net import protocol, round_table
+from atoll.link.net.actions import Progress, Whole
 from atoll.link.net.elastic import ElasticLink
 from atoll.link.net.embedded_client import EmbeddedRegistry
 from atoll.link.net.etcd import EtcdRegistry
@@ -165,6 +166,49 @@ def test_the_others_go_on_without_a_member_that_sends_nonsense(
     close(*links)
 
 
+@pytest.mark.parametrize("how", ["far rounds", "no fragments", "no views"])
+def test_the_others_go_on_without_a_member_that_floods_them(
+    run: ElasticRun, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(round_table, "MOST_HELD", 20 * len(bad_whole(NUMEL)[1]))
+    monkeypatch.setattr(protocol, "MOST_EARLY", 10)
+    links = started(run)
+    pending = [link.open(RoundId(1, 0), contribution(link.worker), reduction(1)) for link in links[::2]]
+    me = process(links[1])
+    for step in range(2, 40):
+        if how == "no views":
+            say(links[1], links[0], encode_control(Progress(step), 10**6 + step))
+        else:
+            fragment = 0 if how == "far rounds" else step
+            header, body = encode_round(Whole(RoundId(step, fragment), me, contribution(1)), 1)
+            say(links[1], links[0], header, body.numpy().tobytes())
+    until(lambda: seats(links[0]) == seats(links[2]) == [0, 2])
+    for one in pending:
+        assert [member.worker for member in in_thread(one.wait).result(20).members] == [0, 2]
+    until(lambda: inside(links[1]).error is not None)
+    with pytest.raises(LinkError, match=r"worker 0 refuses this worker: it sent (more than|too many)"):
+        links[1].check()
+    close(*links)
+
+
+def test_a_joiner_that_is_sent_more_than_it_can_hold_ends_itself(
+    run: ElasticRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links = started(run, 2)
+    joiner = run.link(2)
+    admission = in_thread(lambda: joiner.join({}, 1.0, START)).result(20)
+    collected = in_thread(lambda: list(admission.states(1)))
+    monkeypatch.setattr(round_table, "MOST_HELD", 1000)
+    for step in range(1, 10):
+        header, body = encode_round(Whole(RoundId(step, 0), process(links[1]), contribution(1)), 1)
+        say(links[1], joiner, header, body.numpy().tobytes())
+    with pytest.raises(LinkError, match="worker 2 cannot keep up"):
+        collected.result(20)
+    close(joiner)
+    until(lambda: seats(links[0]) == seats(links[1]) == [0, 1])
+    close(*links)
+
+
 def test_a_round_that_is_waited_for_ends_with_the_error(run: ElasticRun) -> None:
     links = started(run)
     pending = links[0].open(RoundId(1, 0), contribution(0), reduction(1))
@@ -217,6 +261,24 @@ def test_another_donor_gives_what_a_lost_one_has_not(run: ElasticRun) -> None:
     assert [(one.fragment, one.applied, one.counts) for one in found] == [(n, 5, {"version": 5}) for n in range(4)]
     assert all(torch.equal(one.vectors["anchor"], torch.full((3,), 5.0)) for one in found)
     close(links[1], joiner)
+
+
+def test_nobody_is_given_a_fragment_that_there_is_not(run: ElasticRun) -> None:
+    links = started(run, 2)
+    joiner = run.link(2)
+    admission = in_thread(lambda: joiner.join({}, 1.0, START)).result(20)
+    collected = in_thread(lambda: list(admission.states(2)))
+    say(joiner, links[0], encode_control(Ask((0, 7), 0), 1))
+    until(lambda: 7 in inside(links[0]).donor.wanted(0) and 1 in inside(links[1]).donor.wanted(0))
+
+    def two(fragment: int) -> FragmentState:
+        return [state(5)(0), state(5)(1)][fragment]
+
+    for link in links:
+        link.advanced(5, 5, two)
+    assert [one.fragment for one in collected.result(20)] == [0, 1]
+    until(lambda: not inside(links[0]).donor.wanted(100))
+    close(*links, joiner)
 
 
 def test_a_joiner_that_is_promoted_owes_payloads_from_the_boundary_on(run: ElasticRun) -> None:

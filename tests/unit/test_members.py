@@ -1,9 +1,11 @@
 """Changes of the members of an elastic run: as events, as lines, and in reports."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from atoll.link.net.views import Decision, View
+from atoll.link.base import RoundId
+from atoll.link.net.views import Decision, Process, View
 from atoll.report.record import log_of, merge
 from atoll.runs.events import Event, Joined, Lost, Members, RoundApplied, Start
 from atoll.train.progress.members import MembershipLog
@@ -15,6 +17,12 @@ def decided(
 ) -> Decision:
     view = View(number, dict(seats), frozenset(following), **more)
     return Decision(view, boundary, (), {}, (), {}, frozenset())
+
+
+def left_behind(number: int, *late: tuple[int, int]) -> Decision:
+    """A view in which rounds, each of a step and a fragment, do without worker 1."""
+    rounds = {RoundId(*one): frozenset({Process(1, 5)}) for one in late}
+    return replace(decided(number, {0: 5, 1: 5}, boundary=9), left_behind=rounds)
 
 
 def members(number: int, training: list[int], following: list[int], boundary: int) -> Members:
@@ -52,6 +60,14 @@ def test_a_worker_that_another_has_lost_and_one_that_joins_itself() -> None:
     assert kinds == [lost, joined]
 
 
+def test_a_view_tells_who_was_left_behind_and_how_often() -> None:
+    log = MembershipLog(0, 1, lambda line: None)
+    for decision in (decided(1, {0: 5, 1: 5}), left_behind(2, (4, 0), (5, 1)), left_behind(3, (6, 0)), left_behind(4)):
+        log.decided(decision)
+    late = [event.late for event in log.events(50, 2.0) if isinstance(event, Members)]
+    assert late == [{}, {1: 2}, {1: 3}, {}]
+
+
 def test_a_pause_is_said_at_once_and_once() -> None:
     said: list[str] = []
     log = MembershipLog(0, 2, said.append)
@@ -70,6 +86,8 @@ def test_the_lines_of_members() -> None:
         return event_line(event, RunSummary().after(event)).partition(": ")[2]
 
     assert line(members(3, [0], [1, 2], 20)) == "view 3 from step 21: worker 0, workers 1, 2 catching up"
+    late = replace(members(3, [0, 1], [], 20), late={1: 3})
+    assert line(late) == "view 3 from step 21: workers 0, 1; worker 1 is late, rounds without it so far: 3"
     assert line(Lost(step=5, worker=1, why="is silent")) == "worker 1 is gone: is silent"
     assert line(Joined(step=5, worker=1, at=4)) == "worker 1 has joined at step 4"
     assert line(Joined(step=5, worker=1, at=4, since=2)) == "worker 1 was cut off at step 2 and is back at step 4"

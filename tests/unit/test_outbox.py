@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from atoll.link.net import peers, session
 from atoll.link.net.frames import BODY_BYTES, UNFINISHED, Arrived, Assembly, pack_frame
 from atoll.link.net.outbox import Outbox, Sending, _Meter
 from atoll.link.net.run_keys import KeyRing, throw_away
@@ -190,5 +191,44 @@ def test_control_does_not_wait_behind_payloads(keys: KeyRing) -> None:
             assert rate.bytes_per_s is not None and 1e6 < rate.bytes_per_s < 1e11
             assert rate.round_trip_s is not None and rate.silent_s < 5.0
             assert one.log.of("bulk")[1] == (zero.me, b"1", body)
+
+    run(main())
+
+
+def test_messages_that_are_not_whole_take_bounded_memory() -> None:
+    """Also in many small chunks, and in many messages; what is whole does not count any more."""
+    assembly, chunk = Assembly(10_000), memoryview(bytes(1000))
+    for number in range(50):
+        assert assembly.take(pack_frame(2 * number, 0, 1000, b"x", chunk)) is not None
+    for number in range(50, 55):
+        assert assembly.take(pack_frame(2 * number, 0, 5000, b"x", chunk)) is None
+    assembly.take(pack_frame(2 * 55, 0, 5000, b"x", chunk))
+    with pytest.raises(ValueError, match="bytes of messages that are not whole; allowed are 10000"):
+        assembly.take(pack_frame(2 * 56, 0, 5000, b"x", chunk))
+    assembly = Assembly(10_000)
+    for offset in range(2, 38, 2):
+        assert assembly.take(pack_frame(0, offset, 5000, b"", chunk[:1])) is None
+    with pytest.raises(ValueError, match="that are not whole"):
+        assembly.take(pack_frame(0, 38, 5000, b"", chunk[:1]))
+
+
+def test_a_peer_that_takes_nothing_is_lost(keys: KeyRing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "MOST_HELD", 10_000_000)
+    monkeypatch.setattr(session, "QUEUED", 100)
+
+    async def main() -> None:
+        for how in ("bulk", "control"):
+            async with ends(*(End(seat, keys.workers[seat]) for seat in range(2))) as (zero, one):
+                one.peers.meet(zero.me, [], dial=False)
+                zero.meet(one)
+                await until(both(zero, one))
+                for _ in range(15 if how == "bulk" else 150):  # all at once: nothing is sent meanwhile
+                    if how == "bulk":
+                        zero.peers.send_bulk(one.me, b"", bytes(1_000_000))
+                    else:
+                        zero.peers.send(one.me, b"again")
+                await until(lambda: zero.log.of("lost"))
+                why = "takes what it is sent too slowly: " if how == "bulk" else "does not read what it is sent"
+                assert zero.log.of("lost")[0][1].startswith(why)
 
     run(main())

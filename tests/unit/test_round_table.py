@@ -155,17 +155,18 @@ def test_what_comes_before_its_fragment_waits_for_it(made: Table) -> None:
     assert len(made.table.take_unchecked(2)) == 1
 
 
-def test_only_a_bounded_number_waits_whatever_fragments_they_name(made: Table, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(round_table, "_MOST_UNCHECKED", 50)
-    for number in range(50):
-        assert not made.table.check(PEER, whole(1, fragment=number % 7), 1)
-    for fragment in (0, 7):
-        with pytest.raises(ValueError, match="more than 50 payloads"):
-            made.table.check(PEER, whole(1, fragment=fragment), 1)
-    made.open(1, fragment=3)
-    assert made.table.check(PEER, whole(1, fragment=3), 1)
-    assert len(made.table.take_unchecked(3)) == 7
-    assert not made.table.check(PEER, whole(1, fragment=7), 1)
+def test_a_member_may_send_so_much_ahead_whatever_rounds_it_names(made: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(round_table, "MOST_HELD", 20_000)
+    assert not any(made.table.receive(PEER, RoundId(step, step % 7), 1000) for step in range(9))
+    assert made.table.receive(PEER, RoundId(3, 0), 1000)
+    assert not made.table.receive(ALL[2], RoundId(3, 0), 1000)
+    made.table.drop(4)  # some of these are applied
+    assert not any(made.table.receive(PEER, RoundId(10**9, 0), 0) for _ in range(9))
+    assert made.table.receive(PEER, RoundId(10**9, 0), 2000)
+    made.open(10, reduction=LARGE)  # whose payload is larger
+    monkeypatch.setattr(round_table, "MOST_HELD", LARGE.payload_bytes)
+    assert not any(made.table.receive(ALL[3], RoundId(11, 0), LARGE.payload_bytes) for _ in range(10))
+    assert any(made.table.receive(ALL[3], RoundId(12, 0), LARGE.payload_bytes) for _ in range(10))
 
 
 # ---------------------------------------------------------------------- where this worker is
@@ -175,13 +176,14 @@ def test_rounds_that_are_applied_are_dropped(made: Table) -> None:
     for step in (2, 4, 6):
         made.open(step)
         made.table.sent_bytes[RoundId(step, 0)] += 10
-        made.table.received_bytes[RoundId(step, 0)] += 10
+        made.table.receive(PEER, RoundId(step, 0), 10)
     assert not made.table.drop(1)
     assert made.table.last_applied == -1
     assert made.table.drop(4)
     assert made.table.last_applied == 4
     assert not made.table.drop(5)
-    assert set(made.table.sent_bytes) == set(made.table.received_bytes) == {RoundId(6, 0)}
+    assert set(made.table.sent_bytes) == {RoundId(6, 0)}
+    assert [made.table._received.of_round(RoundId(step, 0)) for step in (2, 4, 6)] == [0, 0, 10]
     assert made.table.position() == "step 6, fragment 0"
     assert made.table.drop(6)
     assert made.table.position() == "after step 6"
@@ -320,7 +322,7 @@ def test_one_shot_gives_the_payloads_in_seat_order(made: Table) -> None:
     opened = made.open(1, own=payload(SMALL.payload_bytes, 0, 5.0))
     theirs = payload(SMALL.payload_bytes, 1, 6.0)
     made.table.sent_bytes[opened.round_id] = 30
-    made.table.received_bytes[opened.round_id] = 40
+    made.table.receive(PEER, opened.round_id, 40)
     arrived = {ME: opened.whole, PEER: theirs, ALL[2]: None}
     made.table.complete(Complete(opened.round_id, Attempt(1, ALL[:3]), arrived, None, frozenset({0, 1, 2})))
     completed = opened.wait()

@@ -18,8 +18,8 @@ def load_security(keys: Path | None, security: str, whose: str) -> "Identity | I
         security: "keys" or "none".
         whose: The bearer whose keys are needed, for the message if they are missing.
     """
-    from atoll.link.net.identity import Identity
     from atoll.link.net.registry import INSECURE
+    from atoll.link.net.revocations import load_bundle
 
     if security not in ("keys", INSECURE):
         problem = f"--security {security}: allowed are keys and {INSECURE}"
@@ -31,4 +31,4 @@ def load_security(keys: Path | None, security: str, whose: str) -> "Identity | I
     if keys is None:
         problem = f"--keys is missing: give the folder of the {whose}'s keys, made by `atoll keys new`"
         raise ConfigError(f"{problem}; on a private cable, --security none", setting="keys")
-    return Identity.load(keys)
+    return load_bundle(keys)[0]

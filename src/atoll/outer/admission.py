@@ -47,9 +47,10 @@ def tell_advanced(loop: "OuterLoop", step: int, applied: int) -> None:
 
     def save(fragment: int) -> FragmentState:
         loop._rounds.offload.bring_home()
-        state = loop._rounds.shared(fragment, applied)
-        loop._rounds.offload.use_again()
-        return state
+        try:
+            return loop._rounds.shared(fragment, applied)
+        finally:
+            loop._rounds.offload.use_again()
 
     loop.link.advanced(step, applied, save)
 

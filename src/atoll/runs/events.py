@@ -184,6 +184,8 @@ class Members:
     boundary: int
     """Rounds after this step are between these members."""
     seconds: Number
+    late: dict[int, int] = field(default_factory=dict)
+    """Worker that this view has left behind -> rounds that were completed without it so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -197,7 +197,7 @@ def _link_conflicts(run: "RunConfig") -> Iterator[Conflict]:
 def _elastic_conflicts(run: "RunConfig") -> Iterator[Conflict]:
     link, sync = run.link, run.sync
     if not link.elastic:
-        for name in ("registry", "keys", "security", "min_workers", "silent_s", "listen"):
+        for name in ("registry", "keys", "security", "min_workers", "silent_s", "grace", "connections", "listen"):
             if getattr(link, name) != type(link).model_fields[name].default:
                 why = "is for workers that come and go: set link.elastic = true, or leave it out"
                 yield Conflict((f"link.{name}", "link.elastic"), why)

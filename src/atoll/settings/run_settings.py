@@ -20,6 +20,7 @@ from atoll.settings.value_types import (
     Chance,
     CodecName,
     Compute,
+    Connections,
     Count,
     Decay,
     Delays,
@@ -303,6 +304,10 @@ class LinkSection(Section):
     """Elastic: while fewer train, all pause."""
     silent_s: Silence = 5.0
     """Elastic: seconds after which the others go on without a worker that says nothing."""
+    grace: Seconds | None = Field(default=None, examples=[2.0])
+    """Elastic: seconds after which a round does without a worker that is late; left out: it waits."""
+    connections: Connections = 1
+    """Elastic: TCP connections for payloads between two workers; more for lines that are both long and fast."""
     listen: Listen = "0.0.0.0:0"
     """Elastic: where this worker listens for the others; port 0: a free one."""
     emulate: Text | None = Field(default=None, examples=["100Mbit/s,50ms"])

@@ -108,6 +108,7 @@ Registry = Annotated[
 ]
 Listen = Annotated[str, AfterValidator(_listen), Allowed('HOST:PORT, like "10.0.0.2:29401"; port 0 takes a free one')]
 Seconds = Annotated[float, Field(gt=0, lt=1e6), Allowed("a number of seconds above 0, below 10^6")]
+Connections = Annotated[int, Field(ge=1, le=8), Allowed("a whole number from 1 to 8")]
 Silence = Annotated[float, Field(ge=0.1, lt=1e6), Allowed("a number of seconds from 0.1, below 10^6")]
 Tokenizer = Annotated[
     str,

@@ -53,7 +53,7 @@ async def dial(own: Own, peer: Process, address: str, begin: Begin) -> None:
 
 async def _open(own: Own, peer: Process, address: str, stack: AsyncExitStack) -> tuple[Streams, bytes]:
     """Open all streams, and exchange hellos."""
-    session = secrets.token_hex(16)
+    session, generation = secrets.token_hex(16), own.least_generation(peer)
     channels = [_channel(own, peer, address) for _ in range(1 + own.connections)]
     for channel in channels:
         stack.push_async_callback(channel.close)
@@ -70,7 +70,7 @@ async def _open(own: Own, peer: Process, address: str, stack: AsyncExitStack) ->
     for bulk in bulks:
         if await bulk.read() != ACCEPTED:
             raise FrameError("no answer on a bulk stream")
-    return Streams(control, bulks, channels), greeting
+    return Streams(control, bulks, channels, generation), greeting
 
 
 async def _ready(control: Any) -> None:

@@ -43,6 +43,10 @@ class Donor:
         self._copies += copies
         self.give_settled()
 
+    def forget(self, fragment: int) -> None:
+        """Forget who has asked for a fragment that there is not."""
+        self._asked = {key: boundary for key, boundary in self._asked.items() if key[1] != fragment}
+
     def give_settled(self) -> None:
         """Give the copies of which every member has applied all rounds."""
         for copy in [copy for copy in self._copies if self._protocol.is_settled(copy.applied)]:

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Final, TypedDict, Unpack
 
 from atoll._util.checks import check_whole, config_error
 from atoll.core.allreduce import Reduction
@@ -15,6 +17,7 @@ from atoll.link.base import STEPS_MADE, Admission, FragmentState, Link, Offer, P
 from atoll.link.net.admission import NetAdmission
 from atoll.link.net.entrance import Entrance, run_is_over
 from atoll.link.net.event_loop import event_loop
+from atoll.link.net.grace import watch_late
 from atoll.link.net.greeting import Greeting
 from atoll.link.net.identity import Identity
 from atoll.link.net.member import FINISHED, LOST, Member
@@ -25,11 +28,14 @@ from atoll.link.net.peers import Peers
 from atoll.link.net.protocol import Protocol
 from atoll.link.net.registries import open_registry
 from atoll.link.net.registry import INSECURE, Insecure
+from atoll.link.net.revocations import load_bundle
 from atoll.link.net.seat import Seat
 from atoll.link.net.views import Decision, Process
 from atoll.version import __version__
 
 WIRE_FORMAT = "3"
+CONNECTIONS: Final = 8
+"""Most TCP connections for payloads between two workers."""
 _ATTEMPTS = 5
 _CLOSE_S = 10.0  # for the others to have applied the rounds of a worker that leaves
 _FINISH_S = 600.0  # for the same at the end of a run, over a slow line; those that die or are silent do not count
@@ -53,6 +59,10 @@ class ElasticOptions:
     """While fewer train, all pause."""
     silent_s: float = 5.0
     """Seconds after which a worker that says nothing is lost."""
+    grace_s: float | None = None
+    """Seconds after which a round is completed without workers that have not opened it; None: never."""
+    connections: int = 1
+    """TCP connections for payloads between two workers, as the one that dials has it."""
     join_s: float = 600.0
     """Seconds to wait for the others at the start."""
 
@@ -73,16 +83,17 @@ class ElasticHooks:
     """Further terms that all workers must have alike, from join() on."""
 
 
-def elastic(
-    registry: str,
-    *,
-    worker: int,
-    workers: int,
-    keys: str | Path,
-    min_workers: int = 1,
-    silent_s: float = 5.0,
-    listen: str = "0.0.0.0:0",
-) -> "ElasticLink":
+class Tuning(TypedDict, total=False):
+    """Holds the arguments of `elastic` that may be left out."""
+
+    min_workers: int
+    silent_s: float
+    grace_s: float | None
+    connections: int
+    listen: str
+
+
+def elastic(registry: str, *, worker: int, workers: int, keys: str | Path, **tuning: Unpack[Tuning]) -> "ElasticLink":
     """Make this process's link to workers on other machines that come and go; nothing is sent before `join`.
 
     Args:
@@ -90,27 +101,36 @@ def elastic(
         worker: This worker's number; one that died comes back under the same.
         workers: Number of seats, the most that train together.
         keys: Folder of this worker's bundle, made by `atoll keys new`; "none" on a private cable.
-        min_workers: While fewer train, all pause.
-        silent_s: Seconds after which a worker that says nothing is lost.
-        listen: HOST:PORT at which the others reach this process; port 0 takes a free one.
+        **tuning: Further arguments, by name:
+
+            - `min_workers` (1): While fewer train, all pause.
+            - `silent_s` (5): Seconds after which a worker that says nothing is lost.
+            - `grace_s` (None): Seconds after which a round is completed without workers that have not opened it.
+            - `connections` (1): TCP connections for payloads between two workers, at most 8.
+            - `listen` ("0.0.0.0:0"): HOST:PORT at which the others reach this process; port 0 takes a free one.
 
     Raises:
         ConfigError: An argument is invalid, or the keys cannot be read or are another worker's.
     """
     Seat(worker, workers)
-    check_whole("min_workers", min_workers)
-    if min_workers > workers:
-        raise config_error("min_workers", min_workers, f"a whole number from 1 to workers ({workers})")
-    if isinstance(silent_s, bool) or not isinstance(silent_s, int | float) or not 0.1 <= silent_s <= 3600:
-        raise config_error("silent_s", silent_s, "a number of seconds from 0.1 to 3600")
-    security: Identity | Insecure = INSECURE if keys == INSECURE else Identity.load(Path(keys))
+    security: Identity | Insecure = INSECURE if keys == INSECURE else load_bundle(Path(keys))[0]
     if security != INSECURE and (security.bearer.role, security.bearer.seat) != ("worker", worker):
         problem = f"keys: {keys} holds the keys of {security.bearer}, and this is worker {worker}"
         raise ConfigError(f"{problem}: give its own folder", setting="keys", value=str(keys))
-    options = ElasticOptions(
-        registry=registry, security=security, listen=listen, min_workers=min_workers, silent_s=float(silent_s)
-    )
+    options = ElasticOptions(registry=registry, security=security, **tuning)
+    check_whole("min_workers", options.min_workers)
+    if options.min_workers > workers:
+        raise config_error("min_workers", options.min_workers, f"a whole number from 1 to workers ({workers})")
+    _check_seconds("silent_s", options.silent_s, 0.1)
+    if options.grace_s is not None:
+        _check_seconds("grace_s", options.grace_s, 0.01)
+    check_whole("connections", options.connections, most=CONNECTIONS, why="each is a TCP connection")
     return ElasticLink(worker, workers, options)
+
+
+def _check_seconds(name: str, value: object, least: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 3600:
+        raise config_error(name, value, f"a number of seconds from {least:g} to 3600")
 
 
 class ElasticLink(Link):
@@ -180,7 +200,14 @@ class ElasticLink(Link):
         membership = Membership(
             open_registry(options.registry, options.security), me, handler.on_change, handler.on_fault
         )
-        peers = Peers(me, options.security, handler, greeting=greeting.encode(), silent_s=options.silent_s)
+        peers = Peers(
+            me,
+            options.security,
+            handler,
+            greeting=greeting.encode(),
+            silent_s=options.silent_s,
+            connections=options.connections,
+        )
         member = handler.member = Member(
             protocol, membership, peers, greeting, self.workers, self._decided, elastic=options.elastic
         )
@@ -189,6 +216,8 @@ class ElasticLink(Link):
             address = await peers.start(options.listen)
             addresses = addresses_of(address, options.registry)
             await membership.announce(addresses, max(2 * options.silent_s, 1.0))
+            if options.grace_s is not None:
+                membership.spawn(watch_late(member, options.grace_s, handler.lost))
             await Entrance(member, self.workers, least, options.join_s, self.hooks.on_wait).enter()
         except BaseException as fault:
             self._member = None
@@ -257,7 +286,12 @@ class ElasticLink(Link):
         applied, save = self._saves
         if not (wanted := member.donor.wanted(applied)):
             return
-        copies = [save(fragment) for fragment in wanted]
+        copies = []
+        for fragment in wanted:
+            try:
+                copies.append(save(fragment))
+            except IndexError:
+                event_loop().post(partial(member.donor.forget, fragment))
         event_loop().post(lambda: member.donor.add(copies))
 
     def check(self) -> None:

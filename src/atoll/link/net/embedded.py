@@ -20,10 +20,12 @@ import grpc.aio
 
 from atoll.errors import RegistryError
 from atoll.link.net import registry_messages as messages
+from atoll.link.net.credentials import Gate, PeerRefusedError
 from atoll.link.net.identity import Bearer, Identity
 from atoll.link.net.journal import PAGE_BYTES, PAGE_CHANGES, Change, Journal, Page
 from atoll.link.net.listening import listen_on, server_options
 from atoll.link.net.registry import INSECURE, VIEW, Insecure, Standing, check_key, check_prefix, seat_of
+from atoll.link.net.revocation_watch import list_of, watch_revocations
 
 CONNECTIONS: Final = 4096
 """Most connections, strangers' included; and at most half of the files that the process may open."""
@@ -67,7 +69,7 @@ class RegistryServer:
         """HOST:PORT where it listens."""
         self._journal = journal
         self._thread = thread  # the journal's: waiting for the disk holds up nothing else
-        self._run = None if security == INSECURE else security.bearer.run
+        self._gate = None if security == INSECURE else Gate(security.bearer.run, list_of(security))
         now_s = time.monotonic()
         terms = {key: _Term(number, ttl_s, now_s + ttl_s) for key, (number, ttl_s) in journal.leases().items()}
         self._terms: dict[str, _Term] = terms
@@ -77,7 +79,7 @@ class RegistryServer:
             options=server_options(messages.MESSAGE_BYTES, CONNECTIONS), maximum_concurrent_rpcs=2 * WATCHERS
         )
         self._calls: set[asyncio.Task[messages.Message]] = set()
-        self._sweeping: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
     async def start(cls, folder: Path, listen: str, security: Identity | Insecure) -> "RegistryServer":
@@ -105,7 +107,10 @@ class RegistryServer:
         except BaseException:
             await self.close()
             raise
-        self._sweeping = asyncio.create_task(self._sweep(), name="registry leases")
+        self._tasks.append(asyncio.create_task(self._sweep(), name="registry leases"))
+        if self._gate is not None and security != INSECURE:
+            watching = watch_revocations(security, self._gate, self._wake)
+            self._tasks.append(asyncio.create_task(watching, name="registry revocations"))
         return self
 
     async def wait(self) -> None:
@@ -114,9 +119,9 @@ class RegistryServer:
 
     async def close(self) -> None:
         """Stop serving and close the journal."""
-        if self._sweeping is not None:
-            self._sweeping.cancel()
-            await asyncio.gather(self._sweeping, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.stop(0)
         await asyncio.gather(*self._calls, return_exceptions=True)
         await self._in_thread(self._journal.close)
@@ -212,6 +217,8 @@ class RegistryServer:
             except ValueError as fault:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(fault))
             async for reply in self._replies(asked.prefix, asked.since, context):
+                if self._gate is not None and bearer is not None and self._gate.revocations.has(bearer):
+                    await self._caller(context)  # says so
                 yield reply.encode()
 
     async def _replies(self, prefix: str, since: int, context: Context) -> AsyncIterator[messages.WatchReply]:
@@ -290,14 +297,12 @@ class RegistryServer:
 
     async def _caller(self, context: Context) -> Bearer | None:
         """Return the name in the caller's certificate; None without security, where all are trusted."""
-        if self._run is None:
+        if self._gate is None:
             return None
-        names = context.auth_context().get("x509_subject_alternative_name", ())
-        bearer = Bearer.read(names[0].decode("ascii", "replace")) if len(names) == 1 else None
-        if bearer is None or bearer.run != self._run or bearer.role not in ("worker", "observer"):
-            why = f"{_name(bearer)} is neither a worker nor an observer of {self._run}"
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
-        return bearer
+        try:
+            return self._gate.peer(context.auth_context(), ("worker", "observer"))
+        except PeerRefusedError as refused:
+            return await context.abort(refused.code, str(refused))
 
 
 def _check_owner(bearer: Bearer | None, key: str) -> None:

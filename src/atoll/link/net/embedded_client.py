@@ -25,6 +25,7 @@ from atoll.link.net.registry import (
     check_prefix,
     check_set,
 )
+from atoll.link.net.revocation_watch import list_of
 
 SILENT_S: Final = 4 * BEAT_S
 """A watcher that hears nothing for this long connects again."""
@@ -56,7 +57,7 @@ class EmbeddedRegistry(Registry):
         if security == INSECURE:
             self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
             return
-        server = Bearer(security.bearer.run, role).host_name
+        server = list_of(security).accepted(Bearer(security.bearer.run, role)).host_name
         credentials = grpc.ssl_channel_credentials(security.run_certificate, security.key, security.certificate)
         named = [("grpc.ssl_target_name_override", server), ("grpc.default_authority", server)]
         self._channel = grpc.aio.secure_channel(address, credentials, options=[*_OPTIONS, *named])

@@ -32,6 +32,7 @@ REASON_CHARACTERS: Final = 400
 _FRAME = struct.Struct("<QQQII")
 _ACK = struct.Struct("<QQQ")
 _TIME = struct.Struct("<Q")
+_FRAME_COST = 512  # bytes that a chunk takes besides its content, at most
 _LONGEST_HELLO = 1024
 
 
@@ -203,6 +204,8 @@ class _Unfinished:
     ahead: dict[int, memoryview] = field(default_factory=dict)
     """Offset -> chunk, for chunks that came before those in front of them."""
     came: int = 0
+    cost: int = 0
+    """Bytes that it takes here, at most."""
 
     def take(self, offset: int, chunk: memoryview) -> None:
         """Put a chunk in its place; the body grows by what has come, never by what is claimed."""
@@ -243,9 +246,14 @@ class _Lane:
 
 
 class Assembly:
-    """Puts the frames of one peer together."""
+    """Puts the frames of one peer together.
 
-    def __init__(self) -> None:
+    Args:
+        most: Bytes that messages which are not whole may take.
+    """
+
+    def __init__(self, most: int = BODY_BYTES) -> None:
+        self._most, self._cost = most, 0
         self.received = 0
         """Bytes of all bodies so far."""
         self._lanes = (_Lane(), _Lane())
@@ -273,6 +281,10 @@ class Assembly:
         found = self._find(lane, number, total)
         if offset == 0 and found.header is not None:
             raise FrameError("the beginning of a message twice")
+        found.cost += len(frame) + _FRAME_COST
+        self._cost += len(frame) + _FRAME_COST
+        if self._cost > self._most:
+            raise FrameError(f"{self._cost} bytes of messages that are not whole; allowed are {self._most}")
         if offset == 0:
             found.header = bytes(rest[:header_bytes])
         if chunk:
@@ -281,6 +293,7 @@ class Assembly:
         if len(found.body) < total:
             return None
         lane.finish(number)
+        self._cost -= found.cost
         return Arrived(found.header or b"", found.body)
 
     @staticmethod

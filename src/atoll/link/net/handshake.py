@@ -7,7 +7,7 @@ import grpc
 
 from atoll.link.net.credentials import Gate
 from atoll.link.net.frames import Hello
-from atoll.link.net.identity import Identity
+from atoll.link.net.identity import Bearer, Identity
 from atoll.link.net.registry import Insecure
 from atoll.link.net.session import Session, Streams
 from atoll.link.net.views import Process
@@ -66,6 +66,12 @@ class Own:
         wanted = Process(hello.wanted_seat, hello.wanted_life)
         if wanted != self.me:
             raise RefusedError(f"this is {name(self.me)}, not {name(wanted)}: use the newest address in the registry")
+
+    def least_generation(self, peer: Process) -> int:
+        """Return the lowest generation of a peer's certificates that this process accepts now."""
+        if self.gate is None:
+            return 0
+        return self.gate.revocations.accepted(Bearer(self.gate.revocations.run, "worker", peer.seat)).generation
 
     def chooses(self, peer: Process) -> bool:
         """Return whether this end takes one of the dials between both."""

@@ -138,6 +138,8 @@ class Identity:
     """The authority's certificate."""
     certificate: bytes
     key: bytes = field(repr=False)
+    folder: Path | None = field(default=None, compare=False)
+    """The bundle that it was read from: lists of revoked certificates appear there."""
 
     @classmethod
     def load(cls, folder: Path, now: datetime | None = None) -> "Identity":
@@ -164,7 +166,7 @@ class Identity:
             raise key_error(folder, why) from fault
         if problem := known.clock_fault(now):
             raise key_error(folder, f"the certificate of {known.bearer} {problem}; {how_to_renew(known.bearer)}")
-        return cls(known.bearer, run, certificate, key)
+        return cls(known.bearer, run, certificate, key, folder)
 
     def save(self, folder: Path, *, replace: bool = False) -> None:
         """Write a bundle that `load` reads; refuses files that are there unless they may be replaced."""

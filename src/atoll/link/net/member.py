@@ -11,10 +11,22 @@ from dataclasses import dataclass
 from typing import Protocol as Interface
 
 from atoll.errors import ExcludedError, LinkError
-from atoll.link.base import FragmentState, describe_differences
-from atoll.link.net.actions import Action, Adopt, Complete, Exclude, Progress, Propose, Reduce, RoundMessage, Send
+from atoll.link.base import FragmentState, RoundId, describe_differences
+from atoll.link.net.actions import (
+    Action,
+    Adopt,
+    Complete,
+    Exclude,
+    Message,
+    Progress,
+    Propose,
+    Reduce,
+    RoundMessage,
+    Send,
+)
 from atoll.link.net.donor import Donor
 from atoll.link.net.greeting import Greeting
+from atoll.link.net.held_bytes import MOST_HELD
 from atoll.link.net.membership import Membership
 from atoll.link.net.messages import (
     Ask,
@@ -29,6 +41,7 @@ from atoll.link.net.open_round import BadPayloadError, OpenRound
 from atoll.link.net.peers import Peers
 from atoll.link.net.protocol import Protocol
 from atoll.link.net.round_table import RoundTable
+from atoll.link.net.session import REFUSED
 from atoll.link.net.views import Decision, Process, Told
 
 _DEAD_END_S = 20.0  # in which others, if there are any, agree on a view
@@ -37,8 +50,6 @@ FINISHED = "has finished"
 """The reason of a worker that leaves at the end of a run."""
 LOST = "has lost "
 """Begins the reason of a worker that leaves because another is gone."""
-REFUSED = "refuses this worker: "
-"""Begins the reason that a worker is given whose connection is closed for what it did or is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +141,12 @@ class Member:
         while self.error is None and not self.protocol.has_opened(step):
             await asyncio.sleep(_OPENED_S)
 
+    def leave_behind(self, round_id: RoundId) -> bool:
+        """Return whether this worker proposes to complete a round, and those before it, without late members."""
+        actions = self.protocol.leave_behind(round_id)
+        self._act(actions)
+        return bool(actions)
+
     # ------------------------------------------------------------------ what the registry tells
 
     def on_change(self) -> None:
@@ -212,7 +229,7 @@ class Member:
             return
         if isinstance(message, Told):
             self.rounds.note_step(message.step)
-        self._act(self.protocol.receive(peer, message, view))
+        self._receive(peer, message, view)
         if isinstance(message, Progress):
             self.donor.give_settled()
 
@@ -228,15 +245,34 @@ class Member:
             self._refuse(peer, f"it sent {fault}")
             return
         received, view = message
-        self.rounds.received_bytes[received.round_id] += len(header) + len(body)
+        if self.rounds.receive(peer, received.round_id, len(header) + len(body)):
+            self._hold_no_more(peer)
+            return
         self._check_and_receive(peer, received, view)
 
     def _check_and_receive(self, peer: Process, message: RoundMessage, view: int) -> None:
         try:
-            if self.rounds.check(peer, message, view):
-                self._act(self.protocol.receive(peer, message, view))
+            usable = self.rounds.check(peer, message, view)
         except ValueError as fault:
             self._refuse(peer, f"it sent {fault}")
+            return
+        if usable:
+            self._receive(peer, message, view)
+
+    def _receive(self, peer: Process, message: Message, view: int) -> None:
+        if self.protocol.has_room_for(peer, view):
+            self._act(self.protocol.receive(peer, message, view))
+        else:
+            self._refuse(peer, "it sent too many messages of views that this worker does not know")
+
+    def _hold_no_more(self, peer: Process) -> None:
+        """End the process that is at fault for what is held: one that has not caught up may be too slow itself."""
+        if self.protocol.has_caught_up:
+            self._refuse(peer, f"it sent more than {MOST_HELD} bytes ahead of what this worker has applied")
+        else:
+            seat = self.protocol.me.seat
+            why = f"worker {seat} cannot keep up: it holds {MOST_HELD} bytes of rounds that it has not applied"
+            self.fail(LinkError(why, worker=seat))
 
     def _refuse(self, peer: Process, why: str) -> None:
         """Go on without a process that does not behave."""
@@ -300,7 +336,10 @@ class Member:
 
     def _exclude(self, action: Exclude) -> None:
         seat = self.protocol.me.seat
-        seen = "; ".join(f"worker {other} {why}" for other, why in sorted(self.losses.items())) or "it was cut off"
+        seen = (
+            "; ".join(f"worker {other} {why}" for other, why in sorted(self.losses.items()))
+            or "it was cut off, or late"
+        )
         why = f"the others have gone on without worker {seat} (view {action.view.number}): {seen}"
         self.fail(ExcludedError(why, worker=seat))
 

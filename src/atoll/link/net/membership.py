@@ -80,8 +80,8 @@ class Membership:
         announced = Announcement(life=self._me.life, addresses=addresses, since=time.time())
         value = announced.model_dump_json().encode()
         self._presence = await self._registry.announce(presence_key(self._me.seat), value, ttl_s)
-        self._spawn(self._watch())
-        self._spawn(self._wait_replaced(self._presence))
+        self.spawn(self._watch())
+        self.spawn(self._wait_replaced(self._presence))
 
     def is_present(self, process: Process) -> bool:
         """Return whether a process is announced."""
@@ -91,11 +91,11 @@ class Membership:
     def propose(self, view: View) -> None:
         """Offer a view to the registry in place of the one before it, until one is accepted."""
         if view.number == self.view.number + 1:
-            self._spawn(self._propose(view))
+            self.spawn(self._propose(view))
 
     def when_reached(self, act: Callable[[], None], after_s: float) -> None:
         """Call a function after some time, once the registry answers."""
-        self._spawn(self._when_reached(act, after_s))
+        self.spawn(self._when_reached(act, after_s))
 
     async def _when_reached(self, act: Callable[[], None], after_s: float) -> None:
         while True:
@@ -170,7 +170,8 @@ class Membership:
         if view.number > self.view.number:
             self.view = view
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work in the background until this process withdraws."""
         if self._closed:
             work.close()
             return

@@ -157,7 +157,7 @@ class _ProgressHeader(Header):
 
 class _AskHeader(Header):
     kind: Literal["ask"] = "ask"
-    fragments: list[Number]
+    fragments: list[Annotated[int, Field(ge=0, lt=1 << 20)]]
     boundary: Step
 
 
@@ -170,8 +170,13 @@ class _EraHeader(Header):
 
     @classmethod
     def of(cls, era: Era) -> "_EraHeader":
-        receiving, due = sorted(era.receiving), sorted(era.due)
-        return cls(view=era.view, first_step=era.first_step, owing=list(era.owing), receiving=receiving, due=due)
+        return cls(
+            view=era.view,
+            first_step=era.first_step,
+            owing=list(era.owing),
+            receiving=sorted(era.receiving),
+            due=sorted(era.due),
+        )
 
     def era(self) -> Era:
         receiving = frozenset(_processes(self.receiving))

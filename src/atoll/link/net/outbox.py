@@ -144,6 +144,8 @@ class Outbox:
         self._background_s = 0.0  # when the next background chunk may be dealt
         self._changed = asyncio.Event()
         self._is_closed = False
+        self.waiting = 0
+        """Bytes that were added and not dealt."""
 
     @property
     def sent(self) -> int:
@@ -169,6 +171,7 @@ class Outbox:
             return sending
         lane.added += 1
         lane.waiting.append(sending)
+        self.waiting += len(body)
         self._wake()
         return sending
 
@@ -227,6 +230,7 @@ class Outbox:
         if sending.is_dealt:
             lane.waiting.popleft()
         lane.writing.add(sending)
+        self.waiting -= size
         now_s = time.monotonic()
         self._meter.send(size, now_s)
         if sending.background and self._meter.rate:

@@ -23,13 +23,15 @@ from atoll.link.net.credentials import Gate
 from atoll.link.net.dialling import Unreachable, dial
 from atoll.link.net.frames import CONNECTIONS, CONTROL_BYTES, HEADER_BYTES, MESSAGE_BYTES, Kind, one_line, pack
 from atoll.link.net.handshake import Own, RefusedError, name
-from atoll.link.net.identity import Identity
+from atoll.link.net.held_bytes import MOST_HELD
+from atoll.link.net.identity import Bearer, Identity, how_to_renew
 from atoll.link.net.listening import listen_on, server_options
 from atoll.link.net.outbox import Sending
 from atoll.link.net.reception import Reception
 from atoll.link.net.registry import INSECURE, Insecure
+from atoll.link.net.revocation_watch import list_of, watch_revocations
 from atoll.link.net.revocations import Revocations
-from atoll.link.net.session import Handler, Session, Streams, pack_data
+from atoll.link.net.session import REFUSED, Handler, Session, Streams, pack_data
 from atoll.link.net.views import Process
 
 __all__ = ["Handler", "Peers", "Rate", "Sending"]
@@ -80,7 +82,7 @@ class Peers:
         greeting: Goes to every peer with the hello; at most 1 MiB.
         silent_s: A peer that is silent for this long is lost.
         connections: Bulk streams of every session that this process dials, each with a TCP connection to itself.
-        revocations: The newest list that this process has; `gate.update` takes a newer one.
+        revocations: The newest list that this process has, if not the one in its bundle, which it follows.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Peers:
         check_number("silent_s", silent_s, least=0.05, why="heartbeats come five times as often")
         if len(greeting) > CONTROL_BYTES:
             raise config_error("greeting", len(greeting), f"at most {CONTROL_BYTES} bytes")
-        self.gate = None if security == INSECURE else Gate(security.bearer.run, revocations)
+        self.gate = None if security == INSECURE else Gate(security.bearer.run, revocations or list_of(security))
         self._own = Own(me, security, self.gate, greeting, connections)
         self._handler = handler
         self._silent_s = silent_s
@@ -108,6 +110,7 @@ class Peers:
         self._reception = Reception(self._own, self._expects, self._begin)
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: grpc.aio.Server | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(self, listen: str) -> str:
         """Listen for other processes.
@@ -131,6 +134,9 @@ class Peers:
             await server.stop(0)
             raise
         self._server = server
+        if self.gate is not None and self._own.security != INSECURE:
+            watching = watch_revocations(self._own.security, self.gate, self.end_revoked)
+            self._watching = self._begin_task(watching, "revocations")
         return address
 
     # ------------------------------------------------------------------ what the owner asks for
@@ -197,8 +203,11 @@ class Peers:
         if len(header) > HEADER_BYTES:
             raise LinkError(f"a header of {len(header)} bytes; allowed are {HEADER_BYTES}", worker=peer.seat)
         flat = memoryview(body).cast("B")
-        if peer in self._sessions:
-            return self._sessions[peer].outbox.add(header, flat, background=background)
+        if (session := self._sessions.get(peer)) is not None:
+            if session.outbox.waiting > MOST_HELD:
+                why = f"takes what it is sent too slowly: {session.outbox.waiting} bytes wait"
+                asyncio.get_running_loop().call_soon(session.end, why, "cannot wait longer for what it has sent to go")
+            return session.outbox.add(header, flat, background=background)
         sending = Sending(0, header, flat, background=background)
         sending.done.cancel()
         return sending
@@ -219,6 +228,8 @@ class Peers:
 
     async def close(self, reason: str = "") -> None:
         """Send what is queued, for at most 2 s, tell all peers the reason, and close everything."""
+        if self._watching is not None:
+            self._watching.cancel()
         for peer in list(self._wanted):
             self._forget(peer)
         end_s = time.monotonic() + _FLUSH_S
@@ -251,11 +262,20 @@ class Peers:
         if (unheard := self._unheard.pop(session, None)) is not None:
             self._connected(session, unheard[1])
 
+    def end_revoked(self) -> None:
+        """End the sessions whose peers may have shown certificates that are revoked by now."""
+        for peer, session in list(self._sessions.items()):
+            if session.generation < self._own.least_generation(peer):
+                why = f"its certificate is revoked; {how_to_renew(Bearer('', 'worker', peer.seat))}"
+                session.end("has a certificate that is revoked", f"{REFUSED}{why}")
+
     def _begin(self, peer: Process, streams: Streams, greeting: bytes) -> Session:
         """Make a dial the session."""
         if not self._expects(peer):
             raise RefusedError(f"{name(peer)} is no longer expected")
         wanted = self._wanted[peer]
+        if streams.generation < self._own.least_generation(peer):
+            raise RefusedError(f"the certificate of {name(peer)} is revoked")
         self._forget(peer, but=asyncio.current_task())
         session = Session(peer, streams, self, self._handler, self._silent_s, BACKGROUND_SHARE)
         self._sessions[peer] = session

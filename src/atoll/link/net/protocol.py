@@ -6,8 +6,9 @@ is here. Everything that a member sends is kept until all members say that they 
 pass on what a lost member had sent to some of them.
 """
 
+from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 from atoll.link.base import RoundId
 from atoll.link.net.actions import (
@@ -28,6 +29,11 @@ from atoll.link.net.actions import (
 )
 from atoll.link.net.round_state import Offer, RoundState
 from atoll.link.net.views import Attempt, Decision, Era, Process, Relay, RoundStatus, Told, View, decide, era_of
+
+MOST_EARLY: Final = 1 << 14
+"""Messages of one process that wait for a view."""
+MOST_TOLD: Final = 64
+"""Views for which is kept what one process has told."""
 
 
 class Protocol:
@@ -93,10 +99,17 @@ class Protocol:
         if isinstance(message, Told):
             if message.view >= self.view.number:
                 self._told.setdefault(message.view, {})[sender] = message
+                self._forget_told(sender)
                 self._decide()
         else:
             self._take_or_keep(sender, message, view)
         return self._take_actions()
+
+    def has_room_for(self, sender: Process, view: int) -> bool:
+        """Return whether a message may be received: of views that are not adopted, only so many are kept."""
+        if view <= self.adopted or len(self._early) < MOST_EARLY:
+            return True
+        return sum(known == sender for known, _, _ in self._early) < MOST_EARLY
 
     def reduced(self, round_id: RoundId, attempt: int, part: int, mean: Any) -> list[Action]:
         """Take the mean that a `Reduce` has asked for, and send it to all."""
@@ -125,22 +138,37 @@ class Protocol:
     def leave_behind(self, round_id: RoundId) -> list[Action]:
         """Propose to complete a round, and those before it, without the members that it waits for here.
 
-        A member that has put nothing into the round proposes nothing: the round might be left with nobody.
+        A member that has put nothing into the round proposes nothing: the round might be left with nobody. Nor does one
+        that would leave a round with fewer than `min_workers`, or whose view does without those members already: then
+        they have opened the round, and what they have sent is on its way.
         """
         known = self._rounds.get(round_id)
         if known is None or known.done or known.offer is None or self.is_held_up:
             return []
         if self.me not in known.attempt.members:
             return []
-        attempt = known.attempt
-        here = [known.held.keys()]
-        if attempt.in_parts:
-            own = [part for part in range(known.offer.part_count(len(attempt.members))) if self._reduces(attempt, part)]
-            here = [known.parts.get((attempt.view, part), {}).keys() for part in own]
-        late = [member for member in attempt.members if not all(member in arrived for arrived in here)]
-        if late:
-            self._actions.append(Propose(self.view.leaving_behind(late, round_id.step)))
+        step, marked = round_id.step, self.view.late
+        late = {member for member in self._missing(known) if marked.get(member.seat, -1) < step}
+        waiting = [known for other, known in self._rounds.items() if other.step <= step and not known.done]
+        left = min(len(known.attempt.members) - len(late.intersection(self._missing(known))) for known in waiting)
+        if late and left >= self._min_workers:
+            self._actions.append(Propose(self.view.leaving_behind(late, step)))
         return self._take_actions()
+
+    def far_behind(self, most: int) -> list[Process]:
+        """Return members that lack more than `most` rounds of one fragment that are complete here, if enough remain.
+
+        All keep these rounds for them, and they may never catch up. At a run's end nobody is: no more rounds come.
+        """
+        done = [round_id for round_id, known in self._rounds.items() if known.done]
+        if any(round_id.last for round_id in self._rounds):
+            return []
+        far = []
+        for member in self.view.owing if len(done) > most and self.has_caught_up else ():
+            lacking = Counter(round_id.fragment for round_id in done if round_id.step > self._applied_by(member))
+            if member != self.me and max(lacking.values(), default=0) > most:
+                far.append(member)
+        return far if len(self.view.owing) - len(far) >= self._min_workers else []
 
     def on_view(self, view: View) -> list[Action]:
         """Take a view that the registry has accepted, and tell its members what is held here."""
@@ -260,6 +288,14 @@ class Protocol:
     def _reduces(self, attempt: Attempt, part: int) -> bool:
         return attempt.members[part % len(attempt.members)] == self.me
 
+    def _missing(self, known: RoundState) -> list[Process]:
+        """Return the members of a round whose payloads, or parts that this member reduces, are not here."""
+        attempt, here = known.attempt, [known.held.keys()]
+        if attempt.in_parts and known.offer is not None:
+            own = [part for part in range(known.offer.part_count(len(attempt.members))) if self._reduces(attempt, part)]
+            here = [known.parts.get((attempt.view, part), {}).keys() for part in own]
+        return [member for member in attempt.members if not all(member in arrived for arrived in here)]
+
     def _take_or_keep(self, sender: Process, message: RoundMessage | Progress, view: int) -> None:
         if view > self.adopted:
             self._early.append((sender, message, view))
@@ -338,6 +374,14 @@ class Protocol:
             gone &= self.view.following
         if gone:
             self._actions.append(Propose(self.view.without(gone)))
+
+    def _forget_told(self, sender: Process) -> None:
+        """Keep what a process has told for its newest views: the others are not adopted any more."""
+        numbers = sorted(number for number, known in self._told.items() if sender in known)
+        for number in numbers[:-MOST_TOLD]:
+            del self._told[number][sender]
+            if not self._told[number]:
+                del self._told[number]
 
     def _decide(self) -> None:
         told = self._told.get(self.view.number, {})

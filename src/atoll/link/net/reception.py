@@ -13,6 +13,7 @@ import grpc.aio
 from atoll.link.net.credentials import PeerRefusedError
 from atoll.link.net.frames import CONNECTIONS, BulkHello, FrameError, Hello, Kind
 from atoll.link.net.handshake import ACCEPTED, HANDSHAKE_S, SERVICE, Begin, Own, RefusedError, name
+from atoll.link.net.identity import Bearer
 from atoll.link.net.session import BROKEN, CLOSED, Session, Stream, Streams
 from atoll.link.net.views import Process
 
@@ -74,9 +75,9 @@ class Reception:
 
     async def _control(self, _: Any, context: Context) -> None:
         try:
-            seat = self._caller(context)
-            with self._one_more(seat):
-                session, dial = await self._welcome(seat, context)
+            caller = self._caller(context)
+            with self._one_more(None if caller is None else caller.seat):
+                session, dial = await self._welcome(caller, context)
         except (RefusedError, PeerRefusedError) as refused:
             await context.abort(refused.code, str(refused))
         except FrameError as fault:
@@ -91,13 +92,13 @@ class Reception:
             session.end(CLOSED)
             dial.over.set()
 
-    async def _welcome(self, seat: int | None, context: Context) -> tuple[Session, _Dial]:
+    async def _welcome(self, caller: Bearer | None, context: Context) -> tuple[Session, _Dial]:
         """Exchange hellos with a process that dials, wait for its bulk streams, and begin the session."""
         async with asyncio.timeout(HANDSHAKE_S):
             hello, greeting = Hello.read(await _read(context))
             peer = Process(hello.seat, hello.life)
-            if seat not in (None, hello.seat):
-                why = f"worker {seat} says that it is worker {hello.seat}: start it with the bundle of that seat"
+            if caller is not None and caller.seat != hello.seat:
+                why = f"worker {caller.seat} says that it is worker {hello.seat}: start it with the bundle of that seat"
                 raise RefusedError(why, grpc.StatusCode.PERMISSION_DENIED)
             self._own.check_wanted(hello)
             await self._wait_expected(peer)
@@ -110,7 +111,8 @@ class Reception:
                 await dial.complete.wait()
                 if not self._own.chooses(peer) and await _read(context) != bytes((Kind.READY,)):
                     raise FrameError("no word that the session begins")
-                streams = Streams(context, cast(list[Stream], dial.bulks))
+                generation = 0 if caller is None else caller.generation
+                streams = Streams(context, cast(list[Stream], dial.bulks), generation=generation)
                 session = self._begin(peer, streams, greeting)
                 is_begun = True
             finally:
@@ -130,7 +132,8 @@ class Reception:
 
     async def _bulk(self, _: Any, context: Context) -> None:
         try:
-            seat = self._caller(context)
+            caller = self._caller(context)
+            seat = None if caller is None else caller.seat
             with self._one_more(seat):
                 async with asyncio.timeout(HANDSHAKE_S):
                     hello = BulkHello.read(await _read(context))
@@ -151,9 +154,9 @@ class Reception:
             return
         await dial.over.wait()
 
-    def _caller(self, context: Context) -> int | None:
-        """Return the seat in the caller's certificate; None without security."""
-        return None if self._own.gate is None else self._own.gate.peer(context.auth_context(), ("worker",)).seat
+    def _caller(self, context: Context) -> Bearer | None:
+        """Return the name in the caller's certificate; None without security."""
+        return None if self._own.gate is None else self._own.gate.peer(context.auth_context(), ("worker",))
 
     @contextmanager
     def _one_more(self, seat: int | None) -> Iterator[None]:

@@ -10,11 +10,12 @@ from functools import partial
 from atoll.core.allreduce import ONE_SHOT_MEMBERS, Reduction
 from atoll.link.base import Contribution, Round, RoundId
 from atoll.link.net.actions import Complete, Mean, Part, Reduce, Result, RoundMessage, Whole
+from atoll.link.net.held_bytes import MOST_HELD, HeldBytes
 from atoll.link.net.messages import PartMean
 from atoll.link.net.open_round import OpenRound
 from atoll.link.net.views import Process
 
-_MOST_UNCHECKED = 1 << 18  # messages for fragments that this worker has not come to: a joiner's, while it catches up
+_ROUNDS_AHEAD = 16  # whole models that a member may send ahead, where a quarter of the memory is less
 
 
 class RoundTable:
@@ -31,7 +32,7 @@ class RoundTable:
         self.last_applied = -1
         """The step of the newest round that this worker has applied."""
         self.sent_bytes: Counter[RoundId] = Counter()
-        self.received_bytes: Counter[RoundId] = Counter()
+        self._received = HeldBytes()
         self._workers = workers
         self._on_reduced = on_reduced
         self._open: dict[RoundId, OpenRound] = {}
@@ -57,15 +58,20 @@ class RoundTable:
         for round_id in old:
             del self._open[round_id]
             self.last_applied = max(self.last_applied, round_id.step)
-        for counted in (self.sent_bytes, self.received_bytes):
-            for round_id in [known for known in counted if known.step <= applied]:
-                del counted[round_id]
+        for round_id in [known for known in self.sent_bytes if known.step <= applied]:
+            del self.sent_bytes[round_id]
+        self._received.drop(applied)
         return bool(old)
 
     @property
     def all_complete(self) -> bool:
         """Whether no round is on its way."""
         return all(opened.done for opened in self._open.values())
+
+    def waiting_since(self, moment_s: float) -> list[RoundId]:
+        """Return the rounds that were opened before a moment and are not complete, newest first."""
+        waiting = (known for known, opened in self._open.items() if not opened.done and opened.opened_s <= moment_s)
+        return sorted(waiting, reverse=True)
 
     def position(self) -> str:
         """Return the oldest round that is not complete, or after which step this worker is."""
@@ -83,6 +89,13 @@ class RoundTable:
 
     # ------------------------------------------------------------------ what arrives
 
+    def receive(self, sender: Process, round_id: RoundId, size: int) -> bool:
+        """Count a message; return whether its sender makes this worker hold more than it may."""
+        held = self._received.add(sender, round_id, size)
+        if held <= MOST_HELD:
+            return False
+        return held > _ROUNDS_AHEAD * sum(reduction.payload_bytes for reduction in self._reductions.values())
+
     def check(self, sender: Process, message: RoundMessage, view: int) -> bool:
         """Return whether a message can be used now; one of a fragment that was never opened here is kept.
 
@@ -93,8 +106,6 @@ class RoundTable:
         self.note_step(message.round_id.step)
         reduction = self._reductions.get(fragment)
         if reduction is None:
-            if sum(map(len, self._unchecked.values())) >= _MOST_UNCHECKED:
-                raise ValueError(f"more than {_MOST_UNCHECKED} payloads before this worker has opened their fragments")
             self._unchecked.setdefault(fragment, []).append((sender, message, view))
             return False
         if isinstance(message, Whole):
@@ -162,7 +173,7 @@ class RoundTable:
         opened.note_reduced(action.attempt)
         arrived = {member.worker for member in (*completed.members, *completed.outliers)}
         completed = replace(completed, complete=arrived == action.due)
-        opened.complete(completed, self.sent_bytes[action.round_id], self.received_bytes[action.round_id])
+        opened.complete(completed, self.sent_bytes[action.round_id], self._received.of_round(action.round_id))
         held_back, self._held_back = self._held_back, []
         for reduce in held_back:
             self.reduce(reduce)

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Protocol
 
 import grpc
@@ -29,12 +30,17 @@ from atoll.link.net.frames import (
     read_reason,
     read_time,
 )
+from atoll.link.net.held_bytes import MOST_HELD
 from atoll.link.net.outbox import Outbox
 from atoll.link.net.views import Process
 
 BROKEN: Final = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 """Errors of a stream whose other end has gone."""
 CLOSED: Final = "closed its connection"
+REFUSED: Final = "refuses this worker: "
+"""Begins the reason that a worker is given whose connection is closed for what it did or is."""
+QUEUED: Final = 1 << 14
+"""Most control messages that wait for a peer to read them."""
 _LINGER_S: Final = 1.0  # for the peer to read why a session ends
 _QUIET = (  # say no more than that the other end has gone
     grpc.StatusCode.UNAVAILABLE,
@@ -89,6 +95,8 @@ class Streams:
     bulks: Sequence[Stream]
     channels: Sequence[grpc.aio.Channel] = ()
     """At the end that dialled."""
+    generation: int = 0
+    """The least that the generation of the peer's certificate can be."""
 
 
 @dataclass(slots=True)
@@ -118,7 +126,7 @@ class Session:
     ) -> None:
         self.peer = peer
         self.outbox = Outbox(share)
-        self.assembly = Assembly()
+        self.assembly = Assembly(MOST_HELD)
         self.pulse = _Pulse()
         self.over = asyncio.Event()
         """Set once nothing more is read or written: the streams may be closed."""
@@ -130,6 +138,11 @@ class Session:
         self._queue = _Queue()
         self._tasks: list[asyncio.Task[None]] = []
 
+    @property
+    def generation(self) -> int:
+        """The least that the generation of the peer's certificate can be."""
+        return self._streams.generation
+
     def start(self) -> None:
         """Begin to read and write."""
         work = [self._hear(), self._speak(), self._beat()]
@@ -137,9 +150,13 @@ class Session:
             work += [self._receive(stream), self._transmit(stream)]
         self._tasks += [asyncio.create_task(self._guard(one), name=f"session {self.peer.seat}") for one in work]
 
-    def put(self, message: bytes) -> None:
-        """Queue a control message."""
-        self._queue.put(message)
+    def put(self, message: bytes, *, first: bool = False) -> None:
+        """Queue a control message; heartbeats go first."""
+        if len(self._queue) >= QUEUED:
+            end = partial(self.end, "does not read what it is sent", f"has sent {QUEUED} messages that were not read")
+            asyncio.get_running_loop().call_soon(end)
+            return
+        self._queue.put(message, first=first)
 
     def end(self, why: str | None, tell: str | None = None) -> None:
         """End the session, unless it has ended.
@@ -196,7 +213,7 @@ class Session:
     def _take(self, data: bytes) -> None:
         kind = data[0] if data else 0
         if kind == Kind.PING:
-            self._queue.put(pack_time(Kind.PONG, read_time(data)), first=True)
+            self.put(pack_time(Kind.PONG, read_time(data)), first=True)
         elif kind == Kind.PONG:
             self.pulse.round_trip_s = max(0, time.monotonic_ns() - read_time(data)) / 1e9
         elif kind == Kind.DATA:
@@ -217,7 +234,7 @@ class Session:
     async def _beat(self) -> None:
         tick_s = self._silent_s / 5
         while True:
-            self._queue.put(pack_time(Kind.PING, time.monotonic_ns()), first=True)
+            self.put(pack_time(Kind.PING, time.monotonic_ns()), first=True)
             wake_s = min(time.monotonic() + tick_s, self.pulse.heard_s + self._silent_s)
             await asyncio.sleep(wake_s - time.monotonic())
             late_s = time.monotonic() - wake_s
@@ -244,7 +261,7 @@ class Session:
             del frame
             if arrived is not None or self.assembly.received >= self.pulse.acked + ACK_BYTES:
                 self.pulse.acked = self.assembly.received
-                self._queue.put(self.assembly.ack().pack())
+                self.put(self.assembly.ack().pack())
             if arrived is not None:
                 self._handler.bulk(self.peer, *arrived)
                 del arrived
@@ -271,6 +288,9 @@ class _Queue:
         else:
             self._messages.append(message)
         self._filled.set()
+
+    def __len__(self) -> int:
+        return len(self._messages)
 
     async def get(self) -> bytes | None:
         """Wait for the next message."""

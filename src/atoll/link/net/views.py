@@ -162,6 +162,8 @@ class Decision:
     """The step up to which each member has applied all rounds; a joiner gets every round since it was admitted."""
     stranded: frozenset[Process]
     """Members that lack rounds which others have applied, and which nobody can pass on: they have to join anew."""
+    left_behind: Mapping[RoundId, frozenset[Process]] = field(default_factory=dict)
+    """Members that this view takes out of a round because they are late."""
 
 
 def era_of(eras: Sequence[Era], step: int) -> Era:
@@ -180,10 +182,14 @@ def decide(view: View, told: Mapping[Process, Told]) -> Decision:
     boundary = max(one.step for one in told.values())
     attempts: dict[RoundId, Attempt] = {}
     relays: list[Relay] = []
+    left_behind: dict[RoundId, frozenset[Process]] = {}
     for round_id in sorted({round_id for one in told.values() for round_id in one.rounds}):
         if round_id.step <= boundary:
             status = {member: one.rounds[round_id] for member, one in told.items() if round_id in one.rounds}
             attempts[round_id] = _attempt(view, round_id, status)
+            late = {*_newest(status).members} - {*attempts[round_id].members}
+            if remaining := frozenset(filter(view.has, late)):
+                left_behind[round_id] = remaining
             receiving = era_of(basis.eras, round_id.step).receiving & set(view.members)
             relays += _relays(view, receiving, round_id, attempts[round_id], status)
     eras = [
@@ -197,9 +203,8 @@ def decide(view: View, told: Mapping[Process, Told]) -> Decision:
     for member, one in told.items():
         admitted = next((era.first_step - 1 for era in (*eras, new) if member in era.receiving), boundary)
         applied[member] = admitted if one.applied is None else one.applied
-    return Decision(
-        view, boundary, (*eras, new), attempts, tuple(relays), applied, _stranded(basis.eras, told, applied)
-    )
+    stranded = _stranded(basis.eras, told, applied)
+    return Decision(view, boundary, (*eras, new), attempts, tuple(relays), applied, stranded, left_behind)
 
 
 def _stranded(eras: Sequence[Era], told: Mapping[Process, Told], applied: Mapping[Process, int]) -> frozenset[Process]:
@@ -227,7 +232,7 @@ def _attempt(view: View, round_id: RoundId, status: Mapping[Process, RoundStatus
     done = [one.attempt for one in status.values() if one.done]
     if done:
         return done[0]
-    newest = max((one.attempt for one in status.values()), key=lambda attempt: attempt.view)
+    newest = _newest(status)
     held = {owner for one in status.values() for owner in one.held}
 
     def counts(member: Process) -> bool:
@@ -237,6 +242,10 @@ def _attempt(view: View, round_id: RoundId, status: Mapping[Process, RoundStatus
 
     counted = tuple(filter(counts, newest.members))
     return newest if counted == newest.members else Attempt(view.number, counted)
+
+
+def _newest(status: Mapping[Process, RoundStatus]) -> Attempt:
+    return max((one.attempt for one in status.values()), key=lambda attempt: attempt.view)
 
 
 def _relays(

@@ -1,5 +1,6 @@
 """Turns changes of the members of an elastic run into events."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from queue import Empty, SimpleQueue
@@ -27,6 +28,7 @@ class MembershipLog:
         self._changes: SimpleQueue[_Change] = SimpleQueue()
         self._members: dict[int, bool] = {}  # worker -> whether it trains, by the last decision that was written
         self._reasons: dict[int, str] = {}
+        self._late: Counter[int] = Counter()  # worker -> rounds that were completed without it
 
     # ------------------------------------------------------------------ the thread of the link
 
@@ -77,6 +79,8 @@ class MembershipLog:
             yield Lost(step=step, worker=worker, why=self._reasons.pop(worker, "another worker has lost it"))
         training = [worker for worker, trains in self._members.items() if trains]
         following = sorted(self._members.keys() - set(training))
+        late = Counter(process.seat for left_behind in decision.left_behind.values() for process in left_behind)
+        self._late += late
         yield Members(
             step=step,
             view=view.number,
@@ -84,6 +88,7 @@ class MembershipLog:
             following=following,
             boundary=decision.boundary,
             seconds=seconds,
+            late={worker: self._late[worker] for worker in sorted(late)},
         )
         for worker in training:
             if worker != self._worker and before.get(worker) is False:

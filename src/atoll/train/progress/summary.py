@@ -195,7 +195,8 @@ def event_line(event: Event, run: RunSummary) -> str:
             return f"{where}: worker {event.worker}: {event.what}"
         case Members():
             behind = f", {_workers(event.following)} catching up" if event.following else ""
-            return f"{where}: view {event.view} from step {event.boundary + 1}: {_workers(event.members)}{behind}"
+            late = "".join(f"; worker {w} is late, rounds without it so far: {n}" for w, n in event.late.items())
+            return f"{where}: view {event.view} from step {event.boundary + 1}: {_workers(event.members)}{behind}{late}"
         case Lost():
             return f"{where}: worker {event.worker} is gone: {event.why}"
         case Joined():

@@ -12,6 +12,7 @@ from atoll.errors import ConfigError, LinkError
 from atoll.link.net.elastic import ElasticHooks, ElasticLink, ElasticOptions
 from atoll.link.net.identity import Identity
 from atoll.link.net.registry import INSECURE, Insecure
+from atoll.link.net.revocations import load_bundle
 from atoll.link.net.seat import Seat
 from atoll.settings.config import RunConfig
 from atoll.train.data.token_files import TokenData
@@ -42,7 +43,8 @@ class ElasticControl(ControlPlane):
 
     def agree_on_settings(self, config: RunConfig) -> None:
         """Compare run files with each worker that this one meets."""
-        own = {**settings_terms(config), "link.min_workers": str(config.link.min_workers)}
+        link = {f"link.{name}": str(getattr(config.link, name)) for name in ("min_workers", "grace")}
+        own = {**settings_terms(config), **link}
         self.elastic.hooks.terms = {**self.elastic.hooks.terms, **own}
 
     def agree_on_data(self, data: TokenData) -> None:
@@ -83,6 +85,8 @@ def connect_elastic(config: RunConfig, seat: Seat, ranks: WorkerRanks, interrupt
         listen=settings.listen,
         min_workers=settings.min_workers,
         silent_s=settings.silent_s,
+        grace_s=settings.grace,
+        connections=settings.connections,
         join_s=settings.join_s,
     )
     members = MembershipLog(seat.worker, settings.min_workers, say)
@@ -101,7 +105,7 @@ def _security(config: RunConfig, worker: int) -> Identity | Insecure:
         command = f"atoll keys new {config.out}/{config.name} --workers {config.sync.workers}"
         problem = f"link.keys: there is no folder {folder}; make keys with `{command}`, and copy this worker's here"
         raise ConfigError(problem, setting="link.keys", value=str(folder))
-    identity = Identity.load(folder)
+    identity, _ = load_bundle(folder)
     if identity.bearer.role != "worker" or identity.bearer.seat != worker:
         problem = f"link.keys: {folder} holds the keys of {identity.bearer}, and this is worker {worker}"
         raise ConfigError(f"{problem}: give the folder of its own", setting="link.keys", value=str(folder))
