@@ -161,7 +161,8 @@ class RoundTable:
             return
         opened.note_reduced(action.attempt)
         arrived = {member.worker for member in (*completed.members, *completed.outliers)}
-        completed = replace(completed, complete=arrived == action.due)
+        between = tuple(process.seat for process in action.attempt.members)
+        completed = replace(completed, between=between, complete=arrived == action.due)
         opened.complete(completed, self.sent_bytes[action.round_id], self.received_bytes[action.round_id])
         held_back, self._held_back = self._held_back, []
         for reduce in held_back:
