@@ -222,6 +222,7 @@ def merge(logs: Sequence[EventLog]) -> EventLog:
         rounds=tuple(rounds),
         evals=tuple(evals[step] for step in sorted(evals)),
         faults=tuple(sorted(dict.fromkeys(f for p in logs for f in p.faults), key=lambda f: (f.step, f.worker))),
+        views=tuple({view.view: view for log in reversed(logs) for view in log.views}.values()),
         end=_merged_end(logs),
     )
 

@@ -159,7 +159,7 @@ class _Replay:
                 problem = f"worker {worker} loaded a checkpoint of step {process.checkpoint}, which it is not known to"
                 raise DataError(f"{problem} have saved: its record is not whole; --check-only compares what there is")
             trainer.load_state_dict(copy.deepcopy(saved[process.checkpoint]))
-        wanted = {later_one.checkpoint for later_one in later}
+        wanted = _checkpoints(process, later)
         until = self._last_step(worker, process, limit, wanted)
         try:
             trainer.join()
@@ -173,14 +173,26 @@ class _Replay:
             pass
         trainer.reporter.write_rounds()
 
-    def _last_step(self, worker: int, process: Process, limit: float, wanted: set[int | None]) -> int:
+    def _last_step(self, worker: int, process: Process, limit: float, wanted: set[int]) -> int:
         """Return the step to which a process trained, as far as anybody knows."""
         counted = [r.step for r, made in self._record.rounds.items() if worker in (*made.members, *made.between)]
         own = [made.applied for stretch in process.stretches for made in stretch.rounds.values()]
-        given = [step for step in self._record.boundaries if worker in self._record.members_at(step + 1)]
-        saved = [step for step in wanted if step is not None]
+        given = [
+            step for step in self._record.boundaries if step < limit and worker in self._record.members_at(step + 1)
+        ]
         known = [step for step in (*counted, *given) if process.joined < step <= limit]
-        return min(max([*known, *own, *saved], default=0), self._config.train.steps or 0)
+        return min(max([*known, *own, *wanted], default=0), self._config.train.steps or 0)
+
+
+def _checkpoints(process: Process, later: Sequence[Process]) -> set[int]:
+    """Return the steps of the checkpoints that a process has saved and a later one of the worker has loaded."""
+    found = set()
+    for number, loading in enumerate(later):
+        between = [other.joined for other in later[:number]]
+        step = loading.checkpoint
+        if step is not None and process.joined < step and not any(joined < step for joined in between):
+            found.add(step)
+    return found
 
 
 class _Comparison:
