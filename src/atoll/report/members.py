@@ -52,9 +52,9 @@ def presences(record: RunRecord) -> list[Presence]:
         for worker in set(view.following) & found.keys():
             _extend(found[worker].following, span)
         for worker in (training - trained if n else set()) & found.keys():
-            found[worker].joined.append(view.boundary)
+            found[worker].joined.append(min(view.boundary, end))
         for worker in (trained - training) & found.keys():
-            found[worker].lost.append(view.boundary)
+            found[worker].lost.append(min(view.boundary, end))
         trained = training
     return list(found.values())
 
