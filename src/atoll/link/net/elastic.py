@@ -248,6 +248,8 @@ class ElasticLink(Link):
         """Note how far this worker is, and copy what joiners have asked for."""
         member = self._member
         assert member is not None
+        if self.unfinished:  # the last exchange of a run belongs to its last step, and is yet to come
+            applied = max(0, min(applied, step - 1))
         self._saves = applied, save
         event_loop().post(lambda: member.advance(step, applied))
         self._give()

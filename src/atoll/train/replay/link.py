@@ -242,7 +242,8 @@ class RecordedLink(Link):
     def advanced(self, step: int, applied: int, save: Callable[[int], FragmentState]) -> None:
         """Note how far the worker is."""
         self._steps = step
-        self._board.advanced(self.worker, step, applied, save)
+        done = min(applied, step - 1) if self.unfinished else applied  # the last exchange is of the last step
+        self._board.advanced(self.worker, step, done, save)
 
     def check(self) -> None:
         """Raise an ExcludedError where the worker learnt between two steps that it was cut off."""
