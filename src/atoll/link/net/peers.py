@@ -9,7 +9,7 @@ direction only still meets.
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -161,6 +161,10 @@ class Peers:
         self._forget(peer)
         if peer in self._sessions:
             self._sessions[peer].end(None, reason)
+
+    def answer_observers(self, status: Callable[[], bytes]) -> None:
+        """Answer observers that ask how this process is doing with what this returns."""
+        self._reception.status = status
 
     def is_connected(self, peer: Process) -> bool:
         """Return whether there is a session with a process."""

@@ -67,9 +67,13 @@ class RoundTable:
         """Whether no round is on its way."""
         return all(opened.done for opened in self._open.values())
 
+    def on_their_way(self) -> list[RoundId]:
+        """Return the rounds that this worker has opened and that are not complete, in order."""
+        return sorted(round_id for round_id, opened in self._open.items() if not opened.done)
+
     def position(self) -> str:
         """Return the oldest round that is not complete, or after which step this worker is."""
-        waiting = sorted(round_id for round_id, opened in self._open.items() if not opened.done)
+        waiting = self.on_their_way()
         return str(waiting[0]) if waiting else f"after step {self.newest_step}"
 
     def fail(self, error: Exception) -> None:
