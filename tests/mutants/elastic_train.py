@@ -7,6 +7,7 @@ KILLED = (f"{RUNS}::test_a_killed_worker_is_not_waited_for_and_comes_back",)
 STOPPED = (f"{RUNS}::test_a_worker_that_is_stopped_leaves_in_order_and_the_lowest_of_the_others_evaluates",)
 MEMBERS = "tests/unit/test_members.py"
 LAUNCH = "tests/unit/test_launch_elastic.py"
+OBSERVED = (f"{LAUNCH}::test_an_observer_is_told_how_far_workers_are_and_a_stranger_is_not",)
 CONFIG = "tests/unit/test_config.py"
 TESTS = [
     f"{LAUNCH}::test_a_dead_worker_is_started_again_but_not_for_ever",
@@ -57,6 +58,11 @@ MUTANTS = [
            "        rounds += [r for r in log.rounds if not seen or (r.step, r.fragment) > max(seen)]\n",
            tests=(f"{MEMBERS}::test_a_report_has_the_rounds_that_the_lowest_worker_was_not_there_for",)),
     # launch, status
+    Mutant("anybody may ask a worker how far it is", "link/net/reception.py", "            if self._own.gate is not None:\n                self._own.gate.peer(", "            if False:\n                self._own.gate.peer(", tests=OBSERVED),
+    Mutant("an observer is refused", "link/net/reception.py", '("worker", "observer")', '("worker",)', tests=OBSERVED),
+    Mutant("a status has no rounds", "link/net/member.py", "self.rounds.on_their_way()[:MOST_ROUNDS]", "[]", tests=OBSERVED),
+    Mutant("rates are of all that was ever counted", "cli/status.py", "return max(0, later - earlier) / over_s", "return later / over_s",
+           tests=(f"{LAUNCH}::test_how_fast_workers_are_is_told_below_them",)),
     Mutant("a crashing worker is started for ever", "cli/launch_elastic.py", " and len(past) < MOST_RESTARTS", ""),
     Mutant("a worker that was stopped is started again", "cli/launch_elastic.py", "ended.status not in (2, _LEFT) and len(past)",
            "ended.status != 2 and len(past)"),

@@ -33,6 +33,13 @@ _NONSENSE = _in("member", "test_the_others_go_on_without_a_member_that_sends_non
 
 MUTANTS = [
     Mutant(
+        "a run whose last round has no delay never ends",
+        ELASTIC,
+        "        if self.unfinished:  # the last",
+        "        if False:  # the last",
+        tests=_in("elastic_loop", "test_a_run_whose_last_round_has_no_delay_ends"),
+    ),
+    Mutant(
         "an eager worker's share is of the members before a change that is under way",
         ELASTIC,
         "            event_loop().run(member.wait_opened(step))\n",

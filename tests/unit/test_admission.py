@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from atoll import DataParallel, Delayed, DiLoCo, Eager, OuterLoop, Streaming, Sync, local
 from atoll.core.codec import Codec
+from atoll.core.flat import fingerprint
 from atoll.core.outer_step import Adam
 from atoll.core.schedule import Schedule
 from atoll.errors import ConfigError, LinkError
@@ -180,6 +181,25 @@ def test_rounds_count_a_joiner_only_after_a_full_period() -> None:
         problem = Problem(workers=2, steps=17, faults=Faults(absences=absences))
         first, _ = joining(problem, SYNCS["diloco"], Board(1, boundary, {0: (0, 4)}))
         assert [a.members for a in first.rounds if boundary < a.round_id.step < 17] == members
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_an_elastic_round_tells_the_anchor_after_it(elastic: bool) -> None:
+    problem, told = Problem(workers=2, steps=9), []
+
+    def work(link: Link) -> None:
+        def observe(applied: Applied) -> None:
+            replica = loop._rounds.replicas[applied.round_id.fragment]
+            told.append((applied.version, replica.version, applied.fingerprint, fingerprint(replica.anchor)))
+
+        link.elastic = elastic
+        loop = OuterLoop(Toy(problem.start, problem.sizes), SYNCS["diloco"], link, observer=observe)
+        train_on(loop, Seen(), problem.steps, problem.inner)
+
+    run_local(work, local(2, timeout_s=30))
+    assert sorted(version for version, *_ in told) == [1, 1, 2, 2, 3, 3]
+    for version, applied, found, anchor in told:
+        assert version == applied and found == (anchor if elastic else 0)
 
 
 # ---------------------------------------------------------------------- states that do not fit

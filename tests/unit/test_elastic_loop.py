@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atoll import Eager, OuterLoop, Streaming, Sync, local
+from atoll import DiLoCo, Eager, OuterLoop, Streaming, Sync, local
 from atoll.core.allreduce import Reduction
 from atoll.core.codec import Codec
 from atoll.core.schedule import Schedule
@@ -250,6 +250,15 @@ def test_a_late_worker_has_the_bits_of_one_that_followed_from_the_start(run: Ela
             if worker != late or step > boundary or step == -1:
                 assert mine.after[step] == theirs.after[step], f"worker {worker} after step {step}"
         assert mine.members.items() <= theirs.members.items()
+
+
+@pytest.mark.parametrize("run", [2], indirect=True)
+def test_a_run_whose_last_round_has_no_delay_ends(run: ElasticRun) -> None:
+    crew = trips(run, Problem(workers=2, steps=20), DiLoCo(period=5), 2)
+    found = [trip.done.result(WAIT_S) for trip in [trip.start() for trip in crew]]
+    close(crew)
+    agree(found)
+    assert {RoundId(20, 0), RoundId(20, 0, last=True)} <= found[0].members.keys()
 
 
 @pytest.mark.parametrize("name", SYNCS)

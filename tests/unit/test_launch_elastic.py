@@ -6,21 +6,31 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from atoll.cli import main as cli
 from atoll.cli.launch import LaunchOptions
 from atoll.cli.launch_elastic import MOST_RESTARTS, _Output, is_elastic, serve_registry
 from atoll.cli.processes import ProcessExit, ProcessSpec, supervise
-from atoll.cli.status import lines
+from atoll.cli.status import lines, pace
+from atoll.core.allreduce import Reduction
+from atoll.core.codec import Codec
+from atoll.link.base import Contribution, Member, RoundId
+from atoll.link.net.event_loop import event_loop
+from atoll.link.net.identity import Identity
 from atoll.link.net.membership import Announcement
 from atoll.link.net.registry import VIEW, Entry, Update, presence_key
+from atoll.link.net.run_keys import throw_away
 from atoll.link.net.view_record import encode_view
 from atoll.link.net.views import View
+from atoll.link.net.worker_status import WorkerStatus, ask
 from atoll.runs.events import Joined, Lost, Step, read
+from elastic_links import elastic_run
 from kills import gone, with_mark
 
 PATIENCE_S = 120.0
@@ -176,6 +186,46 @@ def test_the_status_of_a_run() -> None:
     ]
     assert lines(entries(None), 0.0) == ["no view yet: the run has not begun"]
     assert lines(entries(view.ending()), 0.0)[0] == "view 8: the run is finished"
+
+
+def test_how_fast_workers_are_is_told_below_them() -> None:
+    before = WorkerStatus(step=10, sent_bytes=1_000, received_bytes=5_000_000, rounds=[])
+    now = WorkerStatus(step=35, sent_bytes=500, received_bytes=9_000_000, rounds=[(32, 0), (33, 1), (34, 2), (35, 0)])
+    rounds = "step 32, fragment 0; step 33, fragment 1; step 34, fragment 2 and 1 more"
+    told = f"step 35, 12.5 steps/s, 0 B/s out and 2.00 MB/s in, rounds on their way: {rounds}"
+    assert pace(before, now, 2.0) == told
+    assert pace(now, now.model_copy(update={"rounds": []}), 2.0).endswith(", no round on its way")
+    view = View(7, {0: 10, 1: 11})
+    shown = lines(entries(view, w0=900.0, w1=900.0), 1000.0, {1: told})
+    assert [line[:10] for line in shown] == ["view 7: 2 ", "worker 0: ", "worker 1: ", "  step 35,"]
+
+
+@pytest.mark.processes
+def test_an_observer_is_told_how_far_workers_are_and_a_stranger_is_not(tmp_path: Path) -> None:
+    with elastic_run(2, tmp_path) as run:
+        links = run.links()
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda link: link.join({}, 1.0), links))
+        round_id, sent = RoundId(4, 0), Contribution(Member(0, 1.0, 0, 0), torch.zeros(4, dtype=torch.uint8))
+        links[0].open(round_id, sent, Reduction(Codec("fp32"), 1))
+        links[0].advanced(4, 0, lambda fragment: pytest.fail("nobody joins"))
+        members = [link._member for link in links]
+        addresses = {seat: members[0].membership.present[seat].addresses for seat in (0, 1) if members[0] is not None}
+
+        def until(happens: Callable[[dict[int, WorkerStatus]], bool], security: Identity) -> dict[int, WorkerStatus]:
+            end = time.monotonic() + 30
+            while not happens(told := event_loop().run(ask(addresses, security))):
+                assert time.monotonic() < end, told
+            return told
+
+        told = until(lambda told: len(told) == 2 and told[1].received_bytes > 0, run.keys.observer)
+        assert told[0].rounds == [(4, 0)] and told[0].step == 4 and told[0].sent_bytes > 0
+        assert told[1].rounds == [] and told[1].step == 0
+        assert event_loop().run(ask(addresses, throw_away(2).observer)) == {}
+        assert event_loop().run(ask(addresses, run.keys.registry)) == {}  # of the run, but none of its business
+        assert event_loop().run(ask(addresses, "none")) == {}
+        for link in links:
+            link.close("the test has ended")
 
 
 def test_status_asks_a_registry_with_the_keys_of_an_observer() -> None:

@@ -19,6 +19,7 @@ from atoll.cli.errors import Commands, saying
 from atoll.cli.keys import keys
 from atoll.cli.plan.command import plan
 from atoll.cli.registry import registry
+from atoll.cli.replay import replay
 from atoll.cli.status import status
 from atoll.errors import ConfigError, printable
 from atoll.runs.layout import RUN, worker_folder, worker_folders, worker_of
@@ -375,6 +376,7 @@ app.command()(plan)
 app.add_typer(keys, name="keys")
 app.command()(registry)
 app.command()(status)
+app.command()(replay)
 
 
 def main() -> None:

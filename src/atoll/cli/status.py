@@ -2,12 +2,14 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll._util.units import clock_text
+from atoll._util.units import bytes_text, clock_text
 from atoll.cli.security import load_security
 from atoll.errors import RegistryError, printable
 
@@ -16,9 +18,13 @@ if TYPE_CHECKING:  # gRPC is imported by the command alone
     from atoll.link.net.membership import Announcement
     from atoll.link.net.registry import Insecure, Update
     from atoll.link.net.views import View
+    from atoll.link.net.worker_status import WorkerStatus
 
 WAIT_S = 10.0
 """Seconds to wait for the registry."""
+OVER_S = 2.0
+"""Seconds between the two looks at workers of which rates are made."""
+_NAMED = 3  # rounds on their way
 
 
 def status(
@@ -32,17 +38,33 @@ def status(
         str, typer.Option(metavar="HOW", help="keys, or none if the run has link.security = none.")
     ] = "keys",
 ) -> None:
-    """Show who takes part in an elastic run.
+    """Show who takes part in an elastic run, and how fast it goes.
 
     The view is what the workers have agreed on; a worker is present while it
-    renews its announcement in the registry.
+    renews its announcement in the registry. Workers that can be reached from
+    here tell their steps, bytes and rounds on their way; rates are over 2 s.
 
     [bold]Examples:[/]
       atoll status 10.0.0.1:29400 --keys runs/run/keys/observer
     """
     proof = load_security(keys, security, "observer")
-    for line in lines(asyncio.run(_look(registry, proof)), time.time()):
+    for line in asyncio.run(_told(registry, proof)):
         typer.echo(printable(line))
+
+
+async def _told(registry: str, security: "Identity | Insecure") -> list[str]:
+    from atoll.link.net.worker_status import ask
+
+    update = await _look(registry, security)
+    _, present = _held(update)
+    addresses = {seat: known.addresses for seat, known in present.items() if known is not None and known.addresses}
+    before, began_s = await ask(addresses, security), time.monotonic()
+    if before:
+        await asyncio.sleep(OVER_S)
+    now = await ask({seat: addresses[seat] for seat in before}, security)
+    over_s = time.monotonic() - began_s
+    paces = {seat: pace(before[seat], status, over_s) for seat, status in now.items()}
+    return lines(update, time.time(), paces)
 
 
 async def _look(address: str, security: "Identity | Insecure") -> "Update":
@@ -60,8 +82,8 @@ async def _look(address: str, security: "Identity | Insecure") -> "Update":
             await updates.aclose()
 
 
-def lines(update: "Update", now: float) -> list[str]:
-    """Return what a registry holds as lines for a user; `now` is the Unix time."""
+def _held(update: "Update") -> "tuple[View, dict[int, Announcement | None]]":
+    """Return the view that a registry holds, and the announcements by seat."""
     from atoll.link.net.membership import Announcement
     from atoll.link.net.registry import VIEW, seat_of
     from atoll.link.net.view_record import decode_view
@@ -72,12 +94,42 @@ def lines(update: "Update", now: float) -> list[str]:
     present = {
         seat: Announcement.parse(entry.value) for key, entry in held.items() if (seat := seat_of(key)) is not None
     }
+    return view, present
+
+
+def pace(before: "WorkerStatus", now: "WorkerStatus", over_s: float) -> str:
+    """Return how a worker is doing, from two looks at it."""
+
+    def per_s(earlier: int, later: int) -> float:
+        return max(0, later - earlier) / over_s  # counts begin anew with every connection
+
+    steps = f"step {now.step}, {per_s(before.step, now.step):.3g} steps/s"
+    sent, received = per_s(before.sent_bytes, now.sent_bytes), per_s(before.received_bytes, now.received_bytes)
+    named = "; ".join(f"step {step}, fragment {fragment}" for step, fragment in now.rounds[:_NAMED])
+    more = f" and {len(now.rounds) - _NAMED} more" if len(now.rounds) > _NAMED else ""
+    under_way = f"rounds on their way: {named}{more}" if now.rounds else "no round on its way"
+    return f"{steps}, {bytes_text(sent)}/s out and {bytes_text(received)}/s in, {under_way}"
+
+
+def lines(update: "Update", now: float, paces: Mapping[int, str] = MappingProxyType({})) -> list[str]:
+    """Return what a registry holds as lines for a user.
+
+    Args:
+        update: All keys of the registry.
+        now: The Unix time.
+        paces: By seat, how the workers that have answered are doing.
+    """
+    view, present = _held(update)
     if view.number == 0:
         said = ["no view yet: the run has not begun"]
     else:
         count = f"{len(view.owing)} worker{'' if len(view.owing) == 1 else 's'}"
         said = [f"view {view.number}: {'the run is finished' if view.over else f'{count} training'}"]
-    return said + [_line(seat, view, present.get(seat), now) for seat in sorted({*view.lives, *present})]
+    for seat in sorted({*view.lives, *present}):
+        said.append(_line(seat, view, present.get(seat), now))
+        if seat in paces:
+            said.append(f"  {paces[seat]}")
+    return said
 
 
 def _line(seat: int, view: "View", known: "Announcement | None", now: float) -> str:

@@ -179,7 +179,12 @@ def check_coverage(model: nn.Module, windows: Iterable[Window]) -> None:
 
 
 def fingerprint(vector: Tensor) -> int:
-    """Return 64 bits that are equal for equal vectors and, short of malice, differ for different ones.
+    """Return 64 bits that are equal for equal vectors and, short of malice, differ for different ones."""
+    return joined_sums(sums_of_pieces(vector).tolist())
+
+
+def sums_of_pieces(vector: Tensor) -> Tensor:
+    """Return what `joined_sums` makes a fingerprint of, int64 [pieces], without waiting for a GPU.
 
     The vector's bits as wrapping int64 words, each times an odd factor that depends on its place.
     """
@@ -191,7 +196,7 @@ def fingerprint(vector: Tensor) -> int:
     for piece in pieces(words.numel()):
         mixed = (words[piece] >> 32).bitwise_xor_(words[piece])  # or two flipped signs would cancel: 2**63 times odd
         sums.append(mixed.mul_(factors[: piece.stop - piece.start]).sum())
-    return joined_sums(torch.stack(sums).tolist() if sums else ())
+    return torch.stack(sums) if sums else words.new_zeros(0)
 
 
 def checksum(tensor: Tensor) -> int:

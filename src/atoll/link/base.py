@@ -105,6 +105,8 @@ class Round:
     complete: bool | None = None
     """Whether the payloads of all who were due have arrived; None if the members tell."""
     transfer: TransferStats | None = field(default=None, compare=False)
+    between: tuple[int, ...] = ()
+    """Workers between which the link made it, and that reduced its parts if it took two shots; () if unknown."""
 
 
 class Pending(Protocol):

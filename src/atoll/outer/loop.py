@@ -177,12 +177,12 @@ class OuterLoop:
             start |= starting_terms(anchors or [window.read() for window in self._windows])
         terms = {**self._terms(), **trained_terms(self._windows), **self._watch.base}
         admitted = self.link.join(terms, self._rounds.exchange.member.weight, start)
+        self.link.unfinished = self._schedule is not None and self.link.workers > 1
         if admitted is None:
             self._rounds.reopen()
         else:
             admission.enter(self, admitted)
         self._status = "joined"
-        self.link.unfinished = self._schedule is not None and self.link.workers > 1
 
     @torch.no_grad()
     def step(self) -> None:

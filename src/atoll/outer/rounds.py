@@ -1,20 +1,21 @@
 """Opens one worker's rounds on the link, applies them to the replicas, and saves them while they are in flight."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import Tensor
 
+from atoll._util.device_values import DeviceValues
 from atoll.core.allreduce import MeanResidual
-from atoll.core.flat import CPU
+from atoll.core.flat import CPU, sums_of_pieces
 from atoll.errors import LinkError, NonFiniteError
 from atoll.link.base import FragmentState, Offer, Round, RoundId
 from atoll.outer.exchange import Exchange
 from atoll.outer.flight import Flight
 from atoll.outer.fragment import FragmentReplica
 from atoll.outer.offload import OnDevice
-from atoll.outer.stats import Applied, Counters, Observer, Products
+from atoll.outer.stats import Counters, Observer, Products
 
 COUNTED = "newest round that counted worker "
 """Begins the name of a count in a FragmentState; the worker's number follows."""
@@ -222,15 +223,12 @@ class Rounds:
         return self.exchange.collect(flight.pending)
 
     def _outer_step(self, completed: Round, step: int, alpha: float | None, *, plain_mean: bool = False) -> None:
-        if not completed.members:
-            if self._observer:
-                outliers = tuple(member.worker for member in completed.outliers)
-                self._observer(Applied(completed.round_id, step, (), completed.transfer, outliers=outliers))
-            return
-        products = Products() if self._observer else None
-        self._replica(completed.round_id).outer_step(completed, products, alpha, plain_mean=plain_mean)
+        products, replica = Products() if self._observer else None, self._replica(completed.round_id)
+        if completed.members:
+            replica.outer_step(completed, products, alpha, plain_mean=plain_mean)
         if self._observer and products:
-            self._observer(products.applied(completed, step))
+            sums = DeviceValues(sums_of_pieces(replica.anchor)) if self.exchange.link.elastic else None
+            self._observer(replace(products.applied(completed, step), version=replica.version, anchor_sums=sums))
 
     def _thin_out(self, fragment: int, alpha: float) -> None:
         """Note that the live parameters hold less of what is in flight: an anchor was blended in."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from atoll._util.device_values import DeviceValues
+from atoll.core.flat import joined_sums
 from atoll.core.outer_step import shares_of
 from atoll.link.base import Round, RoundId, TransferStats
 
@@ -68,6 +69,17 @@ class Applied:
     """Where `sums` come from; None if nobody's payload arrived."""
     outliers: tuple[int, ...] = ()
     """Workers whose deltas arrived and were left out: they were many times larger than expected."""
+    between: tuple[int, ...] = field(default=(), compare=False)
+    """Workers between which an elastic link made the round."""
+    version: int = field(default=0, compare=False)
+    """Rounds applied to the anchor, with this one."""
+    anchor_sums: DeviceValues | None = field(default=None, compare=False)
+    """Where `fingerprint` comes from; None unless the link is elastic."""
+
+    @property
+    def fingerprint(self) -> int:
+        """Hash of the anchor's bits after the round, the same on every worker; 0 unless the link is elastic."""
+        return joined_sums(self.anchor_sums.values) if self.anchor_sums else 0
 
     @property
     def sums(self) -> tuple[float, ...]:
@@ -121,7 +133,8 @@ class Products:
         if self._sums:
             sums = torch.stack(self._sums).sum(0)
         members, outliers = (tuple(m.worker for m in who) for who in (completed.members, completed.outliers))
-        return Applied(completed.round_id, step, members, completed.transfer, DeviceValues(sums), outliers)
+        counted, between = DeviceValues(sums) if completed.members else None, completed.between
+        return Applied(completed.round_id, step, members, completed.transfer, counted, outliers, between)
 
 
 def mean_square(inner: Tensor, weights: Sequence[float]) -> Tensor:

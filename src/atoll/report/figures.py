@@ -27,6 +27,7 @@ from atoll.report.canvas import (
     time_axis,
 )
 from atoll.report.lanes import clock
+from atoll.report.members import draw_members
 from atoll.report.record import RunRecord
 from atoll.report.table import Row
 from atoll.report.timeline import draw_measured, draw_modelled, is_measured
@@ -50,6 +51,8 @@ def pictures(rows: Sequence[Row], link: Line) -> dict[str, Draw]:
     found["bytes"] = partial(_bytes_sent, rows)
     if any(is_measured(row.record) for row in rows):
         found["measured"] = partial(draw_measured, rows)
+    if any(row.record.views for row in rows):
+        found["members"] = partial(draw_members, rows)
     if any(row.record.step for row in rows):
         found["timeline"] = partial(draw_modelled, rows, link)
     if any(_outer_steps(row.record) for row in rows):

@@ -14,6 +14,7 @@ from atoll._util.units import bytes_text, count_words, loss_text, percent_text, 
 from atoll.plan.line import Line
 from atoll.report.canvas import DARK, LIGHT, Draw, css_variables, shorten, to_svg
 from atoll.report.load import plain_text
+from atoll.report.members import MOST_SEATS
 from atoll.report.record import RunRecord
 from atoll.report.table import Row, columns, notes
 from atoll.report.timeline import MOST_WORKERS
@@ -49,6 +50,8 @@ def page(
         colours=len(LIGHT.series),
         longest_name=_LONGEST_NAME,
         most_workers=MOST_WORKERS,
+        most_seats=MOST_SEATS,
+        members_at_end=_members_at_end,
         most_faults=_MOST_FAULTS,
         rows=rows,
         reference=next(row for row in rows if row.is_reference),
@@ -132,6 +135,11 @@ def _notes(records: Sequence[RunRecord]) -> Iterator[str]:
             yield f"{lack}: bytes, waits and training losses are those of the others."
     if any(r.last and r.start.workers > 1 and any(s.participants < len(r.workers) for s in r.steps) for r in records):
         yield "Workers were away in some runs; modelled times assume that all are there all the time."
+
+
+def _members_at_end(record: RunRecord) -> str:
+    newest = max(record.views, key=lambda view: view.view, default=None)
+    return "not elastic" if newest is None else f"{len(newest.members)} of {record.start.workers}"
 
 
 def _faults(record: RunRecord) -> dict[str, Any]:

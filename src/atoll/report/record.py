@@ -15,6 +15,8 @@ from atoll.runs.events import (
     Eval,
     Event,
     Fault,
+    Joined,
+    Lost,
     Members,
     Resumed,
     RoundApplied,
@@ -27,7 +29,7 @@ from atoll.runs.events import (
 
 _TOTALS = ("bytes_sent", "bytes_received", "wait_s", "hidden_s", "wire_sent", "wire_received")
 _LISTS = {"steps": Step, "rounds": RoundApplied, "evals": Eval, "faults": Fault, "saves": Saved, "resumes": Resumed}
-_LISTS |= {"views": Members}
+_LISTS |= {"views": Members, "losses": Lost, "joins": Joined}
 _SHARED = ("method", "workers", "steps", "parameters", "period", "codec", "fragments")
 
 
@@ -43,6 +45,8 @@ class EventLog:
     saves: tuple[Saved, ...] = ()
     resumes: tuple[Resumed, ...] = ()
     views: tuple[Members, ...] = ()
+    losses: tuple[Lost, ...] = ()
+    joins: tuple[Joined, ...] = ()
     end: End | None = None
     """None while the process trains, or if it was killed."""
 
@@ -222,6 +226,7 @@ def merge(logs: Sequence[EventLog]) -> EventLog:
         rounds=tuple(rounds),
         evals=tuple(evals[step] for step in sorted(evals)),
         faults=tuple(sorted(dict.fromkeys(f for p in logs for f in p.faults), key=lambda f: (f.step, f.worker))),
+        views=tuple({view.view: view for log in reversed(logs) for view in log.views}.values()),
         end=_merged_end(logs),
     )
 

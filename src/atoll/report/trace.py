@@ -125,7 +125,7 @@ def _member_counts(log: EventLog, lane: Lane) -> Iterator[Entry]:
 
 
 def _moments(log: EventLog, lane: Lane) -> Iterator[Entry]:
-    """Yields evaluations, checkpoints and faults; a fault is placed at the step event that follows it."""
+    """Yields evaluations, checkpoints, changes of members and faults; some are placed at the step event after them."""
     reports = [(0, 0.0), *((step.step, step.seconds) for step in log.steps)]
     found: list[tuple[str, float, Mapping[str, Any]]] = []
     if lane.worker == log.workers[0]:
@@ -135,10 +135,13 @@ def _moments(log: EventLog, lane: Lane) -> Iterator[Entry]:
         found += [("saved", e.seconds, {"step": e.step}) for e in log.saves]
         found += [("resumed", e.seconds, {"step": e.step}) for e in log.resumes]
         found += [(f"view {e.view}", e.seconds, {"step": e.step, "members": e.members}) for e in log.views]
-    for fault in log.faults:
-        if fault.worker == lane.worker:
-            at_s = next((after for (a, _), (b, after) in pairwise(reports) if a < fault.step <= b), reports[-1][1])
-            found.append(("fault", at_s, {"step": fault.step, "what": fault.what}))
+    placed: list[tuple[str, int, Mapping[str, Any]]] = []
+    placed += [("fault", e.step, {"what": e.what}) for e in log.faults if e.worker == lane.worker]
+    placed += [(f"worker {e.worker} is gone", e.step, {"why": e.why}) for e in log.losses]
+    placed += [(f"worker {e.worker} has joined", e.step, {"at": e.at, "cut off at": e.since}) for e in log.joins]
+    for name, step, args in placed:
+        at_s = next((after for (a, _), (b, after) in pairwise(reports) if a < step <= b), reports[-1][1])
+        found.append((name, at_s, {"step": step, **args}))
     for name, at_s, args in found:
         if math.isfinite(at_s):
             where = {"ts": _micros(lane.begin_s + at_s), "tid": _STEPS, "s": "t"}

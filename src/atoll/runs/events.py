@@ -21,6 +21,7 @@ from pydantic import BeforeValidator, Discriminator, TypeAdapter, ValidationErro
 
 from atoll._util.disk import lines_limited, open_plain, writing
 from atoll.errors import DataError
+from atoll.runs.evidence import Evidence
 
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """A float that may have been infinite or NaN when it was written: read back as NaN."""
@@ -245,7 +246,7 @@ def utilisation(waited_s: float, seconds: float) -> float | None:
     return min(1.0, max(0.0, 1 - waited_s / seconds)) if seconds > 0 and math.isfinite(waited_s) else None
 
 
-Event = Start | Step | RoundApplied | Eval | Fault | Members | Lost | Joined | Saved | Resumed | End
+Event = Start | Step | RoundApplied | Eval | Fault | Members | Lost | Joined | Saved | Resumed | End | Evidence
 
 
 class Sink(Protocol):

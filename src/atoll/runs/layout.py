@@ -3,6 +3,7 @@
 run.toml        every setting, also those that the run file left out; once it is there, the run has begun
 about.json      versions, seed, device, sizes
 metrics.jsonl   events (atoll.runs.events)
+anchors.jsonl   of an elastic run: members of every round and the anchor after it (atoll.runs.evidence)
 checkpoints/    the latest whole states of the run
 best/           the outer parameters with the lowest held-out loss, exported like model/
 model/          the final model, exported
@@ -18,6 +19,7 @@ from typing import Final
 RUN: Final = "run.toml"
 ABOUT: Final = "about.json"
 METRICS: Final = "metrics.jsonl"
+ANCHORS: Final = "anchors.jsonl"
 LOG: Final = "log.txt"
 CHECKPOINTS: Final = "checkpoints"
 BEST: Final = "best"

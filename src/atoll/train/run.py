@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -15,7 +16,8 @@ from atoll.errors import AtollError, ConfigError
 from atoll.link.base import Link
 from atoll.link.net.seat import Seat
 from atoll.runs.events import Jsonl, Resumed, Saved, Sink, read
-from atoll.runs.layout import BEST, METRICS, MODEL, worker_folder
+from atoll.runs.evidence import Began
+from atoll.runs.layout import ANCHORS, BEST, METRICS, MODEL, worker_folder
 from atoll.runs.sinks import Metrics, TensorBoard, Trackio, WandB
 from atoll.settings.config import RunConfig
 from atoll.train.data import token_files
@@ -88,8 +90,8 @@ def train(config: RunConfig, *, worker: int | None = None, resume: bool = False)
             if not _agree(process, given, config, finished):
                 return _already_finished(folder, ranks)
             data, trainer = _build(process, config)
-            metrics = _restore(process, trainer, data)
-            log = _begin(process, trainer, data, metrics)
+            restored = _restore(process, trainer, data)
+            log = _begin(process, trainer, data, restored)
             _train(process, trainer, data, log)
             trainer.end("finished")
         if ranks.is_leader and (line := plan_check(trainer.config, trainer.reporter)):
@@ -160,6 +162,7 @@ def _build(process: _Process, config: RunConfig) -> tuple[TokenData, Trainer]:
     trainer = Trainer(config, model, batches, evaluated, process.links, ranks)
     if isinstance(process.control, ElasticControl):
         trainer.reporter.members = process.control.members
+        process.control.elastic.hooks.on_excluded = trainer.reporter.write_excluded
     return data, trainer
 
 
@@ -193,28 +196,33 @@ def start(config: RunConfig, data: TokenData) -> tuple[Model, RunConfig]:
 # ---------------------------------------------------------------------- restore
 
 
-def _restore(process: _Process, trainer: Trainer, data: TokenData) -> int | None:
-    """Load the newest checkpoint that all processes have, if any, and join the other workers.
+class _Restored(NamedTuple):
+    """Holds what is known of the checkpoint that a process has loaded."""
 
-    Returns:
-        The bytes that the metrics file had when it was saved; None without a checkpoint.
-    """
+    step: int
+    metrics: int
+    """Bytes that the metrics file had when it was saved."""
+
+
+def _restore(process: _Process, trainer: Trainer, data: TokenData) -> _Restored | None:
+    """Load the newest checkpoint that all processes have, if any, and join the other workers."""
     folder, control = process.folder, process.control
     control.agree_on_data(data)
     metrics = folder.restore(trainer, data, control.step_to_resume(folder.checkpoints()))
+    restored = None if metrics is None else _Restored(trainer.steps, metrics)
     trainer.join()
     process.interrupts.wait_for_steps()  # not before: until here this process may wait for workers that never come
-    return metrics
+    return restored
 
 
 # ---------------------------------------------------------------------- begin
 
 
-def _begin(process: _Process, trainer: Trainer, data: TokenData, metrics: int | None) -> Jsonl | None:
+def _begin(process: _Process, trainer: Trainer, data: TokenData, restored: _Restored | None) -> Jsonl | None:
     """Open the sinks, and write the run file and, of several processes, a first checkpoint.
 
-    All that may be refused has been: until here the folder is as it was. `metrics` is the length in bytes to which the
-    metrics file of a resumed run is cut.
+    All that may be refused has been: until here the folder is as it was. The metrics file of a resumed run is cut to
+    its length when it was saved.
 
     Returns:
         The metrics file; None on a rank that is not its worker's leader.
@@ -226,9 +234,11 @@ def _begin(process: _Process, trainer: Trainer, data: TokenData, metrics: int | 
     _print_notes(config, data, trainer)
     folder.begin(config, trainer.parameters, data)
     log = None
+    if trainer.reporter.members is not None:
+        _open_evidence(trainer, folder, restored, process.cleanup)
     if process.ranks.is_leader:
-        log = _open_log(trainer, folder, others, metrics, process.cleanup)
-    if metrics is None and folder.of_many:  # no worker trains on before all have a checkpoint to come back to
+        log = _open_log(trainer, folder, others, restored.metrics if restored else None, process.cleanup)
+    if restored is None and folder.of_many:  # no worker trains on before all have a checkpoint to come back to
         folder.save(trainer, log.position() if log else 0, data)
         process.wait_for_all("begun")
     return log
@@ -262,6 +272,15 @@ def _open_log(trainer: Trainer, folder: RunFolder, others: Sink, length: int | N
     if resumed:
         trainer.reporter.sink.write(Resumed(step=trainer.steps, seconds=trainer.seconds))
     return log
+
+
+def _open_evidence(trainer: Trainer, folder: RunFolder, restored: _Restored | None, cleanup: ExitStack) -> None:
+    """Let an elastic run write what a replay needs, after what earlier processes of this worker have written."""
+    path, (loop,) = folder.path / ANCHORS, trainer.reporter.loops
+    file = Jsonl(path, path.stat().st_size if path.exists() else None)
+    trainer.reporter.evidence = cleanup.enter_context(closing(file))
+    step = restored.step if restored else None
+    trainer.reporter.evidence.write(Began(worker=loop.link.worker, checkpoint=step, joined=loop.joined_at))
 
 
 def _write_last_rounds(trainer: Trainer) -> None:

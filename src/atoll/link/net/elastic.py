@@ -77,6 +77,8 @@ class ElasticHooks:
     """Called in the event loop with every decision after a change of the view."""
     on_lost: Callable[[int, str], None] = lambda worker, why: None
     """Called in the event loop with every worker whose connection has ended, and why."""
+    on_excluded: Callable[[], None] = lambda: None
+    """Called in the training thread when the others have gone on without this worker, before it joins again."""
     check_interrupts: Callable[[], None] | None = None
     """Called repeatedly while the link waits for others to come; may raise."""
     terms: Mapping[str, str] = field(default_factory=dict)
@@ -169,6 +171,7 @@ class ElasticLink(Link):
 
     def rejoin(self) -> Admission:
         """Join again, as another process would, after an ExcludedError."""
+        self.hooks.on_excluded()
         if self._member is not None:
             event_loop().run(_close(self._member, ""))
         admission = self._enter()
@@ -274,6 +277,8 @@ class ElasticLink(Link):
         """Note how far this worker is, and copy what joiners have asked for."""
         member = self._member
         assert member is not None
+        if self.unfinished:  # the last exchange of a run belongs to its last step, and is yet to come
+            applied = max(0, min(applied, step - 1))
         self._saves = applied, save
         event_loop().post(lambda: member.advance(step, applied))
         self._give()

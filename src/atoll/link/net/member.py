@@ -43,6 +43,7 @@ from atoll.link.net.protocol import Protocol
 from atoll.link.net.round_table import RoundTable
 from atoll.link.net.session import REFUSED
 from atoll.link.net.views import Decision, Process, Told
+from atoll.link.net.worker_status import MOST_ROUNDS, WorkerStatus
 
 _DEAD_END_S = 20.0  # in which others, if there are any, agree on a view
 _OPENED_S = 0.005
@@ -116,6 +117,14 @@ class Member:
         self.follower: Follower | None = None
         """What this process does until it sends; None if it started with the others."""
         self._on_decision = on_decision
+        peers.answer_observers(lambda: self.status().model_dump_json().encode())
+
+    def status(self) -> WorkerStatus:
+        """Return what an observer is told of this worker."""
+        rates = self.peers.rates().values()
+        rounds = [(round_id.step, round_id.fragment) for round_id in self.rounds.on_their_way()[:MOST_ROUNDS]]
+        sent, received = sum(rate.sent for rate in rates), sum(rate.received for rate in rates)
+        return WorkerStatus(step=max(0, self.protocol.step), sent_bytes=sent, received_bytes=received, rounds=rounds)
 
     # ------------------------------------------------------------------ what the training thread does
 

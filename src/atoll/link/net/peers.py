@@ -10,7 +10,7 @@ have given the dial up just before.
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -173,6 +173,10 @@ class Peers:
         self._forget(peer)
         if peer in self._sessions:
             self._sessions[peer].end(None, reason)
+
+    def answer_observers(self, status: Callable[[], bytes]) -> None:
+        """Answer observers that ask how this process is doing with what this returns."""
+        self._reception.status = status
 
     def is_connected(self, peer: Process) -> bool:
         """Return whether there is a session with a process, and both ends have it."""

@@ -211,6 +211,11 @@ class Protocol:
         return self._step >= step and not self.is_flushing
 
     @property
+    def step(self) -> int:
+        """The newest inner step that this member has made."""
+        return self._step
+
+    @property
     def settled_step(self) -> int:
         """The step up to which all members that train have applied all rounds: nothing can change these any more."""
         return min(map(self._applied_by, self.view.owing), default=-1)

@@ -45,7 +45,7 @@ class _Dial:
 
 
 class Reception:
-    """Serves the two methods that other processes call.
+    """Serves the methods that other processes call.
 
     Args:
         own: This process.
@@ -59,14 +59,26 @@ class Reception:
         self._dials: dict[str, _Dial] = {}
         self._handshakes: Counter[int | None] = Counter()
         self._changed = asyncio.Event()
+        self.status: Callable[[], bytes] = lambda: b""
+        """Returns what an observer is told."""
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """Return what gRPC's server calls."""
         methods = {
             "Control": grpc.stream_stream_rpc_method_handler(self._control),
             "Bulk": grpc.stream_stream_rpc_method_handler(self._bulk),
+            "Status": grpc.unary_unary_rpc_method_handler(self._tell_status),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def _tell_status(self, _: bytes, context: Context) -> bytes:
+        """Answer an observer, or a worker, that asks how far this process is."""
+        try:
+            if self._own.gate is not None:
+                self._own.gate.peer(context.auth_context(), ("worker", "observer"))
+        except PeerRefusedError as refused:
+            await context.abort(refused.code, str(refused))
+        return self.status()
 
     def wake(self) -> None:
         """Look again at dials that were not expected."""

@@ -73,9 +73,13 @@ class RoundTable:
         waiting = (known for known, opened in self._open.items() if not opened.done and opened.opened_s <= moment_s)
         return sorted(waiting, reverse=True)
 
+    def on_their_way(self) -> list[RoundId]:
+        """Return the rounds that this worker has opened and that are not complete, in order."""
+        return sorted(round_id for round_id, opened in self._open.items() if not opened.done)
+
     def position(self) -> str:
         """Return the oldest round that is not complete, or after which step this worker is."""
-        waiting = sorted(round_id for round_id, opened in self._open.items() if not opened.done)
+        waiting = self.on_their_way()
         return str(waiting[0]) if waiting else f"after step {self.newest_step}"
 
     def fail(self, error: Exception) -> None:
@@ -172,7 +176,8 @@ class RoundTable:
             return
         opened.note_reduced(action.attempt)
         arrived = {member.worker for member in (*completed.members, *completed.outliers)}
-        completed = replace(completed, complete=arrived == action.due)
+        between = tuple(process.seat for process in action.attempt.members)
+        completed = replace(completed, between=between, complete=arrived == action.due)
         opened.complete(completed, self.sent_bytes[action.round_id], self._received.of_round(action.round_id))
         held_back, self._held_back = self._held_back, []
         for reduce in held_back:

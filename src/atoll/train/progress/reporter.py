@@ -16,7 +16,8 @@ from torch import Tensor
 from atoll.outer.loop import OuterLoop
 from atoll.outer.presets import Sync
 from atoll.outer.stats import Applied, Counters, sizes
-from atoll.runs.events import End, Eval, Event, Fault, Outcome, RoundApplied, Sink, Start, Step
+from atoll.runs.events import End, Eval, Event, Fault, Joined, Members, Outcome, RoundApplied, Sink, Start, Step
+from atoll.runs.evidence import AnchorMoved, Excluded
 from atoll.runs.sinks import Metrics
 from atoll.settings.config import RunConfig
 from atoll.train.progress.members import MembershipLog
@@ -135,6 +136,8 @@ class Reporter:
         """When the step or evaluation under way began, by time.perf_counter()."""
         self.members: MembershipLog | None = None
         """Who takes part in an elastic run."""
+        self.evidence: Sink | None = None
+        """Takes what a replay of an elastic run needs."""
         self._config = config
         self._workers = workers
         self._weights = weights
@@ -201,7 +204,10 @@ class Reporter:
     def write_rounds(self, before: float = math.inf) -> None:
         """Write the rounds that were applied before a step; waits for them on a GPU."""
         while self._unwritten and self._unwritten[0][0].step < before:
-            self.sink.write(self._round(*self._unwritten.pop(0)))
+            applied, zero_s = self._unwritten.pop(0)
+            self.sink.write(self._round(applied, zero_s))
+            if self.evidence is not None:
+                self.evidence.write(_anchor_moved(applied))
 
     def _round(self, applied: Applied, zero_s: float) -> RoundApplied:
         sent, transfer, loop = applied.round_id, applied.transfer, self.loops[0]
@@ -275,6 +281,15 @@ class Reporter:
         """Write what has changed among the members of an elastic run."""
         for event in self.members.events(step, self.totals.seconds) if self.members else ():
             self.sink.write(event)
+            is_own = isinstance(event, Members) or (isinstance(event, Joined) and event.since is not None)
+            if self.evidence is not None and is_own:
+                self.evidence.write(event)
+
+    def write_excluded(self) -> None:
+        """Write how far this worker was when it learnt that the others have gone on without it."""
+        self.write_rounds()
+        if self.evidence is not None:
+            self.evidence.write(Excluded(steps=self.loops[0].steps))
 
     def write_end(self, step: int, outcome: Outcome, loss: float, best: float) -> None:
         """Write how the run ended."""
@@ -320,3 +335,17 @@ class Reporter:
             "wait_s": self._spread([self.waited_s for _ in counters], 0.0),
             "hidden_s": self._spread([c.hidden_s for c in counters], 0.0),
         }
+
+
+def _anchor_moved(applied: Applied) -> AnchorMoved:
+    return AnchorMoved(
+        step=applied.round_id.step,
+        fragment=applied.round_id.fragment,
+        last=applied.round_id.last,
+        applied=applied.step,
+        members=list(applied.members),
+        outliers=list(applied.outliers),
+        between=list(applied.between),
+        version=applied.version,
+        fingerprint=f"{applied.fingerprint:016x}",
+    )

@@ -22,6 +22,7 @@ from atoll.runs.events import (
     Step,
     utilisation,
 )
+from atoll.runs.evidence import AnchorMoved, Began, Excluded
 
 KEPT = 18
 """Evaluations that the sparkline shows."""
@@ -61,7 +62,7 @@ class RunSummary:
         match event:
             case Start():
                 return type(self)(start=event, marks=((0, 0.0),))
-            case RoundApplied():
+            case RoundApplied() | Began() | AnchorMoved() | Excluded():
                 return self
             case Fault():
                 return replace(self, step=event.step, faults=self.faults + 1)

@@ -1,0 +1,126 @@
+"""Draws who took part in elastic runs: a lane per worker over inner steps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+
+from atoll._util.units import count_text, share_text
+from atoll.report.canvas import Palette, dress, heading, legend_above, new_figure, shorten
+from atoll.report.record import RunRecord
+from atoll.report.table import Row
+
+MOST_SEATS = 16
+"""Workers of a run that the picture shows."""
+_CATCHING_UP = 0.35  # opacity
+
+
+@dataclass(slots=True)
+class Presence:
+    """Holds when one worker took part, in inner steps of the run."""
+
+    worker: int
+    training: list[tuple[int, int]] = field(default_factory=list)
+    """From one step to another."""
+    following: list[tuple[int, int]] = field(default_factory=list)
+    """While it caught up."""
+    lost: list[int] = field(default_factory=list)
+    """Steps after which it was no longer a member."""
+    joined: list[int] = field(default_factory=list)
+    """Steps after which it trained again, or for the first time."""
+
+    def share(self, steps: int) -> float:
+        """Returns the share of the run's steps, 0 to 1, that it made as a member."""
+        return sum(end - begin for begin, end in self.training) / max(steps, 1)
+
+
+def presences(record: RunRecord) -> list[Presence]:
+    """Returns a lane per worker, from the views that any process recorded."""
+    found = {worker: Presence(worker) for worker in range(record.start.workers)}
+    views = sorted(record.views, key=lambda view: view.view)
+    trained: set[int] = set()
+    for n, view in enumerate(views):
+        # A view can begin earlier than the one before, if the worker that was ahead is gone.
+        end = min((later.boundary for later in views[n + 1 :]), default=record.step)
+        span, training = (view.boundary, max(end, view.boundary)), set(view.members)
+        for worker in training & found.keys():
+            _extend(found[worker].training, span)
+        for worker in set(view.following) & found.keys():
+            _extend(found[worker].following, span)
+        for worker in (training - trained if n else set()) & found.keys():
+            found[worker].joined.append(min(view.boundary, end))
+        for worker in (trained - training) & found.keys():
+            found[worker].lost.append(min(view.boundary, end))
+        trained = training
+    return list(found.values())
+
+
+def _extend(spans: list[tuple[int, int]], span: tuple[int, int]) -> None:
+    """Adds a span to those before it, or makes the last one longer."""
+    begin, end = span
+    while spans and spans[-1][1] >= begin:
+        begin = min(begin, spans.pop()[0])
+    if end > begin:
+        spans.append((begin, end))
+
+
+# ---------------------------------------------------------------------- drawing
+
+
+def draw_members(rows: Sequence[Row], palette: Palette) -> Figure:
+    """Draws the members of every elastic run over its inner steps."""
+    shown = {n: presences(row.record)[:MOST_SEATS] for n, row in enumerate(rows) if row.record.views}
+    lanes = sum(map(len, shown.values()))
+    figure = new_figure(palette, 1.0 + 0.46 * lanes, narrow_height=1.75 + 0.46 * lanes)
+    axes = figure.add_subplot()
+    dress(axes, palette, x="inner step", y="", grid="x")
+    y = 0
+    for n, seats in shown.items():
+        record = rows[n].record
+        changes = sorted({view.boundary for view in record.views} - {0})
+        axes.vlines(changes, y - 0.28, y + len(seats) - 0.72, color=palette.muted, linewidth=0.7, linestyle=":")
+        for seat in seats:
+            _draw_seat(axes, palette, palette.of(n), seat, y, record.step)
+            name = f"{shorten(rows[n].name, 14 if palette.narrow else 40)}, worker {seat.worker}"
+            said = share_text(seat.share(record.step))
+            heading(axes, palette, y - 0.22, name, said if palette.narrow else f"{said} of the steps")
+            y += 1
+    axes.set_ylim(y - 0.6, -0.75)
+    axes.set_xlim(0, max([1, *(rows[n].record.step for n in shown)]))
+    axes.yaxis.set_major_locator(NullLocator())
+    axes.xaxis.set_major_locator(MaxNLocator(4 if palette.narrow else 8, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: count_text(x)))
+    legend_above(figure, palette, _handles(palette), columns=2 if palette.narrow else 6)
+    return figure
+
+
+def _draw_seat(axes: Axes, palette: Palette, colour: str, seat: Presence, y: float, steps: int) -> None:
+    place = (y - 0.16, 0.26)
+    axes.broken_barh([(0, steps)], place, facecolor=palette.idle, linewidth=0)
+    axes.broken_barh([(a, b - a) for a, b in seat.following], place, facecolor=colour, alpha=_CATCHING_UP, linewidth=0)
+    axes.broken_barh([(a, b - a) for a, b in seat.training], place, facecolor=colour, linewidth=0)
+    for steps_at, shape in ((seat.lost, "X"), (seat.joined, "^")):
+        if not steps_at:
+            continue
+        axes.plot(
+            steps_at, [y - 0.03] * len(steps_at), shape, color=palette.ink, markeredgecolor=palette.paper,
+            markersize=7, markeredgewidth=0.8, clip_on=False,
+        )  # fmt: skip
+
+
+def _handles(palette: Palette) -> list[Patch | Line2D]:
+    def mark(shape: str, label: str) -> Line2D:
+        return Line2D([], [], linestyle="", marker=shape, color=palette.ink, markersize=6, label=label)
+
+    return [
+        Patch(facecolor=palette.muted, label="training"),
+        Patch(facecolor=palette.muted, alpha=_CATCHING_UP, label="catching up"),
+        Patch(facecolor=palette.idle, edgecolor=palette.grid, label="away"),
+        mark("X", "lost, or left"),
+        mark("^", "joined"),
+        Line2D([], [], color=palette.muted, linewidth=0.7, linestyle=":", label="a new view"),
+    ]

@@ -1,0 +1,1 @@
+"""Makes the rounds of an elastic run again from what its workers have recorded."""
