@@ -123,7 +123,7 @@ MUTANTS = [
         "train/replay/link.py",
         "for member in made.members]",
         "for member in sorted(posted)]",
-        tests=ALIKE,
+        tests=EQUAL,
     ),
     Mutant(
         "a returning process has a new optimizer",
