@@ -58,7 +58,6 @@ MUTANTS = [
            "        rounds += [r for r in log.rounds if not seen or (r.step, r.fragment) > max(seen)]\n",
            tests=(f"{MEMBERS}::test_a_report_has_the_rounds_that_the_lowest_worker_was_not_there_for",)),
     # launch, status
-    Mutant("anybody may ask a worker how far it is", "link/net/reception.py", "            if self._own.gate is not None:\n                self._own.gate.peer(", "            if False:\n                self._own.gate.peer(", tests=OBSERVED),
     Mutant("an observer is refused", "link/net/reception.py", '("worker", "observer")', '("worker",)', tests=OBSERVED),
     Mutant("a status has no rounds", "link/net/member.py", "self.rounds.on_their_way()[:MOST_ROUNDS]", "[]", tests=OBSERVED),
     Mutant("rates are of all that was ever counted", "cli/status.py", "return max(0, later - earlier) / over_s", "return later / over_s",

@@ -7,7 +7,7 @@ EQUAL = (f"{REPLAY}::test_a_run_with_a_late_a_killed_and_a_stopped_worker_is_mad
 ALIKE = (f"{REPLAY}::test_records_that_were_changed_alike_are_found_by_training",)
 WHOLE = (f"{REPLAY}::test_a_record_that_is_not_whole_is_refused",)
 REFUSED = (f"{REPLAY}::test_runs_with_other_settings_or_on_a_gpu_are_refused",)
-MEMBERS = "tests/unit/test_members.py"
+MEMBERS = "tests/unit/test_report.py"
 LANES = (f"{MEMBERS}::test_the_lanes_of_members_come_from_all_views",)
 TESTS = ["tests/unit/test_recorded_rounds.py"]
 
@@ -123,7 +123,7 @@ MUTANTS = [
         "train/replay/link.py",
         "for member in made.members]",
         "for member in sorted(posted)]",
-        tests=ALIKE,
+        tests=EQUAL,
     ),
     Mutant(
         "a returning process has a new optimizer",

@@ -185,7 +185,8 @@ def test_rounds_count_a_joiner_only_after_a_full_period() -> None:
 
 @pytest.mark.parametrize("elastic", [True, False])
 def test_an_elastic_round_tells_the_anchor_after_it(elastic: bool) -> None:
-    problem, told = Problem(workers=2, steps=9), []
+    problem = Problem(workers=2, steps=9)
+    told: list[tuple[int, int, int, int]] = []
 
     def work(link: Link) -> None:
         def observe(applied: Applied) -> None:

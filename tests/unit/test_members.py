@@ -1,20 +1,12 @@
 """Changes of the members of an elastic run: as events, as lines, and in reports."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from test_report import events, save, start
-
-from atoll import report
 from atoll.link.base import RoundId
 from atoll.link.net.views import Decision, Process, View
-from atoll.plan.line import Line
-from atoll.report.members import presences
 from atoll.report.record import log_of, merge
-from atoll.report.trace import entries
 from atoll.runs.events import Event, Joined, Lost, Members, RoundApplied, Start
 from atoll.train.progress.members import MembershipLog
 from atoll.train.progress.summary import RunSummary, event_line
@@ -124,50 +116,3 @@ def test_a_report_has_the_rounds_that_the_lowest_worker_was_not_there_for() -> N
     merged = merge([log(0, [1, 2, 6, 6]), log(1, [1, 2, 3, 4, 6, 6, 7])])
     found = [(r.step, r.members[0]) for r in merged.rounds]
     assert found == [(1, 0), (2, 0), (3, 1), (4, 1), (6, 0), (6, 0), (7, 1)]
-
-
-# ---------------------------------------------------------------------- the picture of members
-
-
-def elastic(folder: Path) -> Path:
-    """Save a run of 40 steps as two of its workers have recorded it."""
-
-    def view(number: int, training: list[int], following: list[int], boundary: int) -> Members:
-        return Members(
-            step=boundary, view=number, members=training, following=following, boundary=boundary, seconds=1.0
-        )
-
-    of_both = [view(1, [0, 1, 2], [], 0), view(2, [0, 1], [], 10), view(3, [0, 1], [2], 16)]
-    of_one = [view(4, [0, 1, 2], [], 20), view(5, [0, 1], [], 32), view(6, [1], [], 30)]
-    told = [Lost(step=12, worker=2, why="is silent"), Joined(step=21, worker=2, at=20)]
-    save(folder / "worker-0", [*events(start("x", "diloco", worker=0)), *of_both, *told])
-    save(folder / "worker-1", [*events(start("x", "diloco", worker=1)), *of_both, *of_one])
-    return folder
-
-
-def test_the_lanes_of_members_come_from_all_views(tmp_path: Path) -> None:
-    first, second, third, fourth = presences(report.load(elastic(tmp_path / "run")))
-    assert (first.training, first.lost, first.joined) == ([(0, 30)], [30], [])
-    assert (second.training, second.lost, second.joined) == ([(0, 40)], [], [])
-    assert (third.training, third.following) == ([(0, 10), (20, 30)], [(16, 20)])
-    assert (third.lost, third.joined, third.share(40)) == ([10, 30], [20], 0.5)
-    assert not fourth.training and fourth.share(40) == 0.0
-
-
-def test_a_page_draws_the_members_of_elastic_runs_alone(tmp_path: Path) -> None:
-    fixed = save(tmp_path / "fixed", events(start("fixed", "diloco")))
-    for runs, is_drawn in (([elastic(tmp_path / "run"), fixed], True), ([fixed], False)):
-        (path,) = report.write(runs, tmp_path / "page.html", link=Line(1e6))
-        text = path.read_text("utf-8")
-        assert ('id="members"' in text) == is_drawn
-        if is_drawn:
-            assert re.search(r"Workers that trained at the end: x: 1 of 4; fixed: not elastic\.", text)
-
-
-def test_a_trace_tells_of_losses_and_admissions(tmp_path: Path) -> None:
-    found = [entry for entry in entries([report.load(elastic(tmp_path / "run"))]) if entry["ph"] == "i"]
-    told = {entry["name"]: entry["args"] for entry in found if "worker 2" in entry["name"]}
-    assert told == {
-        "worker 2 is gone": {"step": 12, "why": "is silent"},
-        "worker 2 has joined": {"step": 21, "at": 20},
-    }

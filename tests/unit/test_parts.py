@@ -91,7 +91,7 @@ def test_workers_whose_folders_are_elsewhere_are_left_out_of_means(tmp_path: Pat
 
 def test_workers_that_stopped_at_different_steps(tmp_path: Path) -> None:
     zero, one, two = VOYAGE.events()
-    short = [e for e in zero[:-1] if getattr(e, "applied", e.step if not isinstance(e, Start) else 0) <= 40]
+    short = [e for e in zero[:-1] if getattr(e, "applied", getattr(e, "step", 0)) <= 40]
     found = report.load(save_workers(tmp_path / "run", [short, one, two]))
     last = next(e for e in reversed(short) if isinstance(e, Step))
     assert found.finished and found.step == 80, "the others have finished"

@@ -7,7 +7,7 @@ import pytest
 
 from atoll.errors import DataError
 from atoll.link.base import RoundId
-from atoll.runs.events import Event, Joined, Members
+from atoll.runs.events import Joined, Members
 from atoll.runs.evidence import AnchorMoved, Began, Excluded
 from atoll.train.replay.record import RunRecord
 
@@ -29,7 +29,7 @@ def joined(worker: int, at: int, since: int) -> Joined:
     return Joined(step=at, worker=worker, at=at, since=since)
 
 
-def record(**events: list[Event]) -> RunRecord:
+def record(**events: Sequence[Any]) -> RunRecord:
     return RunRecord({int(name.removeprefix("w")): [began(int(name[1:])), *said] for name, said in events.items()})
 
 
@@ -46,18 +46,18 @@ def test_workers_that_disagree_are_found_at_the_first_round() -> None:
 
 def test_a_worker_that_was_cut_off_may_have_completed_the_last_rounds_differently() -> None:
     others = [moved(2), moved(4, [1], "b"), moved(6, [1], "b"), moved(8, [1], "b"), LAST]
-    cut_off: list[Event] = [moved(2), moved(4), Excluded(steps=5), joined(0, 7, 5), moved(8, [1], "b"), LAST]
-    dead: list[Event] = [moved(2), moved(4)]
+    cut_off: list[Any] = [moved(2), moved(4), Excluded(steps=5), joined(0, 7, 5), moved(8, [1], "b"), LAST]
+    dead: list[Any] = [moved(2), moved(4)]
     for said in (cut_off, dead):
         found = record(w0=said, w1=others)
         assert found.difference is None and found.rounds[RoundId(4, 0)].members == [1]
-    went_on = [moved(2), moved(4), moved(6), moved(8), Excluded(steps=9)]
+    went_on: list[Any] = [moved(2), moved(4), moved(6), moved(8), Excluded(steps=9)]
     difference = record(w0=[*went_on, joined(0, 9, 9)], w1=others).difference
     assert difference is not None and difference.round_id == RoundId(4, 0)
 
 
 def test_what_a_cut_off_worker_recorded_is_kept_apart() -> None:
-    said = [moved(2), Excluded(steps=3), Excluded(steps=3), moved(4, [1]), joined(0, 5, 4), moved(6)]
+    said: list[Any] = [moved(2), Excluded(steps=3), Excluded(steps=3), moved(4, [1]), joined(0, 5, 4), moved(6)]
     (process,) = record(w0=said, w1=[]).processes[0]
     first, second = process.stretches
     assert (first.excluded, list(first.rounds)) == (3, [RoundId(2, 0)])

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_elastic_runs import finish, running, when
 from typer.testing import CliRunner
 
 from atoll.cli import main as cli
 from atoll.runs.events import Joined, Lost
+from elastic_fleet import finish, running, when
 
 pytestmark = pytest.mark.processes
 

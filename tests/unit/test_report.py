@@ -27,8 +27,23 @@ from atoll.plan.simulate import time_of
 from atoll.report.canvas import DARK, LIGHT, Draw
 from atoll.report.figures import pictures
 from atoll.report.lanes import clock
+from atoll.report.members import presences
 from atoll.report.page import page
-from atoll.runs.events import End, Eval, Event, Fault, Jsonl, Resumed, RoundApplied, Start, Step
+from atoll.report.trace import entries
+from atoll.runs.events import (
+    End,
+    Eval,
+    Event,
+    Fault,
+    Joined,
+    Jsonl,
+    Lost,
+    Members,
+    Resumed,
+    RoundApplied,
+    Start,
+    Step,
+)
 
 LINK = Line(1e6)
 HOSTILE = "$\\bad{1}$<script>alert('x')</script>\"><img src=x onerror=alert(1)> \u65e5\u672c \u202e\x1b[31m ]]>&_"
@@ -543,3 +558,50 @@ def test_runs_that_cannot_be_compared_are_noted(records: list[report.RunRecord])
     assert "have not trained on the same number of tokens" in words
     assert "different vocabularies: their losses per token cannot be compared" in words
     assert "different numbers of workers" in words
+
+
+# ---------------------------------------------------------------------- the picture of members
+
+
+def elastic(folder: Path) -> Path:
+    """Save a run of 40 steps as two of its workers have recorded it."""
+
+    def view(number: int, training: list[int], following: list[int], boundary: int) -> Members:
+        return Members(
+            step=boundary, view=number, members=training, following=following, boundary=boundary, seconds=1.0
+        )
+
+    of_both = [view(1, [0, 1, 2], [], 0), view(2, [0, 1], [], 10), view(3, [0, 1], [2], 16)]
+    of_one = [view(4, [0, 1, 2], [], 20), view(5, [0, 1], [], 32), view(6, [1], [], 30)]
+    told: list[Event] = [Lost(step=12, worker=2, why="is silent"), Joined(step=21, worker=2, at=20)]
+    save(folder / "worker-0", [*events(start("x", "diloco", worker=0)), *of_both, *told])
+    save(folder / "worker-1", [*events(start("x", "diloco", worker=1)), *of_both, *of_one])
+    return folder
+
+
+def test_the_lanes_of_members_come_from_all_views(tmp_path: Path) -> None:
+    first, second, third, fourth = presences(report.load(elastic(tmp_path / "run")))
+    assert (first.training, first.lost, first.joined) == ([(0, 30)], [30], [])
+    assert (second.training, second.lost, second.joined) == ([(0, 40)], [], [])
+    assert (third.training, third.following) == ([(0, 10), (20, 30)], [(16, 20)])
+    assert (third.lost, third.joined, third.share(40)) == ([10, 30], [20], 0.5)
+    assert not fourth.training and fourth.share(40) == 0.0
+
+
+def test_a_page_draws_the_members_of_elastic_runs_alone(tmp_path: Path) -> None:
+    fixed = save(tmp_path / "fixed", events(start("fixed", "diloco")))
+    for runs, is_drawn in (([elastic(tmp_path / "run"), fixed], True), ([fixed], False)):
+        (path,) = report.write(runs, tmp_path / "page.html", link=Line(1e6))
+        text = path.read_text("utf-8")
+        assert ('id="members"' in text) == is_drawn
+        if is_drawn:
+            assert re.search(r"Workers that trained at the end: x: 1 of 4; fixed: not elastic\.", text)
+
+
+def test_a_trace_tells_of_losses_and_admissions(tmp_path: Path) -> None:
+    found = [entry for entry in entries([report.load(elastic(tmp_path / "run"))]) if entry["ph"] == "i"]
+    told = {entry["name"]: entry["args"] for entry in found if "worker 2" in entry["name"]}
+    assert told == {
+        "worker 2 is gone": {"step": 12, "why": "is silent"},
+        "worker 2 has joined": {"step": 21, "at": 20},
+    }

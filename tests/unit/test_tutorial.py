@@ -95,7 +95,7 @@ def test_a_worker_dies_and_comes_back(tmp_path: Path) -> None:
         for folder in folders:
             folder.mkdir()
             (folder / "elastic.toml").write_text(blocks(ELASTIC, "toml")[0].replace("10.0.0.1", sites[0].address))
-        keys, registry, first, second, again, status = commands(ELASTIC)
+        keys, registry, first, second, again, status, replay = commands(ELASTIC)
         assert run(0, keys).wait(60) == 0
         (folders[1] / "runs/elastic/keys").mkdir(parents=True)
         shutil.move(folders[0] / "runs/elastic/keys/worker-1", folders[1] / "runs/elastic/keys/worker-1")
@@ -108,6 +108,9 @@ def test_a_worker_dies_and_comes_back(tmp_path: Path) -> None:
         assert [survivor.wait(400), back.wait(60)] == [0, 0], [path.read_text() for path in outputs]
         assert run(0, status).wait(60) == 0
         said, shown = outputs[2].read_text(), outputs[-1].read_text()
+        shutil.copytree(places[1], places[0].parent / "worker-1")
+        assert run(0, f"{replay} --check-only").wait(100) == 0, outputs[-1].read_text()
+        assert outputs[-1].read_text().endswith("rounds of 2 workers: the records agree\n")
     assert "worker 1 is gone: " in said and re.search(r"view \d+ from step \d+: worker 0\n", said), said
     assert "worker 1 has joined at step" in said and "workers 0, 1" in said
     assert "the run is finished" in shown

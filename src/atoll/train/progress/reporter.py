@@ -337,15 +337,15 @@ class Reporter:
         }
 
 
-def _anchor_moved(applied: Applied) -> AnchorMoved:
+def _anchor_moved(of: Applied) -> AnchorMoved:
     return AnchorMoved(
-        step=applied.round_id.step,
-        fragment=applied.round_id.fragment,
-        last=applied.round_id.last,
-        applied=applied.step,
-        members=list(applied.members),
-        outliers=list(applied.outliers),
-        between=list(applied.between),
-        version=applied.version,
-        fingerprint=f"{applied.fingerprint:016x}",
+        step=of.round_id.step,
+        fragment=of.round_id.fragment,
+        last=of.round_id.last,
+        applied=of.step,
+        members=list(of.members),
+        outliers=list(of.outliers),
+        between=list(of.between),
+        version=of.version,
+        fingerprint=f"{of.fingerprint:016x}",
     )
