@@ -7,6 +7,13 @@ REJOIN = ("tests/unit/test_rejoin.py",)
 ADMISSION = "outer/admission.py"
 
 MUTANTS = [
+    Mutant(
+        "a joiner of a run that ends starts after its last step",
+        "outer/admission.py",
+        "        newest = self._held = max(self._opened.values())\n",
+        "        self._held = max(self._opened.values())\n        newest = self._held + self._schedule.delay\n",
+        tests=("tests/unit/test_admission.py::test_a_joiner_of_a_run_that_ends_starts_at_its_last_step",),
+    ),
     Mutant("a joiner counts at once", ADMISSION, "- boundary < loop._schedule.period", "- boundary < 0"),
     Mutant(
         "a joiner counts a period late",
@@ -21,9 +28,7 @@ MUTANTS = [
         "    loop._sending = {}\n",
         "    loop._sending = {}\n    loop._rounds.forget()\n",
     ),
-    Mutant(
-        "a joiner applies what is not due", ADMISSION, "if round_id.step + delay <= step:", "if round_id.step <= step:"
-    ),
+    Mutant("a joiner applies what is not due", ADMISSION, "if round_id.step <= applied:", "if round_id.step <= step:"),
     Mutant(
         "a joiner misses the round after the state",
         "core/schedule.py",

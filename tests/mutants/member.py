@@ -33,6 +33,20 @@ _NONSENSE = _in("member", "test_the_others_go_on_without_a_member_that_sends_non
 
 MUTANTS = [
     Mutant(
+        "a joiner is given a state that holds the last exchange",
+        DONOR,
+        "        if self.is_over:\n            return []\n",
+        "",
+        tests=_in("donor", "test_nothing_is_copied_after_the_last_exchange"),
+    ),
+    Mutant(
+        "a donor does not notice the last exchange",
+        ELASTIC,
+        "        self.donor.is_over |= completed.round_id.last\n",
+        "",
+        tests=_in("member", "test_a_donor_ends_with_the_last_exchange"),
+    ),
+    Mutant(
         "a run whose last round has no delay never ends",
         ELASTIC,
         "        if self.unfinished:  # the last",

@@ -252,6 +252,17 @@ def test_a_joiner_is_not_taken_in_before_rounds_that_it_has(monkeypatch: pytest.
         joining(problem, SYNCS["diloco"], Board(1, 8, {0: (0, 8)}))
 
 
+def test_a_joiner_of_a_run_that_ends_starts_at_its_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that finishes applies all its rounds at once, and gives the state away while it waits for the last."""
+    problem = Problem(workers=2, steps=9, faults=Faults(absences=(Absence(worker=1, first=1, last=9),)))
+    states = LocalAdmission.states
+    monkeypatch.setattr(LocalAdmission, "states", lambda *args: (replace(one, applied=9) for one in states(*args)))
+    board = Board(1, 9, {0: (0, 4)})
+    _, late = joining(problem, SYNCS["delayed"], board)
+    assert late.joined_at == 9 and board.told == [9, 9]
+    assert [line for line in board.log if line.startswith("open")] == ["open 9 0 False"]  # the last exchange
+
+
 # ---------------------------------------------------------------------- what else the loop does
 
 

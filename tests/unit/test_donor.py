@@ -120,6 +120,16 @@ def test_a_copy_without_rounds_that_can_change_is_given_at_once() -> None:
     assert net.given == [(2, 1, 3)]
 
 
+def test_nothing_is_copied_after_the_last_exchange() -> None:
+    net = Net()
+    net.admit(JOINER)
+    net.donor.ask(JOINER, Ask((0, 1), 0))
+    net.donor.add([state(1, 3)])
+    assert net.donor.wanted(5) == [0]
+    net.donor.is_over = True
+    assert net.donor.wanted(5) == []
+
+
 def test_only_what_was_asked_for_is_copied_and_once() -> None:
     net = Net()
     net.admit(JOINER)

@@ -123,6 +123,17 @@ def bad_whole(numel: int) -> tuple[bytes, bytes]:
     return header, body.numpy().tobytes()
 
 
+@pytest.mark.parametrize("last", [True, False])
+def test_a_donor_ends_with_the_last_exchange(run: ElasticRun, last: bool) -> None:
+    links = started(run)
+    pending = [link.open(RoundId(1, 0, last), contribution(link.worker), reduction(1)) for link in links]
+    assert not any(inside(link).donor.is_over for link in links)
+    for one in pending:
+        one.wait()
+    assert {inside(link).donor.is_over for link in links} == {last}
+    close(*links)
+
+
 def test_the_weights_of_a_round_are_told_once_its_members_are_certain(run: ElasticRun) -> None:
     links = started(run)
     view = inside(links[0]).protocol.view

@@ -102,6 +102,7 @@ class _CatchUp:
         self._admission = admission
         self._unsent = unsent
         self._opened: dict[int, int] = {}  # by fragment: the step up to which all its rounds are opened, or applied
+        self._held = 0  # the step up to which some member had applied all rounds when it gave a fragment away
 
     def run(self) -> int:
         """Catch up; return the last step whose rounds do without this worker."""
@@ -109,8 +110,7 @@ class _CatchUp:
         self._rounds.offload.bring_home()
         for state in self._admission.states(len(self._rounds.replicas)):
             self._take_over(state)
-        # A member was as far as this when it gave a fragment away, even if it is not known here.
-        newest = applied + self._schedule.delay if (applied := max(self._opened.values())) else 0
+        newest = self._held = max(self._opened.values())
         at, behind = min(self._opened.values()), None
         while True:
             newest = max(newest, self._admission.newest_step())
@@ -135,21 +135,22 @@ class _CatchUp:
                 self._note(round_id, carried=newest >= round_id.step)
 
     def _follow(self, step: int) -> None:
-        """Open all rounds up to this step, and apply those that are due by then."""
+        """Open all rounds up to this step, and apply those that are due by then, or that a member had applied."""
         delay, rounds = self._schedule.delay, self._rounds
+        applied = max(step - delay, self._held)
         fragments = range(len(rounds.replicas))
         ids = [RoundId(s, f) for f in fragments for s in self._schedule.sends(f, self._opened[f], step)]
         for round_id in sorted(ids):
             rounds.follow(round_id)
         for round_id, flight in rounds.waiting():
-            if round_id.step + delay <= step:
+            if round_id.step <= applied:
                 rounds.offload.use_only(round_id.fragment)
                 rounds.apply(round_id, round_id.step + delay, merging=False)
                 if round_id in self._sent():
                     self._note(round_id, carried=self._loop.link.worker in flight.counted)
         self._opened = {fragment: max(step, opened) for fragment, opened in self._opened.items()}
         rounds.drop(step)
-        tell_advanced(self._loop, step, max(0, step - delay))
+        tell_advanced(self._loop, step, applied)
 
     def _sent(self) -> Mapping[RoundId, Flight]:
         return {} if self._unsent is None else self._unsent.sent

@@ -21,6 +21,8 @@ class Donor:
     """
 
     def __init__(self, protocol: Protocol, give: Callable[[Process, FragmentState], None]) -> None:
+        self.is_over = False
+        """Whether this worker has completed a last exchange: a joiner with a state that holds it would wait in vain."""
         self._protocol = protocol
         self._give = give
         self._asked: dict[tuple[Process, int], int] = {}  # joiner, fragment -> boundary
@@ -34,6 +36,8 @@ class Donor:
 
     def wanted(self, applied: int) -> list[int]:
         """Return the fragments to copy, by a worker that has applied all rounds up to this step; from any thread."""
+        if self.is_over:
+            return []
         copied = {copy.fragment for copy in list(self._copies)}
         asked = {fragment for (_, fragment), boundary in list(self._asked.items()) if boundary <= applied}
         return sorted(asked - copied)

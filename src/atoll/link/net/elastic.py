@@ -15,6 +15,7 @@ from atoll.core.allreduce import Reduction
 from atoll.errors import ConfigError, ExcludedError, LinkError
 from atoll.link.base import STEPS_MADE, Admission, FragmentState, Link, Offer, Pending, Round, RoundId, warn_unfinished
 from atoll.link.net.admission import NetAdmission
+from atoll.link.net.donor import Donor
 from atoll.link.net.entrance import Entrance, run_is_over
 from atoll.link.net.event_loop import event_loop
 from atoll.link.net.grace import watch_late
@@ -271,7 +272,7 @@ class ElasticLink(Link):
             settle()
         else:
             self._staging.submit(settle)
-        return _WaitingDonor(opened, self._give)
+        return _WaitingDonor(opened, member.donor, self._give)
 
     def advanced(self, step: int, applied: int, save: Callable[[int], FragmentState]) -> None:
         """Note how far this worker is, and copy what joiners have asked for."""
@@ -342,10 +343,13 @@ class _WaitingDonor:
     """A round in flight; while the training thread waits for it, it serves joiners."""
 
     opened: OpenRound
+    donor: Donor
     give: Callable[[], None]
 
     def wait(self) -> Round:
-        return self.opened.wait(self.give)
+        completed = self.opened.wait(self.give)
+        self.donor.is_over |= completed.round_id.last
+        return completed
 
 
 class _Handler:
