@@ -100,8 +100,8 @@ MUTANTS = [
     Mutant(
         "no reason is given",
         PEERS,
-        "            session.end(None, reason)\n        await",
-        '            session.end(None, "")\n        await',
+        "            session.end(None, reason)\n        for peer",
+        '            session.end(None, "")\n        for peer',
         tests=_CLOSED,
     ),
     Mutant("closing drops what is queued", PEERS, "_FLUSH_S = 2.0", "_FLUSH_S = 0.0", tests=_CLOSED),
