@@ -114,7 +114,7 @@ class Case:
         for other in self.seats:
             fleet.start(other, self._plan() if other == seat and not self.is_joiner else None)
         if self.cell.moment not in ("between", "sending", "applying"):
-            fleet.wait_applied(self.seats, 0.0, 3)
+            fleet.wait_complete()
         if self.is_joiner:
             fleet.kill(seat)
             fleet.start(seat, self._plan())

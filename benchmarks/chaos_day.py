@@ -56,7 +56,7 @@ class _Day:
         fleet, seats = self._fleet, range(self._fleet.task.workers)
         for seat in seats:
             fleet.start(seat)
-        fleet.wait_applied(seats, 0.0, 3)
+        fleet.wait_complete()
         inflicted: Counter[str] = Counter()
         began = time.monotonic()
         while (total := inflicted.total()) < count or time.monotonic() < began + seconds:

@@ -173,6 +173,16 @@ class Fleet:
         self.wait_for(what, lambda: all(len(applied(worker)) >= count for worker in chosen), away)
         return max(float(applied(worker)[count - 1]["t"]) for worker in chosen)
 
+    def complete_s(self, worker: int) -> float:
+        """Return when a worker first applied a round that counted all; infinity before that."""
+        rounds = self.events(worker, "applied")
+        return next((e["t"] for e in rounds if len(e["members"]) == self.task.workers), float("inf"))
+
+    def wait_complete(self) -> None:
+        """Wait until all workers train together: on a busy machine, one may miss the first view and join later."""
+        self.wait_for("all to train", lambda: all(self.complete_s(w) < float("inf") for w in self.workers))
+        self.wait_applied(self.workers, max(map(self.complete_s, self.workers)), 2)
+
     def wait_ended(self, workers: Iterable[int], away: Collection[int] = (), within_s: float = PATIENCE_S) -> None:
         """Wait until these workers have ended."""
         chosen = list(workers)
@@ -255,10 +265,13 @@ def _back_s(fleet: Fleet, worker: int, from_s: float) -> float:
 
 
 def _lost_steps(fleet: Fleet, worker: int, survivors: Collection[int]) -> Iterable[str]:
-    """Yield what a survivor has lost: a step, or the place of a survivor's payload in a round."""
-    for event in fleet.events(worker, "rejoined", "jumped"):
+    """Yield what a survivor has lost since all trained: a step, or the place of a survivor's payload in a round."""
+    since_s = fleet.complete_s(worker)
+    if since_s == float("inf"):
+        yield f"worker {worker} has never trained with all others"
+    for event in fleet.events(worker, "rejoined", "jumped", after_s=since_s):
         yield f"worker {worker}, a survivor, went from step {event['before']} to {event['steps']}"
-    for event in fleet.events(worker, "applied"):
+    for event in fleet.events(worker, "applied", after_s=since_s):
         if missing := sorted({*survivors} - {*event["members"]}):
             yield f"round {event['round']} of worker {worker} does not count {missing}, survivors"
 

@@ -53,7 +53,7 @@ class Strike:
     command: tuple[str, ...] = ()
     """Run instead of a signal."""
     while_joining: bool = False
-    """Whether moments count before the worker has joined."""
+    """Whether moments count from the start, and not only once a round has counted all workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,6 +330,7 @@ class Worker:
         self._table = chances()
 
     def _observe(self, applied: Applied) -> None:
+        self.striker.armed |= len(applied.members) == self.task.workers
         replica = self.outer._rounds.replicas[applied.round_id.fragment]
         self.log.write(
             "applied",
@@ -346,7 +347,6 @@ class Worker:
         log.write("starts", pid=os.getpid())
         self._load()
         outer.join()
-        self.striker.armed = True
         log.write("joined", steps=outer.steps, at=outer.joined_at, address=self.link.address)
         while outer.steps < self._last():
             before, rejoins = outer.steps, outer.counters.rejoins

@@ -30,7 +30,7 @@ CELLS = [
 def test_a_fault_costs_the_others_no_step_and_no_bit(cell: Cell) -> None:
     if cell.fault == "cut" and (missing := available()):
         pytest.skip(missing)
-    outcome = run_cell(cell, {})
+    outcome = run_cell(cell, {"silent_s": 10.0})  # a busy machine may keep a process waiting for seconds
     assert not outcome.problems, "\n".join(outcome.problems)
     assert outcome.next_s is not None
     print(f"{cell}: next round after {outcome.next_s} s, back after {outcome.back_s} s")
@@ -55,12 +55,13 @@ def test_what_goes_wrong_is_seen(tmp_path: Path) -> None:
         path.write_text("".join(f'{{"t": {at}.0, "kind": {event}}}\n' for at, event in enumerate(events, 1)))
 
     applied = '"applied", "round": [4, 0, false], "version": 1, "members": %s, "anchor": "%s"'
-    write(0, applied % ([0, 1], "a"), '"jumped", "before": 4, "steps": 6')
+    write(0, applied % ([0, 1], "a"), '"jumped", "before": 4, "steps": 6', applied % ([1], "a"))
     write(1, applied % ([1], "b"))
     found = "\n".join(problems(fleet, [0, 1]))
     assert "fragment 0 version 1: workers [0, 1] differ" in found
     assert "worker 0, a survivor, went from step 4 to 6" in found
-    assert "round [4, 0, False] of worker 1 does not count [0]" in found
+    assert "round [4, 0, False] of worker 0 does not count [0]" in found
+    assert "worker 1 has never trained with all others" in found
     assert "0 different final models" in found
     fleet.cut_off.append((1, 0.5))
     assert "differ" not in "\n".join(problems(fleet, [])).replace("different", "")

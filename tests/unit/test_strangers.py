@@ -145,7 +145,7 @@ def test_strangers_change_nothing_and_cost_little(tmp_path: Path) -> None:
     with Fleet(tmp_path / "besieged", TASK) as fleet:
         for worker in range(2):
             fleet.start(worker)
-        fleet.wait_applied(range(2), 0.0, 10)
+        fleet.wait_complete()
         assert fleet.registry is not None
         pids = {"worker": fleet.pid(0), "registry": fleet.registry.pid}
         before = {name: uses(pid) for name, pid in pids.items()}
