@@ -17,8 +17,9 @@ from atoll.link.net.entrance import Entrance, run_is_over
 from atoll.link.net.event_loop import event_loop
 from atoll.link.net.greeting import Greeting
 from atoll.link.net.identity import Identity
-from atoll.link.net.member import FINISHED, LOST, Member
+from atoll.link.net.member import FINISHED, Member
 from atoll.link.net.membership import Membership
+from atoll.link.net.messages import WIRE_FORMAT
 from atoll.link.net.open_round import OpenRound
 from atoll.link.net.own_address import addresses_of
 from atoll.link.net.peers import Peers
@@ -29,7 +30,6 @@ from atoll.link.net.seat import Seat
 from atoll.link.net.views import Decision, Process
 from atoll.version import __version__
 
-WIRE_FORMAT = "3"
 _ATTEMPTS = 5
 _CLOSE_S = 10.0  # for the others to have applied the rounds of a worker that leaves
 _FINISH_S = 600.0  # for the same at the end of a run, over a slow line; those that die or are silent do not count
@@ -41,8 +41,6 @@ _SETTLED_S = 0.02
 class ElasticOptions:
     """Says how a worker takes part in a run whose members come and go."""
 
-    elastic: bool = True
-    """Whether workers may come and go; if not, the loss of one ends the run on all."""
     registry: str
     """HOST:PORT of `atoll registry`, or etcd://HOST:PORT,HOST:PORT/NAME."""
     security: Identity | Insecure
@@ -123,7 +121,7 @@ class ElasticLink(Link):
     """
 
     def __init__(self, worker: int, workers: int, options: ElasticOptions) -> None:
-        self.elastic = options.elastic
+        self.elastic = True
         self.worker = worker
         self.workers = workers
         self.options = options
@@ -174,21 +172,18 @@ class ElasticLink(Link):
         assert greeting is not None
         me = Process(self.worker, 1 + secrets.randbelow((1 << 62) - 1))
         handler = _Handler(lambda worker, why: self.hooks.on_lost(worker, why))
-        least = options.min_workers if options.elastic else self.workers
-        protocol = Protocol(me, None, least)
+        protocol = Protocol(me, None, options.min_workers)
         membership = Membership(
             open_registry(options.registry, options.security), me, handler.on_change, handler.on_fault
         )
         peers = Peers(me, options.security, handler, greeting=greeting.encode(), silent_s=options.silent_s)
-        member = handler.member = Member(
-            protocol, membership, peers, greeting, self.workers, self._decided, elastic=options.elastic
-        )
+        member = handler.member = Member(protocol, membership, peers, greeting, self.workers, self._decided)
         self._member = member
         try:
             address = await peers.start(options.listen)
             addresses = addresses_of(address, options.registry)
             await membership.announce(addresses, max(2 * options.silent_s, 1.0))
-            await Entrance(member, self.workers, least, options.join_s, self.hooks.on_wait).enter()
+            await Entrance(member, self.workers, options.min_workers, options.join_s, self.hooks.on_wait).enter()
         except BaseException as fault:
             self._member = None
             await _close(member, str(fault))
@@ -212,23 +207,11 @@ class ElasticLink(Link):
 
     def open(self, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
         """Start a round; with None, the worker only receives the result."""
-        member, loop = self._member, event_loop()
+        member = self._member
         if member is None:
             raise LinkError(f"{round_id}: worker {self.worker} has not joined", worker=self.worker, round_id=round_id)
         opened = OpenRound(round_id, offer, reduction)
-
-        def settle() -> None:
-            try:
-                opened.settle()
-            except Exception as fault:
-                opened.fail(fault)
-                raise
-            loop.post(lambda: member.open(opened))
-
-        if reduction.device.type == "cpu":
-            settle()
-        else:
-            self._staging.submit(settle)
+        member.start(opened, self._staging)
         return _WaitingDonor(opened, self._give)
 
     def advanced(self, step: int, applied: int, save: Callable[[int], FragmentState]) -> None:
@@ -280,7 +263,7 @@ class ElasticLink(Link):
         self._closed = True
         if reason is None:
             warn_unfinished(self)
-        event_loop().run(_leave(self._member, reason, over=self.elastic and reason is None and not self.unfinished))
+        event_loop().run(_leave(self._member, reason, over=reason is None and not self.unfinished))
         self._staging.shutdown(wait=False)
 
 
@@ -332,8 +315,6 @@ async def _leave(member: Member, reason: str | None, *, over: bool) -> None:
         await asyncio.sleep(_SETTLED_S)
     if over:
         await _end_run(member)
-    if isinstance(member.error, LinkError) and member.error.worker not in (None, member.protocol.me.seat):
-        reason = f"{LOST}{str(member.error).rpartition(': ')[2]}"
     await _close(member, reason or FINISHED)
 
 

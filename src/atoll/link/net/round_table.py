@@ -62,15 +62,16 @@ class RoundTable:
                 del counted[round_id]
         return bool(old)
 
+    def forget(self, round_id: RoundId) -> None:
+        """Forget a round that was given to the training thread."""
+        del self._open[round_id]
+        self.sent_bytes.pop(round_id, None)
+        self.received_bytes.pop(round_id, None)
+
     @property
     def all_complete(self) -> bool:
         """Whether no round is on its way."""
         return all(opened.done for opened in self._open.values())
-
-    def position(self) -> str:
-        """Return the oldest round that is not complete, or after which step this worker is."""
-        waiting = sorted(round_id for round_id, opened in self._open.items() if not opened.done)
-        return str(waiting[0]) if waiting else f"after step {self.newest_step}"
 
     def fail(self, error: Exception) -> None:
         """Raise this error in every thread that waits for a round."""
