@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -252,6 +253,15 @@ def test_a_host_that_is_gone_is_an_error_that_says_so_or_no_answer_but_never_a_h
         assert guest.poll("failure", [Seat(0, 2)], 60.0) == {}
         with pytest.raises(LinkError, match=r"worker 0 at .* does not answer any more"):
             guest.publish("greeting", 1)
+
+
+def test_a_question_ends_when_the_connection_is_closed_meanwhile() -> None:
+    with meetings(1) as there:
+        asking = ThreadPoolExecutor(1).submit(there[0]._client.look, ["never/0.0"], 5.0, 2.0)
+        time.sleep(0.3)
+        there[0]._client.close()
+        with pytest.raises(LinkError, match="does not answer any more"):
+            asking.result(20)
 
 
 @pytest.fixture

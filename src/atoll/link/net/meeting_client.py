@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
 import grpc
@@ -118,6 +119,8 @@ class MeetingClient:
             self._silent_s += within_s
             is_slow = fault.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             self.answers = self.answers and is_slow and self._silent_s < SILENT_S
+            raise self._no_answer() from fault
+        except CancelledError as fault:  # another thread has closed the connection
             raise self._no_answer() from fault
         except ValueError as fault:
             raise LinkError(f"worker 0 at {self._address} answers with {fault}", worker=0) from fault
