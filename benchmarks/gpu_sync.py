@@ -173,7 +173,7 @@ def worker(name: str, number: int, ports: list[int], periods: int, out: str, mod
     found: dict[str, Any] = {}
     if mode == "rounds":
         for case, port in zip(CASES, ports, strict=True):
-            with atoll.connect(f"127.0.0.1:{port}", worker=number, workers=2, deadline_s=120) as link:
+            with atoll.connect(f"127.0.0.1:{port}", worker=number, workers=2, keys="none", deadline_s=120) as link:
                 offload = case.offload and number == 0
                 outer = atoll.OuterLoop(training.model, sync, link, offload=offload, observer=Watch())
                 outer.join()

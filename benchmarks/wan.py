@@ -59,6 +59,7 @@ from matplotlib.figure import Figure
 
 from atoll.core.allreduce import sent_bytes
 from atoll.core.fragments import Fragment, split
+from atoll.link.net.run_keys import throw_away
 from atoll.report.canvas import Palette, dress, to_png
 from atoll.train.model.decoder import Decoder
 from sites import Sites, available
@@ -122,6 +123,7 @@ class Bench:
                 step_s = alone["step_s"] + carry_s(self.exchanged_bytes(method, workers), rate)
                 warm_up, steps = 1, max(3, min(12, int(DDP_SECONDS / step_s)))
         with Sites(workers, None if rate is None else f"{rate}mbit") as sites, tempfile.TemporaryDirectory() as folder:
+            throw_away(workers).save(Path(folder))
             task = Task(
                 method=method,
                 worker=0,

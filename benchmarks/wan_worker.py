@@ -297,6 +297,7 @@ class Ours(Alone):
             address=f"{self.task.addresses[0]}:{PORT}",
             worker=self.task.worker,
             workers=self.task.workers,
+            keys=f"{self.task.folder}/worker-{self.task.worker}",
             deadline_s=PATIENCE.total_seconds(),
         )
         sync = our_sync(self.task.method, self.task.period, self.task.delay)

@@ -6,8 +6,8 @@ Sites are network namespaces on a bridge with `tbf` both ways (`sites.py`; needs
 round at the same time, its payload ready; a round has taken as long as its slowest member, from open() to the last
 byte. "with codec" adds what a worker computes around it: encoding its delta, decoding and averaging what came. The
 ideal has no headers of any kind, so a perfect transfer over Ethernet is at 1.05. Interface bytes are the kernel's
-counters, divided by `sent_bytes` and the headers of docs/wire.md. `--collectives` measures gloo's own all_gather or
-all_to_all + all_gather on the same bytes. Results go to benchmarks/results/wire.json.
+counters, divided by `sent_bytes`. Members have throw-away keys, unless `--security none` leaves TLS out. Results go to
+benchmarks/results/wire.json.
 """
 
 import argparse
@@ -31,11 +31,13 @@ from atoll.core.allreduce import Reduction, sent_bytes, shots
 from atoll.core.codec import Codec
 from atoll.core.outer_step import weighted_mean
 from atoll.link.base import Contribution, Member, RoundId
-from atoll.link.net.wire import HEADER_BYTES
+from atoll.link.net.run_keys import throw_away
 from sites import LINE, Sites, bits_per_second
 
 RESULTS = Path(__file__).parent / "results" / "wire.json"
 PORT = 29500
+HEADER_BYTES = 300
+"""About what a message's header has (docs/wire.md)."""
 
 
 def main() -> None:
@@ -45,7 +47,7 @@ def main() -> None:
     parser.add_argument("--members", nargs="+", type=int, default=[2, 3, 4])
     parser.add_argument("--codecs", nargs="+", default=["e3m0"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--collectives", action="store_true")
+    parser.add_argument("--security", choices=["keys", "none"], default="keys")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -54,7 +56,7 @@ def main() -> None:
     rows = []
     print("members  rate      codec   round s   ideal s   ratio   with codec s   ratio   interface bytes / formula")
     for members, rate in product(arguments.members, arguments.rates):
-        for row in measure(members, rate, arguments.codecs, arguments.values, arguments.rounds, arguments.collectives):
+        for row in measure(members, rate, arguments.codecs, arguments.values, arguments.rounds, arguments.security):
             rows.append(row)
             print(
                 f"{members:7}  {rate:8}  {row['codec']:6}  {row['round_s']:8.3f}  {row['ideal_s']:8.3f}"
@@ -62,7 +64,7 @@ def main() -> None:
                 flush=True,
             )
     RESULTS.parent.mkdir(exist_ok=True)
-    name = RESULTS.with_name("wire_collectives.json") if arguments.collectives else RESULTS
+    name = RESULTS.with_name("wire_insecure.json") if arguments.security == "none" else RESULTS
     name.write_text(json.dumps({"values": arguments.values, "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
 
 
@@ -73,10 +75,11 @@ def formula_bytes(reduction: Reduction, members: int) -> int:
 
 
 def measure(
-    members: int, rate: str, codecs: Sequence[str], values: int, rounds: int, collectives: bool = False
+    members: int, rate: str, codecs: Sequence[str], values: int, rounds: int, security: str = "keys"
 ) -> Iterator[dict[str, Any]]:
     """Rounds of several codecs between sites of their own."""
     with Sites(count=members, rate=rate) as sites, tempfile.TemporaryDirectory() as folder:
+        throw_away(members).save(Path(folder))
         processes = []
         for worker, site in enumerate(sites):
             task = {
@@ -86,7 +89,7 @@ def measure(
                 "codecs": codecs,
                 "values": values,
                 "rounds": rounds,
-                "collectives": collectives,
+                "keys": "none" if security == "none" else f"{folder}/worker-{worker}",
                 "out": f"{folder}/{worker}.json",
             }
             command = [sys.executable, __file__, "--child", json.dumps(task)]
@@ -125,17 +128,15 @@ def child(
     codecs: Sequence[str],
     values: int,
     rounds: int,
-    collectives: bool,
+    keys: str,
     out: str,
 ) -> None:
     """One member, in its site: all codecs in turn."""
     torch.set_num_threads(1)
     gc.freeze()  # as `atoll train` does
-    link = atoll.connect(address, worker=worker, workers=members, deadline_s=300, join_s=60)
+    link = atoll.connect(address, worker=worker, workers=members, keys=keys, deadline_s=300, join_s=60)
     link.join({}, 1.0)
-    mail: Any = link._connections
-    group = mail._group if collectives else None  # the link's own, for its collectives
-    bench = Bench(link, torch.randn(values, generator=torch.Generator().manual_seed(worker)) * 1e-3, group)
+    bench = Bench(link, torch.randn(values, generator=torch.Generator().manual_seed(worker)) * 1e-3)
     found = {codec: bench.rounds(codec, rounds) for codec in codecs}
     bench.meet()
     link.close()
@@ -145,19 +146,21 @@ def child(
 class Bench:
     """One member's rounds, timed."""
 
-    def __init__(self, link: Any, delta: torch.Tensor, group: Any) -> None:
-        self.link, self.delta, self.group = link, delta, group
+    def __init__(self, link: Any, delta: torch.Tensor) -> None:
+        self.link, self.delta = link, delta
         self.number = 0
+        self.fragment = 0  # each codec has one: all payloads of a fragment have the same size
 
     def meet(self) -> None:
         """Let all begin at the same time: a round of next to nothing."""
         self.number += 1
         nothing = Contribution(self._member(), torch.zeros(4, dtype=torch.uint8))
-        self.link.open(RoundId(self.number, 9), nothing, Reduction(Codec("fp32"), 1)).wait()
+        self.link.open(RoundId(self.number, 0), nothing, Reduction(Codec("fp32"), 1)).wait()
 
     def rounds(self, codec: str, rounds: int) -> dict[str, Any]:
         """Seconds of the round alone, and with what is computed around it; bytes that the line has sent."""
         reduction = Reduction(Codec(codec), self.delta.numel())
+        self.fragment += 1
         round_s, whole_s, interface = [], [], 0
         for number in range(rounds + 1):  # the first is a warm-up
             began = time.perf_counter()
@@ -166,7 +169,7 @@ class Bench:
             before = _interface_bytes()
             self.meet()
             sent = time.perf_counter()
-            got = self._collective(payload) if self.group is not None else self._round(payload, reduction)
+            got = self._round(payload, reduction)
             there = time.perf_counter()
             decoded = [reduction.codec.decode(one, reduction.numel) for one in got]
             if len(decoded) > 1:
@@ -180,24 +183,9 @@ class Bench:
         return {"round_s": round_s, "whole_s": whole_s, "interface": interface}
 
     def _round(self, payload: torch.Tensor, reduction: Reduction) -> Sequence[torch.Tensor]:
-        pending = self.link.open(RoundId(self.number, 0), Contribution(self._member(), payload), reduction)
+        pending = self.link.open(RoundId(self.number, self.fragment), Contribution(self._member(), payload), reduction)
         completed = pending.wait()
         return completed.payloads if completed.reduced is None else [completed.reduced]
-
-    def _collective(self, payload: torch.Tensor) -> Sequence[torch.Tensor]:
-        """What one would write with torch.distributed: everything to everybody, or a slice each and the slices back."""
-        members = self.link.workers
-        if shots(members) == 1:
-            got = [torch.empty_like(payload) for _ in range(members)]
-            self.group.allgather([got], [payload]).wait()
-            return got
-        size = -(-payload.numel() // members)
-        slices = torch.nn.functional.pad(payload, (0, size * members - payload.numel()))
-        mine = torch.empty_like(slices)
-        self.group.alltoall_base(mine, slices, [], []).wait()
-        back = [torch.empty(size, dtype=torch.uint8) for _ in range(members)]
-        self.group.allgather([back], [mine[:size].clone()]).wait()
-        return [torch.cat(back)[: payload.numel()]]
 
     def _member(self) -> Member:
         return Member(self.link.worker, 1.0, 0, 0)

@@ -24,6 +24,7 @@ import torch
 
 from atoll import connect
 from atoll.link.net.link import NetLink
+from atoll.link.net.run_keys import throw_away
 
 PATIENCE_S = 200.0
 """For a child to say or do what it was started for; only a test that fails takes as long."""
@@ -43,8 +44,11 @@ class Me:
     workers: int
     host: str
     port: int
+    keys: str = "none"
+    """Folder of the keys of all workers, or "none"."""
     deadline_s: float = 30.0
     join_s: float = 30.0
+    silent_s: float = 20.0  # machines that test have much to do
     pipe: Connection | None = field(default=None, repr=False)
 
     @property
@@ -53,8 +57,14 @@ class Me:
 
     def link(self, **changes: Any) -> NetLink:
         """This worker's end of a link."""
-        options = {"worker": self.worker, "workers": self.workers, "deadline_s": self.deadline_s, "join_s": self.join_s}
+        limits = {"deadline_s": self.deadline_s, "join_s": self.join_s, "silent_s": self.silent_s}
+        options = {"worker": self.worker, "workers": self.workers, "keys": self.bundle, **limits}
         return connect(self.address, **{**options, **changes})
+
+    @property
+    def bundle(self) -> str:
+        """Folder of this worker's keys, or "none"."""
+        return self.keys if self.keys == "none" else f"{self.keys}/worker-{self.worker}"
 
     def say(self, what: Any) -> None:
         """Tell the test something."""
@@ -156,12 +166,15 @@ class Worker:
 class Fleet:
     """Workers that are gone when the block is left."""
 
-    def __init__(self, folder: Path, workers: int, sites: Any = None, **options: float) -> None:
+    def __init__(self, folder: Path, workers: int, sites: Any = None, **options: Any) -> None:
         folder.mkdir(exist_ok=True)
+        if "keys" not in options:
+            options["keys"] = str(folder / "keys")
+            throw_away(workers).save(folder / "keys")
         self.folder, self.workers = folder, workers
         self.sites = sites
         host = sites[0].address if sites else "127.0.0.1"
-        self._base = Me(0, workers, host, 29500 if sites else free_port(), **options)  # type: ignore[arg-type]
+        self._base = Me(0, workers, host, 29500 if sites else free_port(), **options)
         self.crew: list[Worker] = []
 
     def __enter__(self) -> Self:

@@ -98,7 +98,7 @@ def test_the_diff_of_the_readme_makes_a_worker_of_the_loop(monkeypatch: pytest.M
     vars(module).update(GPT=lambda config: copy.deepcopy(start), GPTConfig=dict)
     monkeypatch.setitem(sys.modules, "model", module)
     mine = threading.local()
-    monkeypatch.setattr(atoll, "connect", lambda address, *, worker, workers: mine.link)
+    monkeypatch.setattr(atoll, "connect", lambda address, *, worker, workers, keys: mine.link)
 
     def train(link: Any) -> tuple[list[Tensor], int]:
         def get_batch(split: str) -> tuple[Tensor, Tensor]:

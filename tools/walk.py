@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 import atoll
+from atoll.link.net.event_loop import event_loop
 
 PACKAGE = str(Path(atoll.__file__).parent) + os.sep
 
@@ -43,11 +44,13 @@ class Walk:
         """Note what is called inside, in this thread and in new ones."""
         threading.setprofile_all_threads(self._called) if hasattr(threading, "setprofile_all_threads") else None
         threading.setprofile(self._called)
+        event_loop().run(_profile(self._called))
         sys.setprofile(self._called)
         try:
             yield
         finally:
             sys.setprofile(None)
+            event_loop().run(_profile(None))
             threading.setprofile(None)
 
     def _called(self, frame: FrameType, event: str, _: Any) -> None:
@@ -99,6 +102,11 @@ def bytes_of(value: object) -> int:
     return 0
 
 
+async def _profile(called: Any) -> None:
+    """Note calls in the thread of the links' event loop, which runs already."""
+    sys.setprofile(called)
+
+
 def _codes(frame: FrameType | None) -> Iterator[CodeType]:
     """Yield the code of a frame and of those that called it."""
     while frame:
@@ -111,7 +119,7 @@ def _worker(number: int, address: str, walk: Walk | None = None) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(300, 300)
     sync = atoll.Streaming(period=4, delay=1, fragments=_whole())
-    with atoll.connect(address, worker=number, workers=2) as link:
+    with atoll.connect(address, worker=number, workers=2, keys="none") as link:
         outer = atoll.OuterLoop(model, sync, link)
         optimizer = torch.optim.AdamW(model.parameters())
         for step in range(1, 10):

@@ -13,15 +13,16 @@
 #   2. The same run.toml on both. It must say how many workers there are; copy it, do not write it twice:
 #          atoll init run.toml            # then set sync.workers = 2 in it
 #          scp run.toml B:
-#   3. A network that you trust. The workers talk plain TCP, without a password and without encryption: anyone who reaches
-#      the port can read and change what is trained. Never open it to the internet; put both machines on a private
-#      network, or on an encrypted overlay such as WireGuard or Nebula, and use the addresses that they have there
-#      (10.8.0.1 above). WireGuard, with the keys and peers in /etc/wireguard/wg0.conf:   sudo wg-quick up wg0
-#   4. On machine A, the port open to that network alone:
-#          sudo ufw allow in on wg0 to any port 29500 proto tcp
-#      There the workers meet. What they exchange then goes straight between them, on ports that the system picks, in
-#      both directions; so within the overlay allow those as well, on both machines:
-#          sudo ufw allow in on wg0 proto tcp to any port 32768:60999
+#   3. Keys, by which the workers know each other; traffic is encrypted with them. On machine A:
+#          atoll keys new runs/run --workers 2
+#      and copy runs/run/keys/worker-1, and nothing else of it, to the same path on machine B.
+#   4. On machine A, the port open to machine B:
+#          sudo ufw allow from B to any port 29500 proto tcp
+#      There the workers meet. What they exchange then goes straight between them, on ports that the system picks; so
+#      allow those as well, on one machine at least:
+#          sudo ufw allow from B proto tcp to any port 32768:60999
+#      Where neither reaches the other, put both on an overlay such as WireGuard or Nebula, and use the addresses that
+#      they have there.
 #
 # To see whether B reaches A, with worker 0 running:   nc -vz 10.8.0.1 29500
 #
@@ -48,4 +49,5 @@ else
 fi
 
 # In tmux, or with nohup before it, it outlives the connection that started it.
-exec "${start[@]}" train run.toml --worker "$worker" --address "$address" --resume --view lines
+exec "${start[@]}" train run.toml --worker "$worker" --address "$address" --keys "runs/run/keys/worker-$worker" \
+    --resume --view lines

@@ -32,8 +32,8 @@ MUTANTS = [
     Mutant("a registry is optional", "settings/conflicts.py", "    if link.registry is None:\n", "    if False:\n"),
     Mutant("more members may be wanted than there are", "settings/conflicts.py", "link.min_workers > sync.workers",
            "link.min_workers > sync.workers + 1"),
-    Mutant("a registry without elastic is ignored", "settings/conflicts.py", '("registry", "keys", "security",',
-           '("keys", "security",'),
+    Mutant("a registry without elastic is ignored", "settings/conflicts.py", '("registry", "min_workers",',
+           '("min_workers",'),
     Mutant("an etcd address needs no name", "settings/value_types.py", "if not slash or not re.fullmatch", "if slash and not re.fullmatch"),
     # the trainer
     Mutant("settings are not compared", "train/ranks/elastic.py", "        self.elastic.hooks.terms = {**self.elastic.hooks.terms, **own}\n",

@@ -235,13 +235,6 @@ MUTANTS = [
         tests=_in("elastic", "test_a_worker_joins_a_run_that_is_under_way"),
     ),
     Mutant(
-        "who blames is blamed",
-        MEMBER,
-        "worker = int(blamed[1]) if blamed else peer.seat",
-        "worker = peer.seat",
-        tests=_in("member", "test_where_workers_are_fixed_the_loss_of_one_ends_the_run_and_all_name_it"),
-    ),
-    Mutant(
         "rounds opened after a failure wait for ever",
         MEMBER,
         "            opened.fail(self.error)\n            return\n",

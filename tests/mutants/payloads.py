@@ -105,8 +105,8 @@ MUTANTS = [
     Mutant(
         "what was applied counts for ever",
         "link/net/held_bytes.py",
-        "            self._held -= self._costs.pop(round_id)\n",
-        "            self._costs.pop(round_id)\n",
+        "        self._held -= self._costs.pop(round_id, Counter())\n",
+        "        self._costs.pop(round_id, Counter())\n",
         tests=_TABLE,
     ),
     Mutant(

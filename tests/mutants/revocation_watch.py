@@ -25,5 +25,5 @@ MUTANTS = [
            "                    pass\n"),
     Mutant("a stolen registry is trusted", "link/net/embedded_client.py", "list_of(security).accepted(Bearer(security.bearer.run, role))",
            "Bearer(security.bearer.run, role)"),
-    Mutant("a worker starts with a revoked certificate", "link/net/elastic.py", "load_bundle(Path(keys))[0]", "Identity.load(Path(keys))"),
+    Mutant("a worker starts with a revoked certificate", "link/net/worker_keys.py", "identity, _ = load_bundle(Path(keys))", "identity = Identity.load(Path(keys))"),
 ]  # fmt: skip

@@ -105,12 +105,6 @@ MUTANTS = [
     Mutant("a state without its model", "outer/agreement.py", "if a != b]", "if False]"),
     Mutant("weight not compared on resume", "outer/agreement.py", ') != here["weight"]:', ") is None:"),
     Mutant(
-        "a message's weight is believed",
-        "link/net/wire.py",
-        "weight not in (None, self._weight):",
-        "False:",
-    ),
-    Mutant(
         "masters never found out", "outer/watch.py", "return down_from_after <", "return down_from_after < 0 and 1 <"
     ),
     Mutant(

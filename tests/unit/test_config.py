@@ -49,7 +49,7 @@ def test_the_template_holds_every_setting_and_is_the_default_run() -> None:
 def test_every_setting_the_template_leaves_out_can_be_switched_on() -> None:
     """By removing the "# " alone; those that need another setting as well say which."""
     needs = {"hf": "model.preset", "outer_betas": "adam", "outer_eps": "adam", "outages": "link.emulate"}
-    needs |= dict.fromkeys(("registry", "keys", "grace"), "link.elastic")
+    needs |= dict.fromkeys(("registry", "grace"), "link.elastic")
     lines = template().splitlines()
     left_out = [n for n, line in enumerate(lines) if re.match(r"# \w+ = ", line)]
     assert len(left_out) > 20
@@ -252,16 +252,7 @@ def test_an_override_is_blamed_for_what_it_did() -> None:
 
 
 ELASTIC = "link.elastic=true link.registry=10.0.0.1:29400 link.keys=runs/x/keys/worker-{worker}"
-ELASTIC_ONLY = (
-    "registry=h:1",
-    "keys=k",
-    "security=none",
-    "min_workers=2",
-    "silent_s=1.0",
-    "listen=h:1",
-    "grace=1.0",
-    "connections=2",
-)
+ELASTIC_ONLY = ("registry=h:1", "min_workers=2", "listen=h:1", "grace=1.0", "connections=2")
 NOT_ELASTIC = {
     "sync.method=data-parallel": 'link.elastic: cannot be set with sync.method = "data-parallel"',
     "sync.method=none sync.workers=1": 'link.elastic: cannot be set with sync.method = "none"',
@@ -563,6 +554,11 @@ def test_an_elastic_run_needs_a_registry(given: str) -> None:
 def test_an_elastic_run_without_keys_is_told_how_to_make_them() -> None:
     said = refusal("name = 'x'", "link.elastic=true", "link.registry=h:1", "sync.workers=3")
     assert "link.keys: is left out" in said and "`atoll keys new runs/x --workers 3`" in said
+
+
+def test_keys_and_no_security_exclude_each_other() -> None:
+    given = ("link.address=10.0.0.1:29500", "link.keys=k", "link.security=none")
+    assert 'link.security: has no use for link.keys ("k")' in refusal("", *given)
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:29401", "site-b.example.org:0", "10.0.0.2:29401"])

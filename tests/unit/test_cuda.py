@@ -153,7 +153,7 @@ def test_payloads_through_the_hosts_memory(count: int) -> None:
     start = model("cuda", torch.float32)
 
     def work(worker: int) -> torch.Tensor:
-        with connect(address, worker=worker, workers=count, deadline_s=60, join_s=60) as link:
+        with connect(address, worker=worker, workers=count, keys="none", deadline_s=60, join_s=60) as link:
             outer = OuterLoop(copy.deepcopy(start), sync, link)
             walk([outer], 13)
             outer.finish()
@@ -175,7 +175,7 @@ def test_rounds_take_no_new_memory_once_warm(offload: bool) -> None:
         return [torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]]
 
     def work(device: str) -> list[int]:
-        with connect(address, worker=int(device == "cpu"), workers=2, deadline_s=60, join_s=60) as link:
+        with connect(address, worker=int(device == "cpu"), workers=2, keys="none", deadline_s=60, join_s=60) as link:
             outer = OuterLoop(copy.deepcopy(start).to(device), sync, link, offload=offload and device == "cuda")
             walk([outer], 20)
             before = taken()

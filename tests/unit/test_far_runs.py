@@ -17,8 +17,11 @@ import pytest
 from atoll._util import disk
 from atoll._util.disk import sha256_of
 from atoll.cli import main as cli
-from atoll.link.net.rendezvous import Rendezvous
+from atoll.errors import ConfigError
+from atoll.link.net.meeting_client import MeetingClient
+from atoll.settings import config
 from atoll.train.folder import RunFolder
+from atoll.train.run import train as run_train
 from fleet import PATIENCE_S, Fleet, Me, Worker
 
 pytestmark = pytest.mark.processes
@@ -31,7 +34,7 @@ model = {{layers = 2, width = 16, heads = 1, head_width = 16, feedforward = 16, 
 data = {{source = '{source}', cache = '{cache}'}}
 train = {{steps = {steps}, batch = 2, eval_every = 1000, eval_tokens = 32, log_every = 1, save_every = 10, keep = 100}}
 sync = {{workers = {workers}, period = 8, delay = 3, fragments = "balanced:2", codec = "int8"}}
-link = {{deadline_s = 20.0, join_s = 30.0}}
+link = {{deadline_s = 20.0, join_s = 30.0, silent_s = 20.0}}
 """
 STEPS = 40
 
@@ -59,7 +62,7 @@ def command(me: Me, file: Path, *options: str, pause_s: float = 0.0) -> None:
 
         pytest.MonkeyPatch().setattr(Trainer, "step", slower)
     out = str(file.parent / "runs")
-    place = ["--worker", str(me.worker), "--address", me.address, "--out", out, "--view", "lines"]
+    place = ["--worker", str(me.worker), "--address", me.address, "--keys", me.bundle, "--out", out, "--view", "lines"]
     sys.argv = ["atoll", "train", str(file), *place, *options]
     cli.main()
 
@@ -184,7 +187,7 @@ def _falling(me: Me, file: Path, moment: str) -> None:
     def die(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    change, put, ask = pytest.MonkeyPatch(), disk._put_in_place, Rendezvous._set
+    change, put, say = pytest.MonkeyPatch(), disk._put_in_place, MeetingClient.say
     if me.worker == 1:
         match moment:
             case "before the first save":
@@ -193,11 +196,11 @@ def _falling(me: Me, file: Path, moment: str) -> None:
                 change.setattr(disk, "_put_in_place", lambda *of: die() if of[1].name == "step-000000020" else put(*of))
             case "a slow store":
 
-                def slow(self: Rendezvous, key: str, value: object) -> None:
-                    time.sleep(1.5 if key == "stop" else 0.0)
-                    ask(self, key, value)
+                def slow(self: MeetingClient, name: str, value: object, within_s: float) -> None:
+                    time.sleep(1.5 if name.startswith("stop/") else 0.0)
+                    say(self, name, value, within_s)
 
-                change.setattr(Rendezvous, "_set", slow)
+                change.setattr(MeetingClient, "say", slow)
     command(me, file, pause_s=0.01 + 0.05 * me.worker if moment == "a slow store" else 0.0)
 
 
@@ -334,6 +337,14 @@ def test_a_worker_that_fails_before_the_first_step_is_not_waited_for(tmp_path: P
         assert status(fleet[1]) in (1, 2)
         assert status(fleet[0]) == 1
         assert "worker 1 left: " in fleet[0].output and "/nowhere" in fleet[0].output
+
+
+def test_a_worker_without_keys_is_told_how_to_make_them(tmp_path: Path) -> None:
+    run = config.load(write_run(tmp_path), (), {"link.address": "127.0.0.1:1", "out": str(tmp_path / "runs")})
+    with pytest.raises(ConfigError, match=r"link\.keys: is left out: make keys with `atoll keys new .* --workers 2`"):
+        run_train(run, worker=0)
+    with pytest.raises(ConfigError, match=r"link\.keys: there is no folder /nowhere/worker-0"):
+        run_train(run.changed(**{"link.keys": "/nowhere/worker-{worker}"}), worker=0)
 
 
 @pytest.mark.slow

@@ -224,7 +224,7 @@ def ends(kind: str) -> list[AbstractContextManager[Link]]:
         return [nullcontext(link) for link in local(2)]
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    return [connect(address, worker=worker, workers=2) for worker in range(2)]
+    return [connect(address, worker=worker, workers=2, keys="none") for worker in range(2)]
 
 
 def test_where_a_block_is_of_two_parameters_both_are_named() -> None:

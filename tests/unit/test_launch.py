@@ -475,10 +475,11 @@ OPTIONS = LaunchOptions(file=Path("run.toml"))
 
 
 def test_the_command_of_a_worker() -> None:
-    plain = command(OPTIONS, Path("runs/run"), 1, 4, "127.0.0.1:5000")
+    plain = command(OPTIONS, Path("runs/run"), 1, 4, ("127.0.0.1:5000", Path("keys")))
     assert plain[0] == sys.executable
     assert " ".join(plain[1:]) == (
-        "-m atoll train run.toml --worker 1 --address 127.0.0.1:5000 --set sync.workers=4 --view lines"
+        "-m atoll train run.toml --worker 1 --address 127.0.0.1:5000 --keys keys/worker-1"
+        " --set sync.workers=4 --set link.security=keys --view lines"
     )
     every = replace(
         OPTIONS,
@@ -489,13 +490,13 @@ def test_the_command_of_a_worker() -> None:
         link="1Gbit/s,50ms",
         ranks=2,
     )
-    assert command(every, Path("runs/run"), 0, 2, "127.0.0.1:5000", 6000)[1:] == [
+    assert command(every, Path("runs/run"), 0, 2, ("127.0.0.1:5000", Path("keys")), 6000)[1:] == [
         *("-c", ANY, "--nproc-per-node", "2", "--master-port", "6000"),
         *("--log-dir", "runs/run/worker-0/torchrun", "--no-python"),
         *(sys.executable, "-m", "atoll", "train", "run.toml", "--worker", "0", "--address", "127.0.0.1:5000"),
-        *("--set", "train.steps=5", "--set", "name=a b"),
+        *("--keys", "keys/worker-0", "--set", "train.steps=5", "--set", "name=a b"),
         *("--out", "some where", "--name", "x", "--link", "1Gbit/s,50ms"),
-        *("--set", "sync.workers=2", "--resume", "--view", "lines"),
+        *("--set", "sync.workers=2", "--set", "link.security=keys", "--resume", "--view", "lines"),
     ]
     assert " ".join(resume_command(every, parse("sync.workers = 2"))) == (
         "atoll launch run.toml --workers 2 --set train.steps=5 --set name=a b "
@@ -768,7 +769,10 @@ def test_the_script_by_hand_starts_the_worker_it_is_told(tmp_path: Path) -> None
     path = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     line = ["bash", str(SITES / "by-hand.sh")]
     done = subprocess.run([*line, "1", "10.8.0.1:29400"], env=path, capture_output=True, text=True, check=True)
-    assert done.stdout == "-m atoll train run.toml --worker 1 --address 10.8.0.1:29400 --resume --view lines\n"
+    assert done.stdout == (
+        "-m atoll train run.toml --worker 1 --address 10.8.0.1:29400 --keys runs/run/keys/worker-1"
+        " --resume --view lines\n"
+    )
     assert subprocess.run([*line, "one"], env=path, capture_output=True).returncode == 2
 
 
@@ -781,7 +785,7 @@ def test_the_task_for_skypilot_parses_and_its_commands_too() -> None:
         subprocess.run(["bash", "-n", "-c", task[key]], check=True)
 
 
-def test_files_for_sites_are_short_and_warn_of_the_open_port() -> None:
+def test_files_for_sites_are_short_and_make_keys() -> None:
     for file in SITES.iterdir():
         assert len(file.read_text().splitlines()) < 60, file
-        assert "plain TCP" in " ".join(file.read_text().replace("#", " ").split())
+        assert "atoll keys new" in file.read_text() and "--keys" in file.read_text()

@@ -14,6 +14,8 @@ from atoll.core.allreduce import Reduction
 from atoll.core.codec import Codec
 from atoll.errors import LinkError
 from atoll.link.base import Contribution, Link, Member, Round, RoundId
+from atoll.link.net.link import Limits
+from atoll.link.net.run_keys import throw_away
 from atoll.link.ranks import RankGroup, ReplicatedLink, ShardedLink
 from elastic_links import elastic_run
 from fleet import free_port
@@ -138,25 +140,30 @@ class TestShaped(LinkContract):
 
 class TestNet(LinkContract):
     def make(self) -> Sequence[Link]:
-        address = f"127.0.0.1:{free_port()}"
-        return [connect(address, worker=w, workers=WORKERS, deadline_s=30.0, join_s=30.0) for w in range(WORKERS)]
+        address, limits = f"127.0.0.1:{free_port()}", Limits(deadline_s=30.0, join_s=30.0, silent_s=20.0)
+        return [connect(address, worker=w, workers=WORKERS, keys=self.keys(w), **limits) for w in range(WORKERS)]
+
+    def keys(self, worker: int) -> str:
+        return "none"
 
 
 @pytest.mark.processes
-class TestPeers(LinkContract):
-    """The link over gRPC, its members fixed."""
+class TestNetWithKeys(TestNet):
+    @pytest.fixture(autouse=True)
+    def bundles(self, tmp_path: Path) -> None:
+        self.folder = tmp_path
+        throw_away(WORKERS).save(tmp_path)
 
+    def keys(self, worker: int) -> str:
+        return str(self.folder / f"worker-{worker}")
+
+
+@pytest.mark.processes
+class TestElastic(LinkContract):
     @pytest.fixture(autouse=True)
     def run(self, tmp_path: Path) -> Iterator[None]:
         with elastic_run(WORKERS, tmp_path) as self.run_:
             yield
-
-    def make(self) -> Sequence[Link]:
-        return self.run_.links(elastic=False)
-
-
-class TestElastic(TestPeers):
-    """The link over gRPC, its members changing."""
 
     def make(self) -> Sequence[Link]:
         return self.run_.links()

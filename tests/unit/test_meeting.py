@@ -1,9 +1,11 @@
 """Where workers find each other: addresses, seats, what is told and heard, and a store that may be gone."""
 
+import asyncio
 import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,17 +13,26 @@ import pytest
 
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import describe_differences
-from atoll.link.net.rendezvous import Rendezvous, in_time, open_store, parse_address
+from atoll.link.net.identity import Identity
+from atoll.link.net.meeting_point import MeetingPoint, SayReply, SayRequest
+from atoll.link.net.registry import Insecure
+from atoll.link.net.rendezvous import Rendezvous, Waiting, parse_address
 from atoll.link.net.root_cause import FailureReport, root_cause
+from atoll.link.net.run_keys import KeyRing, throw_away
 from atoll.link.net.seat import Seat
 from fleet import free_port
+
+
+def arrive(address: str, seat: Seat, join_s: float, keys: KeyRing | None = None, **waiting: Any) -> Rendezvous:
+    """One process at the meeting point."""
+    return Rendezvous(address, seat, keys.workers[seat.worker] if keys else "none", Waiting(join_s, **waiting))
 
 
 @contextmanager
 def meetings(workers: int, join_s: float = 5.0) -> Iterator[list[Rendezvous]]:
     """All workers of a run, in this process."""
     address = f"127.0.0.1:{free_port()}"
-    there = [Rendezvous(address, Seat(worker, workers), join_s) for worker in range(workers)]
+    there = [arrive(address, Seat(worker, workers), join_s) for worker in range(workers)]
     yield there
     for rendezvous in reversed(there):
         rendezvous.leave()
@@ -82,14 +93,14 @@ def test_who_is_missing_is_named_after_a_while() -> None:
 def test_waiting_is_told_and_who_never_came_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atoll.link.net.rendezvous._SOON_S", 0.05)
     address, said = f"127.0.0.1:{free_port()}", list[str]()
-    host = Rendezvous(address, Seat(0, 3), 0.3, said.append)
+    host = arrive(address, Seat(0, 3), 0.3, on_wait=said.append)
     with pytest.raises(LinkError, match=r"worker 1, worker 2 did not come .* \(--worker 1, --worker 2\).* firewall"):
         list(host.collect("greeting", host.seat.all()))
     assert said == [f"waiting for worker 1, worker 2 at {address}, at most 0.3 s"]
     said.clear()
     nowhere = f"127.0.0.1:{free_port()}"
     with pytest.raises(LinkError, match="Connection refused"):
-        Rendezvous(nowhere, Seat(1, 2), 0.3, said.append)
+        arrive(nowhere, Seat(1, 2), 0.3, on_wait=said.append)
     assert said == [f"waiting for worker 0 at {nowhere}, at most 0.3 s"]
 
 
@@ -101,25 +112,25 @@ def test_waiting_ends_when_this_process_is_told_to_stop() -> None:
         if len(asked) > 3:
             raise KeyboardInterrupt
 
-    host = Rendezvous(address, Seat(0, 2), 60, check_interrupts=stop)
+    host = arrive(address, Seat(0, 2), 60, check_interrupts=stop)
     with pytest.raises(KeyboardInterrupt):
         list(host.collect("greeting", host.seat.all()))
     asked.clear()
     with pytest.raises(KeyboardInterrupt):
-        Rendezvous(f"127.0.0.1:{free_port()}", Seat(1, 2), 60, check_interrupts=stop)
+        arrive(f"127.0.0.1:{free_port()}", Seat(1, 2), 60, check_interrupts=stop)
 
 
 @pytest.mark.parametrize("worker", [1, 2])
 def test_another_number_of_workers_is_refused_at_once_on_both_sides(worker: int) -> None:
     with meetings(1, join_s=60.0) as there:
-        host = Rendezvous(f"127.0.0.1:{free_port()}", Seat(0, 2), 60.0)
+        host = arrive(f"127.0.0.1:{free_port()}", Seat(0, 2), 60.0)
         told = rf"worker {worker} and worker 0 differ in sync.workers: 3 against 2"
         with pytest.raises(LinkError, match=told):
-            Rendezvous(host.address, Seat(worker, 3), 60.0)
+            arrive(host.address, Seat(worker, 3), 60.0)
         with pytest.raises(LinkError, match=told):
             list(host.collect("greeting", host.seat.all()))
         with pytest.raises(LinkError, match=r"worker 1 and worker 0 differ in sync\.workers: 2 against 1"):
-            Rendezvous(there[0].address, Seat(1, 2), 60.0)
+            arrive(there[0].address, Seat(1, 2), 60.0)
 
 
 def test_a_run_that_is_complete_is_not_disturbed_by_one_of_another_size() -> None:
@@ -128,7 +139,7 @@ def test_a_run_that_is_complete_is_not_disturbed_by_one_of_another_size() -> Non
             one.publish("greeting", 1)
         list(there[0].collect("greeting", there[0].seat.all()))
         with pytest.raises(LinkError, match=r"differ in sync\.workers"):
-            Rendezvous(there[0].address, Seat(2, 3), 5.0)
+            arrive(there[0].address, Seat(2, 3), 5.0)
         there[0].publish("bye", 1)
         threading.Timer(0.2, there[1].publish, ("bye", 1)).start()
         assert len(list(there[0].collect("bye", there[0].seat.all()))) == 2
@@ -143,7 +154,7 @@ def test_a_run_that_is_complete_is_not_disturbed_by_one_of_another_size() -> Non
 )
 def test_what_is_advised_about_an_address_fits_what_is_wrong_with_it(address: str, advice: str) -> None:
     with pytest.raises(LinkError, match=advice) as refused:
-        Rendezvous(address, Seat(0, 2), 1.0)
+        arrive(address, Seat(0, 2), 1.0)
     assert "another port" not in str(refused.value)
 
 
@@ -171,7 +182,7 @@ def test_who_has_left_is_not_waited_for() -> None:
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "nonsense"])
 def test_what_is_no_json_is_refused_with_its_name(text: str) -> None:
     with meetings(2) as there:
-        there[1]._store.set("greeting/1.0", text)
+        there[1]._client._ask("Say", SayRequest(name="greeting/1.0", text=text), SayReply, 5.0)
         with pytest.raises(LinkError, match="worker 1 published something under 'greeting' that is no JSON"):
             list(there[0].collect("greeting", [Seat(1, 2)]))
         assert there[0].poll_one("greeting", Seat(1, 2)) is None
@@ -179,23 +190,22 @@ def test_what_is_no_json_is_refused_with_its_name(text: str) -> None:
 
 def test_a_seat_is_taken_once() -> None:
     with meetings(2) as there, pytest.raises(LinkError, match=r"worker 1 is at .* already: another run uses"):
-        Rendezvous(there[0].address, Seat(1, 2), 30.0)
+        arrive(there[0].address, Seat(1, 2), 30.0)
 
 
-def test_of_two_that_find_a_seat_free_at_the_same_moment_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_whose_answer_was_lost_may_ask_for_its_seat_again() -> None:
     with meetings(2) as there:
-        monkeypatch.setattr(Rendezvous, "_found_seat", lambda self, store: "free")
-        with pytest.raises(LinkError, match=r"worker 1 is at .* already: another run uses"):
-            Rendezvous(there[0].address, Seat(1, 2), 30.0)
+        assert there[1]._client.take(there[1].seat, there[1]._life, 5.0).state == "ours"
+        assert there[1]._client.take(there[1].seat, there[1]._life + 1, 5.0).state == "taken"
 
 
 def test_who_comes_again_before_it_is_known_to_have_left_is_not_taken_for_another() -> None:
     address = f"127.0.0.1:{free_port()}"
-    first = [Rendezvous(address, Seat(worker, 2), 5.0) for worker in range(2)]
+    first = [arrive(address, Seat(worker, 2), 5.0) for worker in range(2)]
     arrived = threading.Event()
 
     def come() -> None:
-        Rendezvous(address, Seat(1, 2), 20.0)
+        arrive(address, Seat(1, 2), 20.0)
         arrived.set()
 
     threading.Thread(target=come, daemon=True).start()
@@ -203,7 +213,7 @@ def test_who_comes_again_before_it_is_known_to_have_left_is_not_taken_for_anothe
     first[1].leave()
     first[0].leave()
     first.clear()
-    host = Rendezvous(address, Seat(0, 2), 5.0)
+    host = arrive(address, Seat(0, 2), 5.0)
     assert arrived.wait(10)
     host.leave()
 
@@ -213,71 +223,86 @@ def test_a_port_is_taken_once() -> None:
         meetings(1) as there,
         pytest.raises(LinkError, match=r"worker 0 cannot listen at .* another port"),
     ):
-        Rendezvous(there[0].address, Seat(0, 1), 5.0)
+        arrive(there[0].address, Seat(0, 1), 5.0)
 
 
 def test_the_next_run_waits_until_the_one_before_has_left_the_address() -> None:
     address = f"127.0.0.1:{free_port()}"
-    first = [Rendezvous(address, Seat(worker, 2), 5.0) for worker in range(2)]
+    first = [arrive(address, Seat(worker, 2), 5.0) for worker in range(2)]
     first[1].leave()
     arrived = threading.Event()
 
     def come() -> None:
-        Rendezvous(address, Seat(1, 2), 20.0).publish("again", True)
+        arrive(address, Seat(1, 2), 20.0).publish("again", True)
         arrived.set()
 
     threading.Thread(target=come, daemon=True).start()
     assert not arrived.wait(0.5)  # the host of the first is still there
     first[0].leave()
     first.clear()
-    host = Rendezvous(address, Seat(0, 2), 5.0)
+    host = arrive(address, Seat(0, 2), 5.0)
     assert dict(host.collect("again", [Seat(1, 2)]))
     assert arrived.wait(10)
 
 
-def test_a_store_that_is_gone_is_an_error_that_says_so_or_no_answer_but_never_a_hang() -> None:
+def test_a_host_that_is_gone_is_an_error_that_says_so_or_no_answer_but_never_a_hang() -> None:
     with meetings(2) as there:
         guest = there[1]
-        there[0]._store = open_store("127.0.0.1", free_port(), is_master=True)  # the old one closes
+        there[0]._close_point()
         assert not guest.try_publish("failure", 1)
         assert guest.poll("failure", [Seat(0, 2)], 60.0) == {}
         with pytest.raises(LinkError, match=r"worker 0 at .* does not answer any more"):
             guest.publish("greeting", 1)
 
 
-class FarAway:
-    """A store whose answers take a while."""
-
-    def __init__(self, store: Any, delay_s: float) -> None:
-        self._store, self.delay_s = store, delay_s
-
-    def __getattr__(self, name: str) -> Any:
-        time.sleep(self.delay_s)
-        return getattr(self._store, name)
+def test_a_question_ends_when_the_connection_is_closed_meanwhile() -> None:
+    with meetings(1) as there:
+        asking = ThreadPoolExecutor(1).submit(there[0]._client.look, ["never/0.0"], 5.0, 2.0)
+        time.sleep(0.3)
+        there[0]._client.close()
+        with pytest.raises(LinkError, match="does not answer any more"):
+            asking.result(20)
 
 
-def test_an_answer_that_is_slow_to_come_can_be_waited_for_and_is_no_reason_to_ask_no_more() -> None:
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
+    """A meeting point whose answers take a while."""
+    delay, say = {"s": 0.0}, MeetingPoint._say
+
+    async def slowly(point: MeetingPoint, caller: int | None, request: SayRequest) -> SayReply:
+        await asyncio.sleep(delay["s"])
+        return await say(point, caller, request)
+
+    monkeypatch.setattr(MeetingPoint, "_say", slowly)
+    yield delay
+    delay["s"] = 0.0
+
+
+def test_an_answer_that_is_slow_to_come_can_be_waited_for_and_is_no_reason_to_ask_no_more(
+    far: dict[str, float],
+) -> None:
     with meetings(2) as there:
         guest, seats = there[1], list(there[1].seat.all())
-        guest._store = far = FarAway(guest._store, 0.3)
-        assert not guest.try_publish("failure", 1, 0.5)  # two questions
+        far["s"] = 0.6
+        assert not guest.try_publish("failure", 1, 0.2)
         assert guest.answers
         assert guest.try_publish("stop", 7, 15.0)
         there[0].publish("stop", 8)
         assert guest.poll("stop", seats, 15.0) == {Seat(0, 2): 8, Seat(1, 2): 7}
-        far.delay_s = 0.0
+        far["s"] = 0.0
 
 
-def test_a_store_that_is_silent_again_and_again_is_not_asked_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atoll.link.net.rendezvous._SILENT_S", 0.5)
+def test_a_host_that_is_silent_again_and_again_is_not_asked_any_more(
+    far: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atoll.link.net.meeting_client.SILENT_S", 0.5)
     with meetings(2) as there:
-        guest = there[1]
-        guest._store = far = FarAway(guest._store, 1.0)
+        guest, far["s"] = there[1], 5.0
         assert not guest.try_publish("end", 1, 0.3) and guest.answers
         assert not guest.try_publish("end", 1, 0.3) and not guest.answers
         began = time.monotonic()
         assert not guest.try_publish("left", 1, 60.0) and time.monotonic() < began + 20.0
-        far.delay_s = 0.0
+        far["s"] = 0.0
 
 
 def test_who_tells_of_another_has_not_left_itself() -> None:
@@ -292,12 +317,48 @@ def test_who_tells_of_another_has_not_left_itself() -> None:
             list(there[0].collect("greeting", [Seat(1, 3)], check))
 
 
-def test_a_call_that_does_not_return_is_left_behind() -> None:
-    with pytest.raises(TimeoutError):
-        in_time(lambda: time.sleep(30), 0.05)
-    assert in_time(lambda: 7, 5.0) == 7
-    with pytest.raises(ZeroDivisionError):
-        in_time(lambda: 1 // 0, 5.0)
+# ---------------------------------------------------------------------- who may write what
+
+
+def test_a_worker_writes_under_its_own_name_only() -> None:
+    keys, address = throw_away(2), f"127.0.0.1:{free_port()}"
+    there = [arrive(address, Seat(worker, 2), 5.0, keys) for worker in range(2)]
+    there[1].publish("greeting", "mine")
+    with pytest.raises(LinkError, match="worker 1 may not write as worker 0"):
+        there[1]._client.say("greeting/0.0", "yours", 5.0)
+    assert there[0].poll("greeting", there[0].seat.all()) == {Seat(1, 2): "mine"}
+    with pytest.raises(LinkError, match="worker 1 may not write as worker 0"):  # it takes no seat but its own
+        Rendezvous(address, Seat(0, 2, 1, 2), keys.workers[1], Waiting(5.0))
+    for one in reversed(there):
+        one.leave()
+
+
+@pytest.mark.parametrize("security", ["of another run", "none"])
+def test_strangers_are_refused_and_cost_nothing(security: str) -> None:
+    keys, address = throw_away(2), f"127.0.0.1:{free_port()}"
+    host = arrive(address, Seat(0, 2), 5.0, keys)
+    proof: Identity | Insecure = throw_away(2).workers[1] if security == "of another run" else "none"
+    with pytest.raises(LinkError, match=r"another run, or a stranger|does not answer as worker 0 does"):
+        Rendezvous(address, Seat(1, 2), proof, Waiting(1.0))
+    assert host.poll("seat", host.seat.all()) == {Seat(0, 2): True}
+    host.leave()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("misfit", "1"), ("a/b", "1"), ("A/0.0", "1"), ("../0.0", "1"), ("x" * 81, "")]
+)
+def test_names_that_nobody_has_are_refused(name: str, text: str) -> None:
+    with meetings(1) as there, pytest.raises((LinkError, ValueError)):
+        there[0]._client._ask("Say", SayRequest(name=name, text=text), SayReply, 5.0)
+
+
+def test_the_board_has_room_for_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.link.net.meeting_point.TOTAL_CHARACTERS", 100)
+    with meetings(1) as there:
+        there[0].publish("greeting", "x" * 60)
+        there[0].publish("greeting", "y" * 60)  # in place of the other
+        with pytest.raises(LinkError, match=r"no room for more/0\.0"):
+            there[0].publish("more", "z" * 60)
 
 
 # ---------------------------------------------------------------------- who is to blame

@@ -232,26 +232,6 @@ def test_a_round_that_is_waited_for_ends_with_the_error(run: ElasticRun) -> None
     close(*links)
 
 
-def test_where_workers_are_fixed_the_loss_of_one_ends_the_run_and_all_name_it(run: ElasticRun) -> None:
-    links = started(run, elastic=False)
-    waiting = [in_thread(link.open(RoundId(3, 0), contribution(link.worker), reduction(3)).wait) for link in links[::2]]
-
-    async def lose() -> None:
-        """Lose worker 1 at worker 0 only."""
-        inside(links[0]).peers.drop(process(links[1]))
-        inside(links[0]).lost(process(links[1]), "was silent for 2 s")
-
-    event_loop().run(lose())
-    with pytest.raises(LinkError, match=r"^step 3, fragment 0: worker 1 was silent for 2 s$") as caught:
-        waiting[0].result(20)
-    assert caught.value.worker == 1
-    links[0].close()
-    with pytest.raises(LinkError, match=r"^step 3, fragment 0: worker 1 was silent for 2 s$") as caught:
-        waiting[1].result(20)
-    assert caught.value.worker == 1
-    close(*links[1:])
-
-
 # ---------------------------------------------------------------------- joiners
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from atoll import checkpoint
 from atoll.cli.launch import free_ports
 from atoll.errors import ConfigError
+from atoll.link.net.run_keys import throw_away
 from atoll.runs.events import End, Eval, Event, Fault, RoundApplied, Start, Step, read
 from atoll.settings import config
 from atoll.settings.config import RunConfig
@@ -122,10 +123,12 @@ def became(place: Path, alone: dict[str, Path]) -> list[dict[str, str]]:
 def launch(place: Path) -> None:
     """All cases in one torchrun: to start four processes takes longer than most of them."""
     cases = []
+    throw_away(2).save(place / "keys")
     for case, port in zip(CASES, free_ports(len(CASES)), strict=True):
         changes = {**RUNS[case.run], "train.parallel": case.kind}
         if case.address:
-            changes |= {"link.address": f"127.0.0.1:{port}", "link.deadline_s": 60.0, "link.join_s": 60.0}
+            changes |= {"link.address": f"127.0.0.1:{port}", "link.keys": str(place / "keys" / "worker-{worker}")}
+            changes |= {"link.deadline_s": 60.0, "link.join_s": 60.0, "link.silent_s": 30.0}
         file = place / f"{case.name}.toml"
         file.write_text(settings(place, case.folder, changes).to_toml())
         fault = "" if case.resume else case.fault
@@ -203,7 +206,7 @@ def test_as_many_bytes_go_over_the_far_link_as_with_one_rank(
         assert end.bytes_sent[worker] == there.bytes_sent[worker]
         assert end.bytes_received[worker] == there.bytes_received[worker]
         headers = end.wire_sent[worker] - end.bytes_sent[worker]
-        assert 0 < headers < 0.02 * end.bytes_sent[worker]
+        assert 0 < headers < 0.05 * end.bytes_sent[worker]
         assert sum(r.wire_sent for r in events(folder, RoundApplied)) == end.wire_sent[worker]
         counted = [state_of(seat)["outer"][0]["counters"]["wire_sent"] for seat in (folder, folder / "rank-1")]
         assert all(counted) if kind == "fsdp" else counted[0] and not counted[1]

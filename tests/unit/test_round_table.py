@@ -12,6 +12,7 @@ from atoll.core.outliers import Size
 from atoll.link.base import Contribution, Member, Round, RoundId
 from atoll.link.net import round_table
 from atoll.link.net.actions import Complete, Mean, Part, Reduce, Result, Whole
+from atoll.link.net.held_bytes import MESSAGE_COST
 from atoll.link.net.messages import PartMean
 from atoll.link.net.open_round import BadPayloadError, OpenRound
 from atoll.link.net.round_table import RoundTable
@@ -184,25 +185,27 @@ def test_rounds_that_are_applied_are_dropped(made: Table) -> None:
     assert not made.table.drop(5)
     assert set(made.table.sent_bytes) == {RoundId(6, 0)}
     assert [made.table._received.of_round(RoundId(step, 0)) for step in (2, 4, 6)] == [0, 0, 10]
-    assert made.table.position() == "step 6, fragment 0"
     assert made.table.drop(6)
-    assert made.table.position() == "after step 6"
 
 
-def test_the_position_is_the_oldest_round_that_is_waited_for(made: Table) -> None:
-    assert made.table.position() == "after step 0"
-    made.table.note_step(3)
-    made.table.note_step(2)
-    assert made.table.position() == "after step 3" and made.table.all_complete
+def test_all_is_complete_when_no_round_is_waited_for(made: Table) -> None:
+    assert made.table.all_complete
     rounds = [made.open(step, fragment) for step, fragment in ((8, 0), (7, 1), (7, 0))]
-    assert not made.table.all_complete
-    for at, opened in zip(
-        ("step 7, fragment 0", "step 7, fragment 1", "step 8, fragment 0"), rounds[::-1], strict=True
-    ):
-        assert made.table.position() == at
-        attempt = Attempt(1, (ME,))
-        made.table.complete(Complete(opened.round_id, attempt, {ME: None}, None, frozenset()))
-    assert made.table.all_complete and made.table.position() == "after step 8"
+    for opened in rounds:
+        assert not made.table.all_complete
+        made.table.complete(Complete(opened.round_id, Attempt(1, (ME,)), {ME: None}, None, frozenset()))
+    assert made.table.all_complete
+
+
+def test_a_round_that_is_forgotten_leaves_nothing_behind(made: Table) -> None:
+    for step in (2, 4):
+        made.open(step)
+        made.table.sent_bytes[RoundId(step, 0)] += 10
+        made.table._received.add(PEER, RoundId(step, 0), 10)
+    made.table.forget(RoundId(4, 0))
+    assert set(made.table.sent_bytes) == set(made.table._open) == {RoundId(2, 0)}
+    assert [made.table._received.of_round(RoundId(step, 0)) for step in (2, 4)] == [10, 0]
+    assert made.table._received.add(PEER, RoundId(2, 0), 0) < 3 * MESSAGE_COST
 
 
 def test_every_member_known_step_counts(made: Table) -> None:

@@ -6,7 +6,6 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from atoll import DataParallel, DiLoCo, Eager, Guard, Lockstep, OuterLoop, Strea
 from atoll.core.flat import checksum
 from atoll.core.fragments import Balanced
 from atoll.errors import AtollError, ConfigError, LinkError, NonFiniteError
-from atoll.link.base import Contribution, Member, RoundId
-from atoll.link.net.wire import IncomingMessage, MessageKind, MessageSpec, PeerError, pack
 from atoll.outer.agreement import MOST_TERMS, frozen_terms
 from atoll.outer.presets import Gradients
 from fleet import Fleet, Me, free_port
@@ -301,20 +298,6 @@ class TestResume:
         assert [bits(loop) for loop in fresh] == [bits(loop) for loop in saved]
 
 
-class Arrived:
-    """A chunk that gloo has received."""
-
-    def wait(self, timeout: object) -> None: ...
-
-
-@pytest.mark.parametrize(("sent", "problem"), [(1.5, None), (1e18, r"a weight of 1e\+18 where 1\.5 was agreed")])
-def test_a_message_may_not_claim_another_weight(sent: float, problem: str | None) -> None:
-    spec = MessageSpec(MessageKind.WHOLE, RoundId(2, 0), 1, "fp32", 8)
-    message = pack(spec, Contribution(Member(1, sent, 0, 0), torch.zeros(8, dtype=torch.uint8)))
-    with nullcontext() if problem is None else pytest.raises(PeerError, match=problem):
-        IncomingMessage(spec, 1.5, message, [Arrived()]).wait()
-
-
 # ---------------------------------------------------------------------- merges that are undone
 
 
@@ -453,13 +436,22 @@ class TestDefaultGroup:
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
 
     @pytest.mark.usefixtures("started")
+    def test_without_a_store_of_torchrun_keys_must_be_given(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(ConfigError, match="no store of torchrun to hand them out"):
+            connect(join_s=0.1)
+        monkeypatch.setenv("RANK", "first")
+        with pytest.raises(ConfigError, match="was not started by torchrun"):
+            connect(join_s=0.1)
+
+    @pytest.mark.usefixtures("started")
     def test_a_group_that_spans_the_workers_is_refused_when_they_meet(self) -> None:
-        loop = OuterLoop(lora(0), DiLoCo(period=2), connect(join_s=0.1))
+        loop = OuterLoop(lora(0), DiLoCo(period=2), connect(keys="none", join_s=0.1))
         distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
         try:
             with pytest.raises(ConfigError, match=r"spans 2 processes.*connect\(\"127\.0\.0\.1:PORT\", worker=1"):
                 loop.join()
-            own = OuterLoop(lora(0), DiLoCo(period=2), connect("127.0.0.1:29499", worker=1, workers=2, join_s=0.1))
+            link = connect("127.0.0.1:29499", worker=1, workers=2, keys="none", join_s=0.1)
+            own = OuterLoop(lora(0), DiLoCo(period=2), link)
             with pytest.raises(LinkError, match="finds no worker 0"):  # this far it comes
                 own.join()
         finally:
@@ -472,7 +464,7 @@ class TestDefaultGroup:
                 distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
             try:
                 with pytest.raises(LinkError, match="finds no worker 0"):
-                    OuterLoop(lora(0), DiLoCo(period=2), connect(join_s=0.1)).join()
+                    OuterLoop(lora(0), DiLoCo(period=2), connect(keys="none", join_s=0.1)).join()
             finally:
                 if group:
                     distributed.destroy_process_group()
@@ -618,7 +610,8 @@ torch.manual_seed(0)
 model = nn.Linear(4, 4)
 
 def main():
-    outer = atoll.OuterLoop(model, atoll.DiLoCo(period=2), atoll.connect(address, worker=worker, workers=2, join_s=60))
+    link = atoll.connect(address, worker=worker, workers=2, keys="none", join_s=60)
+    outer = atoll.OuterLoop(model, atoll.DiLoCo(period=2), link)
     for step in range(100):
         if worker == 1 and step == 5:
             model.weight.data[0, 0] = torch.nan

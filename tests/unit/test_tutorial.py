@@ -46,12 +46,15 @@ def start(site: Site, folder: Path, line: str) -> "subprocess.Popen[str]":
 
 @pytest.mark.slow
 def test_two_machines_from_nothing_to_a_finished_run(tmp_path: Path) -> None:
-    first, second, sample, report, again = commands(FIXED)
+    keys, first, second, sample, report, again = commands(FIXED)
     with Sites(count=2, rate="100mbit") as sites:
         folders = [tmp_path / "machine-0", tmp_path / "machine-1"]
         for folder in folders:
             folder.mkdir()
             (folder / "run.toml").write_text(blocks(FIXED, "toml")[0].replace("10.0.0.1", sites[0].address))
+        subprocess.run(command(keys), cwd=folders[0], capture_output=True, timeout=60, check=True)
+        (folders[1] / "runs/run/keys").mkdir(parents=True)
+        shutil.move(folders[0] / "runs/run/keys/worker-1", folders[1] / "runs/run/keys/worker-1")
         running = [
             start(site, folder, line) for site, folder, line in zip(sites, folders, (first, second), strict=True)
         ]

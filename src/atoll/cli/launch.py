@@ -61,11 +61,13 @@ def launch(options: LaunchOptions) -> Path:
         AtollError: A worker failed; the message names the first one.
         KeyboardInterrupt: Interrupted; the message says how to continue.
     """
+    from atoll.link.net.run_keys import throw_away_folder
+
     address = f"{HERE}:{_port(options.port)}"
-    config = checked(options, {"link.address": address})
+    config = checked(options, {"link.address": address, "link.keys": "keys", "link.security": "keys"})
     place = Path(config.out).expanduser() / config.name
-    with folder_of(options, config):
-        jobs = plan(options, config, address)
+    with folder_of(options, config), throw_away_folder(config.sync.workers) as keys:
+        jobs = plan(options, config, address, keys)
         count = f"{len(jobs)} workers" if len(jobs) > 1 else "1 worker"
         where = f"each writes to {place}/worker-K, its output to {LOG} there"
         resume = shlex.join(resume_command(options, config))
@@ -146,14 +148,14 @@ def _port_fault(port: int) -> OSError | None:
 # ---------------------------------------------------------------------- the processes
 
 
-def plan(options: LaunchOptions, config: RunConfig, address: str) -> list[ProcessSpec]:
-    """Describe one process for each worker."""
+def plan(options: LaunchOptions, config: RunConfig, address: str, keys: Path) -> list[ProcessSpec]:
+    """Describe one process for each worker, whose bundle is in `keys`."""
     workers, place = config.sync.workers, Path(config.out).expanduser() / config.name
     master_ports = free_ports(workers) if options.ranks > 1 else [None] * workers
     return [
         ProcessSpec(
             name=f"worker {worker}",
-            command=command(options, place, worker, workers, address, master_ports[worker]),
+            command=command(options, place, worker, workers, (address, keys), master_ports[worker]),
             environment=environment(config, worker, options.ranks),
             log=place / worker_folder(worker) / LOG,
             aftermath=TORCHRUN_AFTERMATH if options.ranks > 1 else None,
@@ -163,16 +165,31 @@ def plan(options: LaunchOptions, config: RunConfig, address: str) -> list[Proces
 
 
 def command(
-    options: LaunchOptions, place: Path, worker: int, workers: int, address: str, master_port: int | None = None
+    options: LaunchOptions,
+    place: Path,
+    worker: int,
+    workers: int,
+    meeting: tuple[str, Path],
+    master_port: int | None = None,
 ) -> list[str]:
-    """Return the command that starts one worker; `master_port` is torchrun's, for several ranks."""
+    """Return the command that starts one worker.
+
+    Args:
+        options: What `atoll launch` was given.
+        place: Folder of the run.
+        worker: The worker's number.
+        workers: Number of workers.
+        meeting: Address of worker 0, and the folder of all workers' keys.
+        master_port: Torchrun's, for several ranks.
+    """
+    address, keys = meeting
     logs = place / worker_folder(worker) / "torchrun"
     return [
         *(by_torchrun(options.ranks, master_port, logs) if options.ranks > 1 else []),
         *(sys.executable, "-m", "atoll", "train", str(options.file)),
-        *("--worker", str(worker), "--address", address),
+        *("--worker", str(worker), "--address", address, "--keys", str(keys / worker_folder(worker))),
         *train_options(options),
-        *("--set", f"sync.workers={workers}"),  # after the others: the last one counts
+        *("--set", f"sync.workers={workers}", "--set", "link.security=keys"),  # after the others: the last one counts
         *(["--resume"] if options.resume else []),
         *("--view", "lines"),
     ]

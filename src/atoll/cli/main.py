@@ -154,7 +154,7 @@ def train(
         str | None, typer.Option(metavar="HOST:PORT", help="Registry of an elastic run, instead of the file's.")
     ] = None,
     keys: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="This worker's keys in an elastic run, instead of the file's.")
+        Path | None, typer.Option(metavar="DIR", help="Folder of this worker's keys, instead of the file's.")
     ] = None,
 ) -> None:
     """Train the model of a run file.
@@ -168,7 +168,7 @@ def train(
       atoll train run.toml --set sync.period=50 --set train.lr=0.001
       atoll train run.toml --resume
       atoll train runs/run --resume
-      atoll train run.toml --worker 1 --address 10.0.0.1:29500
+      atoll train run.toml --worker 1 --address 10.0.0.1:29500 --keys worker-1
       atoll train run.toml --worker 1 --registry 10.0.0.1:29400 --keys worker-1
     """
     from atoll.settings.config import load

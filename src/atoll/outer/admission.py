@@ -135,7 +135,7 @@ class _CatchUp:
                 self._note(round_id, carried=newest >= round_id.step)
 
     def _follow(self, step: int) -> None:
-        """Open all rounds up to this step, and apply those that are due by then, or that a member had applied."""
+        """Open all rounds up to this step; apply those that are due, or that a member had applied."""
         delay, rounds = self._schedule.delay, self._rounds
         applied = max(step - delay, self._held)
         fragments = range(len(rounds.replicas))

@@ -187,6 +187,9 @@ def _link_conflicts(run: "RunConfig") -> Iterator[Conflict]:
         for name in given_faults(run.faults):
             why = "is for workers of one process: between machines, members are fixed; leave out link.address"
             yield Conflict((f"faults.{name}", "link.address"), why)
+    if link.security == "none" and link.keys is not None:
+        why = f'has no use for link.keys ("{link.keys}"): leave one of them out'
+        yield Conflict(("link.security", "link.keys"), why)
     if link.emulate is None:
         for name in ("jitter_s", "loss", "outages"):
             if getattr(link, name):
@@ -197,7 +200,7 @@ def _link_conflicts(run: "RunConfig") -> Iterator[Conflict]:
 def _elastic_conflicts(run: "RunConfig") -> Iterator[Conflict]:
     link, sync = run.link, run.sync
     if not link.elastic:
-        for name in ("registry", "keys", "security", "min_workers", "silent_s", "grace", "connections", "listen"):
+        for name in ("registry", "min_workers", "grace", "connections", "listen"):
             if getattr(link, name) != type(link).model_fields[name].default:
                 why = "is for workers that come and go: set link.elastic = true, or leave it out"
                 yield Conflict((f"link.{name}", "link.elastic"), why)
@@ -211,9 +214,6 @@ def _elastic_conflicts(run: "RunConfig") -> Iterator[Conflict]:
     if link.registry is None:
         why = "is left out, and link.elastic needs it: start `atoll registry`, and give its HOST:PORT (--registry)"
         yield Conflict(("link.registry", "link.elastic"), why)
-    if link.security == "none" and link.keys is not None:
-        why = f'has no use for link.keys ("{link.keys}"): leave one of them out'
-        yield Conflict(("link.security", "link.keys"), why)
     if link.security == "keys" and link.keys is None:
         why = (
             f"is left out: make keys with `atoll keys new {run.out}/{run.name} --workers {sync.workers}`, and give the "

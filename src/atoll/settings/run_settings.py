@@ -290,20 +290,20 @@ class LinkSection(Section):
     """Address that worker 0 listens on (--address); left out: all workers are in one process."""
     deadline_s: Seconds = 180.0
     """Seconds after which a round that is not complete ends the run; slower workers and the transfer must fit in."""
+    silent_s: Silence = 5.0
+    """Seconds after which a worker that says nothing is lost: the run ends, or, elastic, the others go on."""
     join_s: Seconds = 600.0
     """Seconds to wait for all workers at the start."""
+    keys: Text | None = Field(default=None, examples=["runs/run/keys/worker-{worker}"])
+    """Folder of this worker's keys (--keys), made by `atoll keys new`; {worker} stands for its number."""
+    security: Literal["keys", "none"] = "keys"
+    """How workers prove themselves: keys (mutual TLS), or none: on a private cable, where nobody else can send."""
     elastic: bool = False
     """Let workers die, leave, come back and join late; the others go on. They meet at registry, not at address."""
     registry: Registry | None = Field(default=None, examples=["10.0.0.1:29400"])
     """Elastic: address of `atoll registry` (--registry), or etcd://HOST:PORT,HOST:PORT/NAME."""
-    keys: Text | None = Field(default=None, examples=["runs/run/keys/worker-{worker}"])
-    """Elastic: folder of this worker's keys (--keys), made by `atoll keys new`; {worker} stands for its number."""
-    security: Literal["keys", "none"] = "keys"
-    """Elastic: keys (mutual TLS), or none: on a private cable, where nobody else can send."""
     min_workers: Workers = 1
     """Elastic: while fewer train, all pause."""
-    silent_s: Silence = 5.0
-    """Elastic: seconds after which the others go on without a worker that says nothing."""
     grace: Seconds | None = Field(default=None, examples=[2.0])
     """Elastic: seconds after which a round does without a worker that is late; left out: it waits."""
     connections: Connections = 1

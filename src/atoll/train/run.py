@@ -4,7 +4,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -124,7 +124,7 @@ def _connect(
     else:
         links, to_others = connect_links(config, seat, ranks)
         if to_others is not None:
-            to_others.check_interrupts = interrupts.raise_pending
+            to_others.waiting = replace(to_others.waiting, check_interrupts=interrupts.raise_pending)
         control = ControlPlane(ranks, to_others)
     cleanup.enter_context(_closing(links))
     cleanup.enter_context(ranks.guarded())

@@ -12,7 +12,7 @@ from typing import Final, TypedDict, Unpack
 
 from atoll._util.checks import check_whole, config_error
 from atoll.core.allreduce import Reduction
-from atoll.errors import ConfigError, ExcludedError, LinkError
+from atoll.errors import ExcludedError, LinkError
 from atoll.link.base import STEPS_MADE, Admission, FragmentState, Link, Offer, Pending, Round, RoundId, warn_unfinished
 from atoll.link.net.admission import NetAdmission
 from atoll.link.net.donor import Donor
@@ -21,20 +21,20 @@ from atoll.link.net.event_loop import event_loop
 from atoll.link.net.grace import watch_late
 from atoll.link.net.greeting import Greeting
 from atoll.link.net.identity import Identity
-from atoll.link.net.member import FINISHED, LOST, Member
+from atoll.link.net.member import FINISHED, Member
 from atoll.link.net.membership import Membership
+from atoll.link.net.messages import WIRE_FORMAT
 from atoll.link.net.open_round import OpenRound
 from atoll.link.net.own_address import addresses_of
 from atoll.link.net.peers import Peers
 from atoll.link.net.protocol import Protocol
 from atoll.link.net.registries import open_registry
-from atoll.link.net.registry import INSECURE, Insecure
-from atoll.link.net.revocations import load_bundle
+from atoll.link.net.registry import Insecure
 from atoll.link.net.seat import Seat
 from atoll.link.net.views import Decision, Process
+from atoll.link.net.worker_keys import load_keys
 from atoll.version import __version__
 
-WIRE_FORMAT = "3"
 CONNECTIONS: Final = 8
 """Most TCP connections for payloads between two workers."""
 _ATTEMPTS = 5
@@ -48,8 +48,6 @@ _SETTLED_S = 0.02
 class ElasticOptions:
     """Says how a worker takes part in a run whose members come and go."""
 
-    elastic: bool = True
-    """Whether workers may come and go; if not, the loss of one ends the run on all."""
     registry: str
     """HOST:PORT of `atoll registry`, or etcd://HOST:PORT,HOST:PORT/NAME."""
     security: Identity | Insecure
@@ -116,11 +114,7 @@ def elastic(registry: str, *, worker: int, workers: int, keys: str | Path, **tun
         ConfigError: An argument is invalid, or the keys cannot be read or are another worker's.
     """
     Seat(worker, workers)
-    security: Identity | Insecure = INSECURE if keys == INSECURE else load_bundle(Path(keys))[0]
-    if security != INSECURE and (security.bearer.role, security.bearer.seat) != ("worker", worker):
-        problem = f"keys: {keys} holds the keys of {security.bearer}, and this is worker {worker}"
-        raise ConfigError(f"{problem}: give its own folder", setting="keys", value=str(keys))
-    options = ElasticOptions(registry=registry, security=security, **tuning)
+    options = ElasticOptions(registry=registry, security=load_keys(keys, worker), **tuning)
     check_whole("min_workers", options.min_workers)
     if options.min_workers > workers:
         raise config_error("min_workers", options.min_workers, f"a whole number from 1 to workers ({workers})")
@@ -146,7 +140,7 @@ class ElasticLink(Link):
     """
 
     def __init__(self, worker: int, workers: int, options: ElasticOptions) -> None:
-        self.elastic = options.elastic
+        self.elastic = True
         self.worker = worker
         self.workers = workers
         self.options = options
@@ -199,8 +193,7 @@ class ElasticLink(Link):
         assert greeting is not None
         me = Process(self.worker, 1 + secrets.randbelow((1 << 62) - 1))
         handler = _Handler(lambda worker, why: self.hooks.on_lost(worker, why))
-        least = options.min_workers if options.elastic else self.workers
-        protocol = Protocol(me, None, least)
+        protocol = Protocol(me, None, options.min_workers)
         membership = Membership(
             open_registry(options.registry, options.security), me, handler.on_change, handler.on_fault
         )
@@ -212,9 +205,7 @@ class ElasticLink(Link):
             silent_s=options.silent_s,
             connections=options.connections,
         )
-        member = handler.member = Member(
-            protocol, membership, peers, greeting, self.workers, self._decided, elastic=options.elastic
-        )
+        member = handler.member = Member(protocol, membership, peers, greeting, self.workers, self._decided)
         self._member, self._opened_step = member, -1
         try:
             address = await peers.start(options.listen)
@@ -222,7 +213,7 @@ class ElasticLink(Link):
             await membership.announce(addresses, max(2 * options.silent_s, 1.0))
             if options.grace_s is not None:
                 membership.spawn(watch_late(member, options.grace_s, handler.lost))
-            await Entrance(member, self.workers, least, options.join_s, self.hooks.on_wait).enter()
+            await Entrance(member, self.workers, options.min_workers, options.join_s, self.hooks.on_wait).enter()
         except BaseException as fault:
             self._member = None
             await _close(member, str(fault))
@@ -253,25 +244,12 @@ class ElasticLink(Link):
 
     def open(self, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
         """Start a round; with None, the worker only receives the result."""
-        member, loop = self._member, event_loop()
+        member = self._member
         if member is None:
             raise LinkError(f"{round_id}: worker {self.worker} has not joined", worker=self.worker, round_id=round_id)
         opened = OpenRound(round_id, offer, reduction)
         self._opened_step = max(self._opened_step, round_id.step)
-        loop.post(lambda: member.protocol.advance(round_id.step))
-
-        def settle() -> None:
-            try:
-                opened.settle()
-            except Exception as fault:
-                opened.fail(fault)
-                raise
-            loop.post(lambda: member.open(opened))
-
-        if reduction.device.type == "cpu":
-            settle()
-        else:
-            self._staging.submit(settle)
+        member.start(opened, self._staging)
         return _WaitingDonor(opened, member.donor, self._give)
 
     def advanced(self, step: int, applied: int, save: Callable[[int], FragmentState]) -> None:
@@ -334,7 +312,7 @@ class ElasticLink(Link):
         self._closed = True
         if reason is None:
             warn_unfinished(self)
-        event_loop().run(_leave(self._member, reason, over=self.elastic and reason is None and not self.unfinished))
+        event_loop().run(_leave(self._member, reason, over=reason is None and not self.unfinished))
         self._staging.shutdown(wait=False)
 
 
@@ -390,8 +368,6 @@ async def _leave(member: Member, reason: str | None, *, over: bool) -> None:
     excluded = member.error if over and isinstance(member.error, ExcludedError) else None
     if over:
         await _end_run(member)
-    if isinstance(member.error, LinkError) and member.error.worker not in (None, member.protocol.me.seat):
-        reason = f"{LOST}{str(member.error).rpartition(': ')[2]}"
     await _close(member, reason or FINISHED)
     if excluded is not None:
         advice = "its model may differ from theirs: copy it from the folder of another worker"

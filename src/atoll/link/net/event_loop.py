@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from functools import cache
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ class EventLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._begun: set[Future[Any]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="atoll link", daemon=True)
         self._thread.start()
 
@@ -38,6 +40,12 @@ class EventLoop:
         except BaseException:
             running.cancel()
             raise
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine, and wait for nothing; from any thread."""
+        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._begun.add(running)  # the loop itself may lose it
+        running.add_done_callback(self._begun.discard)
 
     def post(self, act: Callable[[], None]) -> None:
         """Call a function soon."""

@@ -40,5 +40,9 @@ class HeldBytes:
     def drop(self, applied: int) -> None:
         """Forget the rounds up to a step, which this worker has applied."""
         for round_id in [known for known in self._costs if known.step <= applied]:
-            self._held -= self._costs.pop(round_id)
-            del self._received[round_id]
+            self.forget(round_id)
+
+    def forget(self, round_id: RoundId) -> None:
+        """Forget one round."""
+        self._held -= self._costs.pop(round_id, Counter())
+        self._received.pop(round_id, None)

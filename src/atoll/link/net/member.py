@@ -5,8 +5,8 @@ reduce, and the rounds that the training thread waits for.
 """
 
 import asyncio
-import re
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol as Interface
 
@@ -25,6 +25,7 @@ from atoll.link.net.actions import (
     Send,
 )
 from atoll.link.net.donor import Donor
+from atoll.link.net.event_loop import event_loop
 from atoll.link.net.greeting import Greeting
 from atoll.link.net.held_bytes import MOST_HELD
 from atoll.link.net.membership import Membership
@@ -49,8 +50,6 @@ _DEAD_END_S = 20.0  # in which others, if there are any, agree on a view
 _OPENED_S = 0.005
 FINISHED = "has finished"
 """The reason of a worker that leaves at the end of a run."""
-LOST = "has lost "
-"""Begins the reason of a worker that leaves because another is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,6 @@ class Member:
         greeting: What this process has told the others of itself.
         workers: Number of seats.
         on_decision: Called with every decision after a change of the view.
-        elastic: Whether the others go on when one is lost.
     """
 
     def __init__(
@@ -97,8 +95,6 @@ class Member:
         greeting: Greeting,
         workers: int,
         on_decision: Callable[[Decision], None],
-        *,
-        elastic: bool,
     ) -> None:
         self.protocol = protocol
         self.membership = membership
@@ -111,7 +107,6 @@ class Member:
         """Who owes payloads from which step on, since this process became a member."""
         self.error: Exception | None = None
         """Why this process cannot go on."""
-        self.elastic = elastic
         self.losses: dict[int, str] = {}
         """Seat -> why its last connection has ended; the text continues "worker 3 ..."."""
         self.follower: Follower | None = None
@@ -127,6 +122,23 @@ class Member:
         return WorkerStatus(step=max(0, self.protocol.step), sent_bytes=sent, received_bytes=received, rounds=rounds)
 
     # ------------------------------------------------------------------ what the training thread does
+
+    def start(self, opened: OpenRound, staging: Executor) -> None:
+        """Settle a round's offer, where a GPU computes it in another thread, and open it; from the training thread."""
+        event_loop().post(lambda: self.protocol.advance(opened.round_id.step))
+
+        def settle() -> None:
+            try:
+                opened.settle()
+            except Exception as fault:
+                opened.fail(fault)
+                raise
+            event_loop().post(lambda: self.open(opened))
+
+        if opened.reduction.device.type == "cpu":
+            settle()
+        else:
+            staging.submit(settle)
 
     def open(self, opened: OpenRound) -> None:
         """Start a round whose offer is settled."""
@@ -197,9 +209,7 @@ class Member:
         self.losses[peer.seat] = why
         if why.startswith(REFUSED):
             self.fail(LinkError(f"worker {peer.seat} {why}", worker=self.protocol.me.seat))
-        elif not self.elastic and self.protocol.view.has(peer) and why != FINISHED:
-            self.fail(self._death(peer, why))
-        elif self.elastic:
+        else:
             self._act(self.protocol.lose(peer))
             self._watch_for_dead_end()
         self.membership.changed.set()
@@ -218,13 +228,6 @@ class Member:
                 self.fail(LinkError(f"{problem}: start them again", worker=protocol.me.seat))
 
         self.membership.when_reached(look, _DEAD_END_S)
-
-    def _death(self, peer: Process, why: str) -> LinkError:
-        """Return the error for a worker that is gone, or for the one that it says is the cause."""
-        blamed = re.match(rf"{LOST}worker (\d{{1,6}}) ", why)
-        worker = int(blamed[1]) if blamed else peer.seat
-        told = why.removeprefix(LOST) if blamed else f"worker {peer.seat} {why}"
-        return LinkError(f"{self.rounds.position()}: {told}", worker=worker)
 
     def control(self, peer: Process, data: bytes) -> None:
         """Take in a control message."""

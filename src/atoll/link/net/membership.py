@@ -40,7 +40,7 @@ class Membership:
     """Is one process's side of the registry; made and used in one event loop.
 
     Args:
-        registry: A connection to the registry.
+        registry: A connection to the registry; None if members are fixed, and `view` never changes.
         me: This process.
         on_change: Called after every change of `present` or `view`.
         on_fault: Called once, if the registry refuses this process or another has taken its seat.
@@ -48,7 +48,7 @@ class Membership:
 
     def __init__(
         self,
-        registry: Registry,
+        registry: Registry | None,
         me: Process,
         on_change: Callable[[], None],
         on_fault: Callable[[LinkError], None],
@@ -77,10 +77,11 @@ class Membership:
             addresses: HOST:PORT where this process listens.
             ttl_s: Seconds after which the registry forgets a process that does not renew its announcement.
         """
+        assert self._registry is not None
         announced = Announcement(life=self._me.life, addresses=addresses, since=time.time())
         value = announced.model_dump_json().encode()
         self._presence = await self._registry.announce(presence_key(self._me.seat), value, ttl_s)
-        self.spawn(self._watch())
+        self.spawn(self._watch(self._registry))
         self.spawn(self._wait_replaced(self._presence))
 
     def is_present(self, process: Process) -> bool:
@@ -90,18 +91,19 @@ class Membership:
 
     def propose(self, view: View) -> None:
         """Offer a view to the registry in place of the one before it, until one is accepted."""
-        if view.number == self.view.number + 1:
-            self.spawn(self._propose(view))
+        if self._registry is not None and view.number == self.view.number + 1:
+            self.spawn(self._propose(self._registry, view))
 
     def when_reached(self, act: Callable[[], None], after_s: float) -> None:
         """Call a function after some time, once the registry answers."""
-        self.spawn(self._when_reached(act, after_s))
+        if self._registry is not None:
+            self.spawn(self._when_reached(self._registry, act, after_s))
 
-    async def _when_reached(self, act: Callable[[], None], after_s: float) -> None:
+    async def _when_reached(self, registry: Registry, act: Callable[[], None], after_s: float) -> None:
         while True:
             await asyncio.sleep(after_s)
             with suppress(RegistryError):
-                self._take_view(await self._registry.get(VIEW))
+                self._take_view(await registry.get(VIEW))
                 self._on_change()
                 act()
                 return
@@ -116,26 +118,27 @@ class Membership:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._presence is not None:
             await self._presence.close()
-        await self._registry.close()
+        if self._registry is not None:
+            await self._registry.close()
 
-    async def _propose(self, view: View) -> None:
+    async def _propose(self, registry: Registry, view: View) -> None:
         while view.number == self.view.number + 1:
             try:
-                outcome = await self._registry.compare_and_set(VIEW, encode_view(view), self._version)
+                outcome = await registry.compare_and_set(VIEW, encode_view(view), self._version)
             except RegistryError:
                 self.reaches_registry = False
                 await asyncio.sleep(_AGAIN_S)
                 with suppress(RegistryError):  # it may have accepted the view before the connection was lost
-                    self._take_view(await self._registry.get(VIEW))
+                    self._take_view(await registry.get(VIEW))
                 continue
             self.reaches_registry = True
             self._take_view(outcome.entry)
             self._on_change()
             return
 
-    async def _watch(self) -> None:
+    async def _watch(self, registry: Registry) -> None:
         try:
-            async for update in self._registry.watch(""):
+            async for update in registry.watch(""):
                 self._take(update)
                 self._on_change()
         except RegistryError as fault:

@@ -17,6 +17,8 @@ from atoll.link.base import Contribution, FragmentState, Member, RoundId
 from atoll.link.net.actions import Mean, Part, Progress, Result, RoundMessage, Whole
 from atoll.link.net.views import Attempt, Era, Process, RoundStatus, Told
 
+WIRE_FORMAT: Final = "3"
+"""Version of what is encoded here; workers that differ in it refuse each other."""
 MAX_WEIGHT: Final = 1e18
 _DTYPES: Final = {"float32": torch.float32, "float64": torch.float64}
 

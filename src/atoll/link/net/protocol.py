@@ -450,6 +450,24 @@ class Protocol:
     def _send(self, receivers: Iterable[Process], message: Message) -> None:
         self._actions += [Send(receiver, message, self.adopted) for receiver in receivers]
 
+    def awaited(self, round_id: RoundId) -> list[Process]:
+        """Return the members that a round waits for here: for their payloads, or else for means of their parts."""
+        known = self._rounds.get(round_id)
+        if known is None or known.done or known.offer is None:
+            return []
+        members, view = known.attempt.members, known.attempt.view
+        if not known.attempt.in_parts:
+            return [member for member in members if member not in known.held]
+        parts = range(known.offer.part_count(len(members)))
+        own = [known.parts.get((view, part), {}) for part in parts if self._reduces(known.attempt, part)]
+        lacking = [part for part in parts if (view, part) not in known.means]
+        late = [member for member in members if any(member not in arrived for arrived in own)]
+        return late or sorted({members[part % len(members)] for part in lacking})
+
+    def forget(self, round_id: RoundId) -> None:
+        """Forget a round that is complete here; for members that are fixed, so that nobody asks for it again."""
+        del self._rounds[round_id]
+
     def _drop_old(self) -> None:
         """Forget rounds that every member has applied, and the eras they were of."""
         applied = min(map(self._applied_by, self.view.members), default=-1)

@@ -63,6 +63,12 @@ class RoundTable:
         self._received.drop(applied)
         return bool(old)
 
+    def forget(self, round_id: RoundId) -> None:
+        """Forget a round that was given to the training thread."""
+        del self._open[round_id]
+        self.sent_bytes.pop(round_id, None)
+        self._received.forget(round_id)
+
     @property
     def all_complete(self) -> bool:
         """Whether no round is on its way."""
@@ -76,11 +82,6 @@ class RoundTable:
     def on_their_way(self) -> list[RoundId]:
         """Return the rounds that this worker has opened and that are not complete, in order."""
         return sorted(round_id for round_id, opened in self._open.items() if not opened.done)
-
-    def position(self) -> str:
-        """Return the oldest round that is not complete, or after which step this worker is."""
-        waiting = self.on_their_way()
-        return str(waiting[0]) if waiting else f"after step {self.newest_step}"
 
     def fail(self, error: Exception) -> None:
         """Raise this error in every thread that waits for a round."""

@@ -2,18 +2,21 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from atoll.errors import ConfigError
 from atoll.link.base import Link
 from atoll.link.local import local
-from atoll.link.net.link import NetLink, connect
+from atoll.link.net.link import Limits, NetLink, NetOptions
+from atoll.link.net.registry import INSECURE
 from atoll.link.net.seat import Seat
-from atoll.link.net.torchrun import torchrun_address
+from atoll.link.net.torchrun import torchrun_place
 from atoll.link.shaped import Outage, Shape, shaped
 from atoll.plan.line import parse_line
 from atoll.settings.config import RunConfig
 from atoll.settings.conflicts import given_faults
+from atoll.train.ranks.security import security_of
 from atoll.train.ranks.worker_ranks import WorkerRanks
 
 
@@ -83,21 +86,24 @@ def connect_links(config: RunConfig, seat: Seat | None, ranks: WorkerRanks) -> t
     if seat is None:
         ends += local(config.sync.workers, faults=config.faults_of_link(), timeout_s=config.link.deadline_s)
     elif ranks.is_leader or not ranks.hold_whole_model:
-        to_others = connect(
-            config.link.address or torchrun_address(config.link.join_s),
-            worker=seat.worker,
-            workers=seat.workers,
-            rank=0 if ranks.hold_whole_model else seat.rank,
-            ranks=1 if ranks.hold_whole_model else seat.ranks,
-            deadline_s=config.link.deadline_s,
-            join_s=config.link.join_s,
-        )
+        to_others = NetLink(_options(config, seat), replace(seat, rank=0, ranks=1) if ranks.hold_whole_model else seat)
         if config.log.view != "none":
-            to_others.on_wait = partial(print, flush=True)
+            to_others.waiting = replace(to_others.waiting, on_wait=partial(print, flush=True))
         ends.append(to_others)
     if config.link.emulate is not None and ends:
         ends = [*shaped(ends, emulated_line(config, 1 if ranks.hold_whole_model else ranks.count))]
     return [ranks.wrap_link(end) for end in ends] or [ranks.wrap_link(None)], to_others
+
+
+def _options(config: RunConfig, seat: Seat) -> NetOptions:
+    """Return how this process takes part; without an address, as torchrun's store has it."""
+    link = config.link
+    limits = Limits(deadline_s=link.deadline_s, silent_s=link.silent_s, join_s=link.join_s)
+    if link.address is not None:
+        return NetOptions(address=link.address, security=security_of(config, seat.worker), **limits)
+    has_own = link.keys is not None or link.security == INSECURE
+    place = torchrun_place(seat.worker, seat.workers, link.join_s, with_keys=not has_own)
+    return NetOptions(address=place.address, security=place.identity or security_of(config, seat.worker), **limits)
 
 
 def emulated_line(config: RunConfig, ranks: int = 1) -> Shape:

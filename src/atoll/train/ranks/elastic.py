@@ -1,23 +1,19 @@
 """Connects a worker to a run whose members come and go: its link, what it compares, and how it stops."""
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 from atoll._util.signals import Interrupts
-from atoll.errors import ConfigError, LinkError
+from atoll.errors import LinkError
 from atoll.link.net.elastic import ElasticHooks, ElasticLink, ElasticOptions
-from atoll.link.net.identity import Identity
-from atoll.link.net.registry import INSECURE, Insecure
-from atoll.link.net.revocations import load_bundle
 from atoll.link.net.seat import Seat
 from atoll.settings.config import RunConfig
 from atoll.train.data.token_files import TokenData
 from atoll.train.progress.members import MembershipLog
 from atoll.train.ranks.control import STOP_WAIT_S, ControlPlane, Stopped, settings_terms, tokenizer_terms
+from atoll.train.ranks.security import security_of
 from atoll.train.ranks.worker_ranks import WorkerRanks
 
 COME_BACK = "the same command comes back to the run"
@@ -81,7 +77,7 @@ def connect_elastic(config: RunConfig, seat: Seat, ranks: WorkerRanks, interrupt
     say: Callable[[str], None] = (lambda line: None) if config.log.view == "none" else partial(print, flush=True)
     options = ElasticOptions(
         registry=settings.registry,
-        security=_security(config, seat.worker),
+        security=security_of(config, seat.worker),
         listen=settings.listen,
         min_workers=settings.min_workers,
         silent_s=settings.silent_s,
@@ -93,20 +89,3 @@ def connect_elastic(config: RunConfig, seat: Seat, ranks: WorkerRanks, interrupt
     link = ElasticLink(seat.worker, seat.workers, options)
     link.hooks = ElasticHooks(say, members.decided, members.lost, interrupts.raise_pending)
     return ElasticControl(ranks, link, interrupts, members)
-
-
-def _security(config: RunConfig, worker: int) -> Identity | Insecure:
-    if config.link.security == INSECURE:
-        print("no security (link.security): any program that reaches this worker may change the run", file=sys.stderr)
-        return INSECURE
-    assert config.link.keys is not None  # checked with the run file
-    folder = Path(config.link.keys.replace("{worker}", str(worker))).expanduser()
-    if not folder.is_dir():
-        command = f"atoll keys new {config.out}/{config.name} --workers {config.sync.workers}"
-        problem = f"link.keys: there is no folder {folder}; make keys with `{command}`, and copy this worker's here"
-        raise ConfigError(problem, setting="link.keys", value=str(folder))
-    identity, _ = load_bundle(folder)
-    if identity.bearer.role != "worker" or identity.bearer.seat != worker:
-        problem = f"link.keys: {folder} holds the keys of {identity.bearer}, and this is worker {worker}"
-        raise ConfigError(f"{problem}: give the folder of its own", setting="link.keys", value=str(folder))
-    return identity
