@@ -111,4 +111,9 @@ MUTANTS = [
     Mutant("a wait for others never ends", "link/net/rendezvous.py",
            "            if time.monotonic() > until:\n                problem",
            "            if False:\n                problem", tests=MEETING),
+    Mutant("the meeting point serves revoked seats", "link/net/meeting_point.py",
+           "Gate(security.bearer.run, list_of(security))", "Gate(security.bearer.run)", tests=MEETING),
+    Mutant("a revoked worker 0 is believed", "link/net/meeting_client.py", "channel_options(host, list_of(self._security))",
+           "channel_options(host, list_of(replace(self._security, folder=None)))",
+           also=("link/net/meeting_client.py", "import json\n", "import json\nfrom dataclasses import replace\n"), tests=MEETING),
 ]  # fmt: skip

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from atoll.link.net.meeting_point import MeetingPoint, SayReply, SayRequest
 from atoll.link.net.registry import Insecure
 from atoll.link.net.rendezvous import Rendezvous, Waiting, parse_address
 from atoll.link.net.root_cause import FailureReport, root_cause
-from atoll.link.net.run_keys import KeyRing, throw_away
+from atoll.link.net.run_keys import KeyRing, RunKeys, throw_away
 from atoll.link.net.seat import Seat
 from fleet import free_port
 
@@ -340,6 +342,19 @@ def test_strangers_are_refused_and_cost_nothing(security: str) -> None:
     proof: Identity | Insecure = throw_away(2).workers[1] if security == "of another run" else "none"
     with pytest.raises(LinkError, match=r"another run, or a stranger|does not answer as worker 0 does"):
         Rendezvous(address, Seat(1, 2), proof, Waiting(1.0))
+    assert host.poll("seat", host.seat.all()) == {Seat(0, 2): True}
+    host.leave()
+
+
+@pytest.mark.parametrize(("revoked", "why"), [(1, "is revoked"), (0, "another seat, or one that is revoked")])
+def test_a_revoked_seat_is_refused(tmp_path: Path, revoked: int, why: str) -> None:
+    keys, address = RunKeys.new(tmp_path, 2), f"127.0.0.1:{free_port()}"
+    stolen = copytree(keys.folder / f"worker-{revoked}", tmp_path / "stolen")
+    keys.revoke(Identity.load(stolen).bearer)
+    shown = [Identity.load(stolen if worker == revoked else keys.folder / f"worker-{worker}") for worker in range(2)]
+    host = Rendezvous(address, Seat(0, 2), shown[0], Waiting(5.0))
+    with pytest.raises(LinkError, match=why):
+        Rendezvous(address, Seat(1, 2), shown[1], Waiting(1.0))
     assert host.poll("seat", host.seat.all()) == {Seat(0, 2): True}
     host.leave()
 

@@ -24,7 +24,7 @@ from atoll.link.net.meeting_point import (
 )
 from atoll.link.net.registry import INSECURE, Insecure
 from atoll.link.net.registry_messages import Message, parse
-from atoll.link.net.revocations import Revocations
+from atoll.link.net.revocation_watch import list_of
 from atoll.link.net.seat import Seat
 
 ASK_S = 1.0
@@ -60,8 +60,8 @@ class MeetingClient:
     async def _open(self) -> grpc.aio.Channel:
         if self._security == INSECURE:
             return grpc.aio.insecure_channel(self._address, options=_OPTIONS)
-        run = self._security.bearer.run
-        options = [*_OPTIONS, *channel_options(Bearer(run, "worker", 0), Revocations(run))]
+        host = Bearer(self._security.bearer.run, "worker", 0)
+        options = [*_OPTIONS, *channel_options(host, list_of(self._security))]
         return grpc.aio.secure_channel(self._address, channel_credentials(self._security), options=options)
 
     def close(self) -> None:

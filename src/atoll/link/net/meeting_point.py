@@ -20,6 +20,7 @@ from atoll.link.net.identity import Identity
 from atoll.link.net.listening import listen_on, server_options
 from atoll.link.net.registry import INSECURE, Insecure
 from atoll.link.net.registry_messages import Message, parse
+from atoll.link.net.revocation_watch import list_of
 from atoll.link.net.seat import Seat
 
 SERVICE: Final = "atoll.MeetingPoint"
@@ -110,7 +111,7 @@ class MeetingPoint:
 
     def __init__(self, host: Seat, security: Identity | Insecure) -> None:
         self._host = host
-        self._gate = None if security == INSECURE else Gate(security.bearer.run)
+        self._gate = None if security == INSECURE else Gate(security.bearer.run, list_of(security))
         self._texts: dict[str, str] = {}
         self._lives: dict[str, int] = {}  # of the processes that have taken a seat, by its key
         self._characters = 0
