@@ -106,6 +106,21 @@ def test_streaming(
     agree(loops, expected)
 
 
+def test_rounding_of_a_worker_that_did_not_train_makes_no_outlier_of_the_others() -> None:
+    away = (Absence(worker=0, first=3), Absence(worker=1, first=1))
+    faults = Faults(drop=0.3, seed=596, absences=away, speeds={0: 0.3})
+    problem = Problem(sizes=(BLOCK,), workers=3, steps=3, faults=faults)
+    loops = problem.loops(
+        Streaming(
+            period=1, fragments=by_part(1), delay=0, codec="fp64", merge=Blend(0.3), outer=Nesterov(0.1, momentum=0.0)
+        )
+    )
+    train(loops, problem.steps, problem.inner)
+    assert not any(loop.counters.outliers_seen for loop in loops)
+    settings = {"period": 1, "lr": 0.1, "momentum": 0.0, "slices": problem.slices, "delays": (0, 0, 0), "alpha": 0.3}
+    agree(loops, reference.streaming(**problem.oracle_arguments(), **settings))
+
+
 @given(problems(), st.integers(1, 9), LR, MOMENTUM)
 @examples(60)
 def test_delayed(problem: Problem, period: int, lr: float, momentum: float) -> None:

@@ -14,6 +14,7 @@ from atoll.core.allreduce import Reduction
 from atoll.core.codec import Codec
 from atoll.errors import ExcludedError, LinkError
 from atoll.link.base import STEPS_MADE, Contribution, FragmentState, Link, Member, Round, RoundId
+from atoll.link.net import member as member_module
 from atoll.link.net.elastic import ElasticLink
 from atoll.link.net.event_loop import event_loop
 from elastic_links import ElasticRun, elastic_run
@@ -235,6 +236,36 @@ def test_one_that_is_excluded_after_its_last_round_does_not_end_well(run: Elasti
         link.advanced(1, 1, save(1))
     for closed in [pool.submit(link.close) for link in links[:2]]:
         closed.result(30)
+
+
+def test_two_that_have_just_joined_and_lose_each_other_leave(
+    run: ElasticRun, pool: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither knows all rounds of the lost one, so neither may go on without it; but worker 0 can, without both."""
+    monkeypatch.setattr(member_module, "_LEAVE_S", 0.5)
+    first = Worker(run.link(0, join_s=0.5), 100, 0.01)
+    running = pool.submit(first.run)
+    reached(5, first, running)
+    joiners = [run.link(worker) for worker in (1, 2)]
+    admissions = [link.join(TERMS, 1.0) for link in joiners]
+    for admission in admissions:
+        assert admission is not None and list(admission.states(1))
+    for admission in admissions:
+        assert admission is not None and admission.promote() >= 5
+
+    async def cut() -> None:
+        one, two = (link._member for link in joiners)
+        assert one is not None and two is not None
+        one.peers.drop(two.protocol.me)
+        one.lost(two.protocol.me, "was silent for 2 s")
+
+    event_loop().run(cut())
+    running.result(30)
+    assert members(first.completed[100]) == [0]
+    for link in joiners:
+        with pytest.raises(ExcludedError):
+            link.check()
+    close(first.link, *joiners)
 
 
 def test_rounds_go_on_while_the_registry_is_away(run: ElasticRun, pool: Threads) -> None:

@@ -280,7 +280,8 @@ def test_one_process_and_processes_of_their_own_are_not_mixed_in_one_folder(make
 
 
 def test_text_that_is_not_there_is_told_before_anybody_is_waited_for(make: Any) -> None:
-    config = make(**{"link.address": f"127.0.0.1:{free_port()}", "link.join_s": 600.0, "data.source": "/nowhere"})
+    link = {"link.address": f"127.0.0.1:{free_port()}", "link.join_s": 600.0, "link.security": "none"}
+    config = make(**link, **{"data.source": "/nowhere"})
     with pytest.raises(DataError, match="/nowhere"):
         train(config, worker=0)
 

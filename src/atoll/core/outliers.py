@@ -24,6 +24,10 @@ class Size(NamedTuple):
     norm: float
     usual: float
 
+    def of(self, norm: float, floor: float) -> "Size":
+        """Return the size of a delta: 0 if its norm is of rounding alone, or the others' would look exploded."""
+        return self._replace(norm=norm if norm > floor else 0.0)
+
 
 UNKNOWN = Size(0.0, 0.0)
 
@@ -49,13 +53,11 @@ def outliers(sizes: Sequence[Size], ratio: float | None) -> list[bool]:
 
 
 class Norms:
-    """Remembers the norms of a worker's last deltas of one fragment, as far as they counted.
-
-    Those up to `floor` say nothing: of a worker that has not trained, only rounding is left.
-    """
+    """Remembers the norms of a worker's last deltas of one fragment, as far as they counted."""
 
     def __init__(self, floor: float = 0.0) -> None:
-        self._floor = floor
+        self.floor = floor
+        """Norms up to this say nothing: of a worker that has not trained, only rounding is left."""
         self._last: deque[float] = deque(maxlen=_REMEMBERED)
         self._left_out = 0
 
@@ -73,7 +75,7 @@ class Norms:
 
     def counted(self, norm: float) -> None:
         """Note a delta that entered a mean."""
-        if norm > self._floor:
+        if norm > self.floor:
             self._last.append(norm)
         self._left_out = 0
 
@@ -85,10 +87,10 @@ class Norms:
 
     def state_dict(self) -> list[float]:
         """Return the floor, how many were left out in a row, and the norms, oldest first."""
-        return [self._floor, float(self._left_out), *self._last]
+        return [self.floor, float(self._left_out), *self._last]
 
     def load_state_dict(self, state: Sequence[float]) -> None:
         """Continue from what state_dict gave."""
-        self._floor, left_out, *last = state or (self._floor, 0.0)
+        self.floor, left_out, *last = state or (self.floor, 0.0)
         self._last = deque(last, maxlen=_REMEMBERED)
         self._left_out = int(left_out)

@@ -37,7 +37,9 @@ class Backend:
         self.window = window
         self.codec = codec
 
-    def encode_live(self, start: Callable[[], Tensor], anchor: Tensor, made: Contribution) -> "Encoding | None":
+    def encode_live(
+        self, start: Callable[[], Tensor], anchor: Tensor, made: Contribution, floor: float
+    ) -> "Encoding | None":
         """Encode start - parameters without waiting for the device; None if this backend cannot."""
         return None
 
@@ -121,13 +123,15 @@ class KernelBackend(Backend):  # pragma: no cover (needs Triton: tests/unit/test
         super().__init__(window, codec)
         self._kernels = kernels
 
-    def encode_live(self, start: Callable[[], Tensor], anchor: Tensor, made: Contribution) -> "Encoding | None":
+    def encode_live(
+        self, start: Callable[[], Tensor], anchor: Tensor, made: Contribution, floor: float
+    ) -> "Encoding | None":
         """Encode start - parameters without waiting for the device; None if the parameters are not laid out for it."""
         live = self._kernels.live()
         if live is None:
             return None
         payload, found = self._kernels.encode(start(), live, anchor)
-        return Encoding(replace(made, payload=payload), DeviceValues(found), self._kernels.read)
+        return Encoding(replace(made, payload=payload), DeviceValues(found), self._kernels.read, floor)
 
     def decode_piece(self, payload: Tensor, piece: slice) -> Tensor:
         """Return one of the `pieces` of the vector behind a payload."""
@@ -178,10 +182,15 @@ class Encoding:  # pragma: no cover (made by kernels alone)
     """Offers a payload that a device still encodes: whether it can be sent is known once that is done."""
 
     def __init__(
-        self, made: Contribution, found: DeviceValues, read: Callable[[Sequence[int]], tuple[int, float] | None]
+        self,
+        made: Contribution,
+        found: DeviceValues,
+        read: Callable[[Sequence[int]], tuple[int, float] | None],
+        floor: float,
     ) -> None:
         self._made = made
         self._found = found
+        self._floor = floor  # norms up to this are of rounding alone
         self._read = read  # not the kernels themselves: links keep offers, and would keep the model
 
     @property
@@ -196,5 +205,5 @@ class Encoding:  # pragma: no cover (made by kernels alone)
             return None
         anchor_fingerprint, norm = read
         member = self._made.member
-        size = member.size._replace(norm=norm)
+        size = member.size.of(norm, self._floor)
         return replace(self._made, member=replace(member, anchor_fingerprint=anchor_fingerprint, size=size))

@@ -7,6 +7,7 @@ worker; everything else is this worker's own.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -198,7 +199,8 @@ class FragmentReplica:
         if self.residual is None:
             made = Contribution(self._standing(member), EMPTY)
             start = self.merge.start
-            encoding = self.backend.encode_live(lambda: start(self.anchor, copy=False), self.anchor, made)
+            live = partial(start, self.anchor, copy=False)
+            encoding = self.backend.encode_live(live, self.anchor, made, self.norms.floor)
             # A worker that was rolled back sends nothing, so nobody would ask later. And a rank that holds a part of
             # the model must know of a value it cannot send before the next forward pass gives it to the other ranks.
             now = wait or self.left_out or self.window.in_parts
@@ -212,7 +214,7 @@ class FragmentReplica:
         """Encode a delta that was measured before."""
         payload = self.backend.encode(delta, seed)
         member = self._standing(member)
-        size = member.size._replace(norm=float(torch.linalg.vector_norm(delta, dtype=torch.float64)))
+        size = member.size.of(float(torch.linalg.vector_norm(delta, dtype=torch.float64)), self.norms.floor)
         return Contribution(replace(member, anchor_fingerprint=fingerprint(self.anchor), size=size), payload)
 
     def _standing(self, member: Member) -> Member:

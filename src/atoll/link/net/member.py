@@ -46,7 +46,8 @@ from atoll.link.net.session import REFUSED
 from atoll.link.net.views import Decision, Process, Told
 from atoll.link.net.worker_status import MOST_ROUNDS, WorkerStatus
 
-_DEAD_END_S = 20.0  # in which others, if there are any, agree on a view
+_LEAVE_S = 5.0  # in which others that may do without a lost member agree on a view
+_DEAD_END_S = 20.0  # the same, if there may be no others
 _OPENED_S = 0.005
 FINISHED = "has finished"
 """The reason of a worker that leaves at the end of a run."""
@@ -215,18 +216,27 @@ class Member:
         self.membership.changed.set()
 
     def _watch_for_dead_end(self) -> None:
-        """Fail if no view comes though the registry answers: all that could propose one are gone.
+        """Leave, to join anew, or fail, if no view comes though the registry answers.
 
-        A member that has just joined does not know all rounds that the lost ones may have completed.
+        A member that has just joined does not know all rounds that the lost ones may have completed, so it may not go
+        on without them. Where two such members have lost each other, the others wait for both.
         """
 
         protocol, view = self.protocol, self.protocol.view.number
 
+        def is_stuck() -> bool:
+            return protocol.view.number == view and protocol.is_held_up and not protocol.has_caught_up
+
+        def leave() -> None:
+            if is_stuck() and protocol.is_dispensable:
+                self.membership.propose(protocol.view.without([protocol.me.seat]))
+
         def look() -> None:
-            if protocol.view.number == view and protocol.is_held_up and not protocol.has_caught_up:
+            if is_stuck():
                 problem = f"worker {protocol.me.seat} had just joined, and has lost all workers that knew the whole run"
                 self.fail(LinkError(f"{problem}: start them again", worker=protocol.me.seat))
 
+        self.membership.when_reached(leave, _LEAVE_S)
         self.membership.when_reached(look, _DEAD_END_S)
 
     def control(self, peer: Process, data: bytes) -> None:

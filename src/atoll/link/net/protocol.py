@@ -228,12 +228,21 @@ class Protocol:
     @property
     def has_caught_up(self) -> bool:
         """Whether this member trains, and has applied all rounds that were made before it did."""
-        if self.me not in self.view.owing:
+        return self._has_caught_up(self.me)
+
+    @property
+    def is_dispensable(self) -> bool:
+        """Whether another member that is not lost has caught up: the others can go on without this one."""
+        others = (member for member in self.view.owing if member != self.me and member not in self._lost)
+        return any(map(self._has_caught_up, others))
+
+    def _has_caught_up(self, member: Process) -> bool:
+        if member not in self.view.owing:
             return False
-        if not self.eras or self.me in self.eras[0].owing:  # all have applied what was made before
+        if not self.eras or member in self.eras[0].owing:  # all have applied what was made before
             return True
-        first = next((era.first_step for era in self.eras if self.me in era.owing), None)
-        return first is not None and self._applied.get(self.me, -1) >= first - 1
+        first = next((era.first_step for era in self.eras if member in era.owing), None)
+        return first is not None and self._applied.get(member, -1) >= first - 1
 
     @property
     def newest_applied(self) -> int:
