@@ -33,6 +33,41 @@ _NONSENSE = _in("member", "test_the_others_go_on_without_a_member_that_sends_non
 
 MUTANTS = [
     Mutant(
+        "a round that has failed is completed",
+        "link/net/open_round.py",
+        "        if not self._completed.done():\n            self._completed.set_result(",
+        "        if True:\n            self._completed.set_result(",
+        tests=_in("member", "test_one_that_cannot_go_on_blames_nobody"),
+    ),
+    Mutant(
+        "one that cannot go on proposes others away",
+        MEMBER,
+        "                if self.error is None:  # one that cannot go on does not decide about others\n",
+        "                if True:\n",
+        tests=_in("member", "test_one_that_cannot_go_on_blames_nobody"),
+    ),
+    Mutant(
+        "a process that is gone is dialled for ever",
+        MEMBER,
+        "            if not self.membership.is_present(peer) and not view.has(peer):\n",
+        "            if False:\n",
+        tests=_in("member", "test_a_process_that_is_gone_is_no_longer_dialled"),
+    ),
+    Mutant(
+        "an error in the background goes unnoticed",
+        MEMBERSHIP,
+        "        if not task.cancelled() and (fault := task.exception()) is not None:\n",
+        "        if False and (fault := task.exception()) is not None:\n",
+        tests=_in("member", "test_an_error_in_the_background_ends_the_process"),
+    ),
+    Mutant(
+        "two that have just joined and lost each other wait for each other",
+        MEMBER,
+        "            if is_stuck() and protocol.is_dispensable:\n",
+        "            if False:\n",
+        tests=_in("elastic", "test_of_two_that_have_just_joined_and_lose_each_other_one_leaves"),
+    ),
+    Mutant(
         "a joiner is given a state that holds the last exchange",
         DONOR,
         "        if self.is_over:\n            return []\n",
@@ -244,9 +279,8 @@ MUTANTS = [
     Mutant(
         "older lives are kept connected",
         MEMBER,
-        "                del self.greetings[peer]\n",
+        "                self.peers.drop(peer)\n                del self.greetings[peer]\n",
         "                pass\n",
-        also=(MEMBER, "                self.peers.drop(peer)\n", "                pass\n"),
         tests=_in("entrance", "test_a_seat_is_taken_again_by_another_process"),
     ),
     Mutant(
@@ -293,11 +327,10 @@ MUTANTS = [
         tests=_in("member", "test_an_interrupted_wait_cancels_the_work"),
     ),
     Mutant(
-        "a timeout of the work is one of the wait",
+        "a wait that takes long is a failure of the work",
         LOOP,
-        "                    if running.done():\n                        raise\n",
-        "                    pass\n",
-        also=(LOOP, "            return running.result()\n", "            return running.result(0)\n"),
+        "                    continue\n",
+        "                    raise\n",
         tests=_in("member", "test_work_returns_or_raises"),
     ),
     Mutant(

@@ -219,7 +219,7 @@ MUTANTS = [
     Mutant(
         "any number of connections",
         "link/net/listening.py",
-        "min(connections, files // 2) if files > 0 else connections",
+        "min(connections, files // 4) if files > 0 else connections",
         "0",
         tests=_in("test_strangers_cost_few_files_and_keep_nobody_out"),
     ),

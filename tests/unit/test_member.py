@@ -25,6 +25,7 @@ from atoll.link.net.elastic import ElasticLink
 from atoll.link.net.embedded_client import EmbeddedRegistry
 from atoll.link.net.etcd import EtcdRegistry
 from atoll.link.net.event_loop import EventLoop, event_loop
+from atoll.link.net.membership import Announcement
 from atoll.link.net.messages import Ask, encode_control, encode_round
 from atoll.link.net.own_address import addresses_of
 from atoll.link.net.registries import open_registry
@@ -121,6 +122,62 @@ def say(sender: ElasticLink, to: ElasticLink, header: bytes, body: bytes | None 
 def bad_whole(numel: int) -> tuple[bytes, bytes]:
     header, body = encode_round(Whole(RoundId(1, 0), Process(1, 1), contribution(1, numel)), 1)
     return header, body.numpy().tobytes()
+
+
+def test_one_that_cannot_go_on_blames_nobody(run: ElasticRun) -> None:
+    links = started(run)
+    late = links[0].open(RoundId(1, 0), contribution(0), reduction(1))
+
+    async def fail() -> None:
+        inside(links[0]).fail(LinkError("it was interrupted"))
+
+    async def lose() -> None:
+        inside(links[0]).lost(process(links[1]), "closed its connection")
+
+    event_loop().run(fail())
+    with pytest.raises(LinkError, match="interrupted"):
+        late.wait()
+    for pending in [link.open(RoundId(1, 0), contribution(link.worker), reduction(1)) for link in links[1:]]:
+        assert [member.worker for member in pending.wait().members] == [0, 1, 2]
+    time.sleep(0.3)
+    assert not inside(links[0]).losses
+    event_loop().run(lose())
+    time.sleep(0.3)
+    assert seats(links[1]) == seats(links[2]) == [0, 1, 2]
+    close(*links)
+
+
+def test_a_process_that_is_gone_is_no_longer_dialled(run: ElasticRun) -> None:
+    links = started(run, 2)
+    member, gone = inside(links[0]), Process(2, 5)
+
+    async def change(present: bool) -> tuple[Process, ...]:
+        member.membership.present.pop(2, None)
+        if present:
+            member.membership.present[2] = Announcement(life=5, addresses=["127.0.0.1:1"])
+        member.on_change()
+        wanted: tuple[Process, ...] = member.peers.wanted
+        return wanted
+
+    assert event_loop().run(change(present=True)) == (gone,)
+    assert event_loop().run(change(present=False)) == ()
+    close(*links)
+
+
+def test_an_error_in_the_background_ends_the_process(run: ElasticRun) -> None:
+    links = started(run, 2)
+
+    async def fail() -> None:
+        raise KeyError("a view that nobody expects")
+
+    async def spawn() -> None:
+        inside(links[0]).membership.spawn(fail())
+
+    event_loop().run(spawn())
+    until(lambda: inside(links[0]).error is not None)
+    with pytest.raises(LinkError, match="worker 0 failed: KeyError: 'a view"):
+        links[0].check()
+    close(*links)
 
 
 @pytest.mark.parametrize("last", [True, False])

@@ -83,7 +83,7 @@ told = st.builds(
     numbers,
     st.none() | steps,
     steps,
-    st.lists(eras, max_size=3).map(tuple),
+    st.lists(eras, min_size=1, max_size=3).map(tuple),
     st.dictionaries(
         round_ids, st.builds(RoundStatus, attempts, st.frozensets(processes, max_size=4), st.booleans()), max_size=3
     ),
@@ -260,6 +260,13 @@ KNOWN: dict[str, tuple[bytes, torch.Tensor]] = {
 }
 ERA = Era(1, 1, (Process(3, 4),), frozenset({Process(3, 4)}), frozenset({1, 3}))
 STATUS = RoundStatus(Attempt(1, (Process(3, 4),)), frozenset({Process(3, 4)}), True)
+
+
+def test_words_of_a_flush_name_the_eras_of_an_adopted_view() -> None:
+    assert decode_control(encode_control(Told(1, 0, 0, None, 0, (), {}), 0))[0] == Told(1, 0, 0, None, 0, (), {})
+    assert "without any era" in refused(decode_control, encode_control(Told(2, 1, 5, 4, 3, (), {}), 2))
+
+
 CONTROL = {
     "progress": encode_control(Progress(3), 2),
     "ask": encode_control(Ask((1, 2), 5), 2),

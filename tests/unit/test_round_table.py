@@ -9,6 +9,7 @@ import torch
 from atoll.core.allreduce import PART_BYTES, MeanResidual, Reduction
 from atoll.core.codec import Codec
 from atoll.core.outliers import Size
+from atoll.errors import LinkError
 from atoll.link.base import Contribution, Member, Round, RoundId
 from atoll.link.net import round_table
 from atoll.link.net.actions import Complete, Mean, Part, Reduce, Result, Whole
@@ -365,7 +366,7 @@ def test_reducers_must_have_counted_the_same_members(made: Table) -> None:
     opened = made.open(1)
     means = tuple(mean(SMALL.part_bytes(part, 4), 4 - part // 3) for part in range(4))
     made.table.complete(Complete(opened.round_id, FOUR, None, means, frozenset()))
-    with pytest.raises(ValueError, match="its reducers counted different members"):
+    with pytest.raises(LinkError, match="its reducers counted different members"):
         opened.wait()
 
 

@@ -28,7 +28,7 @@ from atoll.link.net.registry import INSECURE, VIEW, Insecure, Standing, check_ke
 from atoll.link.net.revocation_watch import list_of, watch_revocations
 
 CONNECTIONS: Final = 4096
-"""Most connections, strangers' included; and at most half of the files that the process may open."""
+"""Most connections, strangers' included; and at most a quarter of the files that the process may open."""
 WATCHERS: Final = 4096
 WATCHERS_EACH: Final = 64
 """Most watchers of one certificate."""

@@ -34,8 +34,7 @@ class EventLoop:
                 try:
                     return running.result(0.1)
                 except TimeoutError:
-                    if running.done():
-                        raise
+                    continue
             return running.result()
         except BaseException:
             running.cancel()

@@ -20,7 +20,7 @@ def server_options(message_bytes: int, connections: int) -> list[tuple[str, int]
 
     Args:
         message_bytes: Most bytes of one message.
-        connections: Most connections, strangers' included; and at most half of the files the process may open.
+        connections: Most connections, strangers' included; and at most a quarter of the files the process may open.
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
@@ -28,7 +28,7 @@ def server_options(message_bytes: int, connections: int) -> list[tuple[str, int]
         ("grpc.max_receive_message_length", message_bytes),
         ("grpc.max_send_message_length", message_bytes),
         ("grpc.max_concurrent_streams", _STREAMS),
-        ("grpc.max_allowed_incoming_connections", min(connections, files // 2) if files > 0 else connections),
+        ("grpc.max_allowed_incoming_connections", min(connections, files // 4) if files > 0 else connections),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.keepalive_time_ms", 30_000),  # finds connections whose other end has vanished
         ("grpc.keepalive_timeout_ms", 10_000),

@@ -120,7 +120,7 @@ class MeetingClient:
             is_slow = fault.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             self.answers = self.answers and is_slow and self._silent_s < SILENT_S
             raise self._no_answer() from fault
-        except (CancelledError, grpc.aio.UsageError) as fault:  # another thread has closed the connection
+        except (CancelledError, grpc.aio.BaseError) as fault:  # another thread has closed the connection
             raise self._no_answer() from fault
         except ValueError as fault:
             raise LinkError(f"worker 0 at {self._address} answers with {fault}", worker=0) from fault

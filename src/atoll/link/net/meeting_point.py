@@ -20,7 +20,7 @@ from atoll.link.net.identity import Identity
 from atoll.link.net.listening import listen_on, server_options
 from atoll.link.net.registry import INSECURE, Insecure
 from atoll.link.net.registry_messages import Message, parse
-from atoll.link.net.revocation_watch import list_of
+from atoll.link.net.revocation_watch import list_of, watch_revocations
 from atoll.link.net.seat import Seat
 
 SERVICE: Final = "atoll.MeetingPoint"
@@ -30,7 +30,7 @@ ENTRIES: Final = 20_000
 TOTAL_CHARACTERS: Final = 1 << 26
 """Most characters that all texts have together."""
 CONNECTIONS: Final = 4096
-"""Most connections, strangers' included; and at most half of the files that the process may open."""
+"""Most connections, strangers' included; and at most a quarter of the files that the process may open."""
 MISFIT: Final = "misfit"
 """Name under which the board says why it has refused a process."""
 _REPLY_CHARACTERS = 1 << 20
@@ -111,6 +111,8 @@ class MeetingPoint:
 
     def __init__(self, host: Seat, security: Identity | Insecure) -> None:
         self._host = host
+        self._security = security
+        self._watching: asyncio.Task[None] | None = None
         self._gate = None if security == INSECURE else Gate(security.bearer.run, list_of(security))
         self._texts: dict[str, str] = {}
         self._lives: dict[str, int] = {}  # of the processes that have taken a seat, by its key
@@ -130,10 +132,14 @@ class MeetingPoint:
         except BaseException:
             await self.close()
             raise
+        if self._gate is not None and self._security != INSECURE:
+            self._watching = asyncio.create_task(watch_revocations(self._security, self._gate, lambda: None))
         return self
 
     async def close(self) -> None:
         """Stop, and free the port."""
+        if self._watching is not None:
+            self._watching.cancel()
         await self._server.stop(0)
 
     # ------------------------------------------------------------------ calls

@@ -173,11 +173,13 @@ class Member:
 
     def on_change(self) -> None:
         """Meet new processes, and take a new view."""
-        me = self.protocol.me
+        me, view = self.protocol.me, self.membership.view
+        for peer in self.peers.wanted:
+            if not self.membership.is_present(peer) and not view.has(peer):
+                self.peers.drop(peer)
         for seat, known in self.membership.present.items():
             if seat != me.seat:
                 self.peers.meet(Process(seat, known.life), known.addresses, dial=seat < me.seat)
-        view = self.membership.view
         if view.has(me) or self.protocol.view.has(me):  # it is a member, or was one
             self._act(self.protocol.on_view(view))
         self.membership.changed.set()
@@ -312,7 +314,8 @@ class Member:
             if isinstance(action, Send):
                 self._send(action)
             elif isinstance(action, Propose):
-                self.membership.propose(action.view)
+                if self.error is None:  # one that cannot go on does not decide about others
+                    self.membership.propose(action.view)
             elif isinstance(action, Reduce):
                 self.rounds.reduce(action)
             elif isinstance(action, Complete):
@@ -341,7 +344,7 @@ class Member:
 
     def _adopt(self, decision: Decision) -> None:
         weights = {p.seat: self.greetings[p].weight for p in decision.view.owing}
-        self.spans.append(Span(decision.boundary + 1, decision.view.number, weights))
+        self.spans = [*self._spans_in_use(), Span(decision.boundary + 1, decision.view.number, weights)]
         for peer in [known for known in self.greetings if known != self.protocol.me]:
             life = decision.view.lives.get(peer.seat)
             if life is not None and life != peer.life:  # its seat was taken again
@@ -369,6 +372,12 @@ class Member:
         """Return worker -> weight of those that owe payloads to rounds of a step; from any thread."""
         spans = self.spans
         return next((span.weights for span in reversed(spans) if span.first_step <= step), spans[0].weights)
+
+    def _spans_in_use(self) -> list[Span]:
+        """Return the spans of rounds that somebody has not applied yet."""
+        settled = self.protocol.settled_step
+        old = [number for number, span in enumerate(self.spans) if span.first_step <= settled]
+        return self.spans[old[-1] :] if old else self.spans
 
     # ------------------------------------------------------------------ failure
 

@@ -180,4 +180,11 @@ class Membership:
             return
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        """Forget a task; an error in it ends this process's part, for nobody else would notice."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (fault := task.exception()) is not None:
+            seat = self._me.seat
+            self._on_fault(LinkError(f"worker {seat} failed: {type(fault).__name__}: {fault}", worker=seat))

@@ -120,9 +120,10 @@ class OpenRound:
             self.reduction.residual.note(self.reduction.order, seats)
 
     def complete(self, completed: Round, sent_bytes: int, received_bytes: int) -> None:
-        """Give the round to the training thread."""
+        """Give the round to the training thread, unless it has failed."""
         transfer = TransferStats(self.opened_s, time.perf_counter(), sent_bytes, received_bytes)
-        self._completed.set_result(replace(completed, transfer=transfer))
+        if not self._completed.done():
+            self._completed.set_result(replace(completed, transfer=transfer))
 
     def fail(self, error: Exception) -> None:
         """Raise this error in the training thread, unless the round is complete."""

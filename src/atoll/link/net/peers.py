@@ -37,7 +37,7 @@ from atoll.link.net.views import Process
 __all__ = ["Handler", "Peers", "Rate", "Sending"]
 
 MOST_CONNECTIONS: Final = 1024
-"""Most connections, strangers' included; and at most half of the files that the process may open."""
+"""Most connections, strangers' included; and at most a quarter of the files that the process may open."""
 BACKGROUND_SHARE: Final = 0.3
 _DIAL_TOO_S = 1.0
 _PAUSES_S = (0.2, 1.0)
@@ -177,6 +177,11 @@ class Peers:
     def answer_observers(self, status: Callable[[], bytes]) -> None:
         """Answer observers that ask how this process is doing with what this returns."""
         self._reception.status = status
+
+    @property
+    def wanted(self) -> tuple[Process, ...]:
+        """The processes that this one wants a session with and has none."""
+        return tuple(self._wanted)
 
     def is_connected(self, peer: Process) -> bool:
         """Return whether there is a session with a process, and both ends have it."""

@@ -480,7 +480,7 @@ class Protocol:
     def _drop_old(self) -> None:
         """Forget rounds that every member has applied, and the eras they were of."""
         applied = min(map(self._applied_by, self.view.members), default=-1)
-        for round_id in [known for known in self._rounds if known.step <= applied]:
+        for round_id in [known for known, state in self._rounds.items() if known.step <= applied and not state.is_open]:
             del self._rounds[round_id]
         while len(self.eras) > 1 and self.eras[1].first_step <= applied + 1:
             self.eras = self.eras[1:]

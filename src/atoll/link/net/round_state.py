@@ -38,3 +38,8 @@ class RoundState:
     reducing: set[tuple[int, int]] = field(default_factory=set)
     """(attempt, part) whose means this member has asked for."""
     result: tuple[Any, ...] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this member has opened the round and waits for it."""
+        return self.offer is not None and not self.done

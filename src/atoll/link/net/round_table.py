@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from atoll.core.allreduce import ONE_SHOT_MEMBERS, Reduction
+from atoll.errors import LinkError
 from atoll.link.base import Contribution, Round, RoundId
 from atoll.link.net.actions import Complete, Mean, Part, Reduce, Result, RoundMessage, Whole
 from atoll.link.net.held_bytes import MOST_HELD, HeldBytes
@@ -111,7 +112,8 @@ class RoundTable:
         self.note_step(message.round_id.step)
         reduction = self._reductions.get(fragment)
         if reduction is None:
-            self._unchecked.setdefault(fragment, []).append((sender, message, view))
+            if message.round_id.step > self.last_applied:
+                self._unchecked.setdefault(fragment, []).append((sender, message, view))
             return False
         if isinstance(message, Whole):
             _check_size(message.payload, frozenset({reduction.payload_bytes}))
@@ -172,6 +174,9 @@ class RoundTable:
         opened = self._open[action.round_id]
         try:
             completed = self._completed(opened, action)
+        except ValueError as fault:
+            opened.fail(LinkError(f"{action.round_id}: {fault}", round_id=action.round_id))
+            return
         except Exception as fault:
             opened.fail(fault)
             return

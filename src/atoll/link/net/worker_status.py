@@ -15,7 +15,7 @@ from atoll.link.net.credentials import channel_credentials, channel_options
 from atoll.link.net.handshake import SERVICE
 from atoll.link.net.identity import Bearer, Identity
 from atoll.link.net.registry import INSECURE, Insecure
-from atoll.link.net.revocations import Revocations
+from atoll.link.net.revocation_watch import list_of
 
 MOST_ROUNDS = 16
 """Rounds on their way that a worker names."""
@@ -63,6 +63,5 @@ def _channel(seat: int, address: str, security: Identity | Insecure) -> grpc.aio
     own = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
     if security == INSECURE:
         return grpc.aio.insecure_channel(address, options=own)
-    run = security.bearer.run
-    options = [*own, *channel_options(Bearer(run, "worker", seat), Revocations(run))]
+    options = [*own, *channel_options(Bearer(security.bearer.run, "worker", seat), list_of(security))]
     return grpc.aio.secure_channel(address, channel_credentials(security), options=options)

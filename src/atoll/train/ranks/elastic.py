@@ -51,12 +51,9 @@ class ElasticControl(ControlPlane):
     def resumable(self) -> Iterator[None]:
         """Let a signal end a wait for other workers, such as a pause, that lasts longer than a step."""
 
-        def interrupt() -> None:
-            timer = threading.Timer(STOP_WAIT_S, self.elastic.interrupt)
-            timer.daemon = True
-            timer.start()
-
-        self._interrupts.on_first = interrupt
+        timer = threading.Timer(STOP_WAIT_S, self.elastic.interrupt)
+        timer.daemon = True
+        self._interrupts.on_first = timer.start
         try:
             yield
         except LinkError:
@@ -64,6 +61,8 @@ class ElasticControl(ControlPlane):
                 raise
             print(f"stopped while it waited for other workers; {COME_BACK}", flush=True)
             raise Stopped(together=False) from None
+        finally:  # nothing may fail while it saves and leaves
+            timer.cancel()
 
 
 def connect_elastic(config: RunConfig, seat: Seat, ranks: WorkerRanks, interrupts: Interrupts) -> ElasticControl:
