@@ -237,7 +237,7 @@ def test_the_table_of_results_is_that_of_the_raw_metrics(monkeypatch: pytest.Mon
         assert cost in " ".join(page.split())
     readme = plain("README.md")
     sent = [bytes_text(mean(one.end.bytes_sent)) for one in (rows[0], base)]
-    assert f"ended {above[0]} above data-parallel's held-out loss" in readme
+    assert f"ended {again[0]:.2f} to {above[0]} above data-parallel's held-out loss" in readme
     assert f"payloads of {sent[0]} a worker instead of {sent[1]}" in readme
 
 
