@@ -8,6 +8,13 @@ _AGAIN = ("tests/property/test_protocol.py::test_a_process_that_connects_again_i
 
 MUTANTS = [
     Mutant(
+        "steps made during a flush count at once",
+        "link/net/protocol.py",
+        "        if not self.is_flushing:\n            self._step = max(self._step, step)\n",
+        "        self._step = max(self._step, step)\n",
+        tests=("tests/property/test_protocol.py::test_steps_made_during_a_flush_count_after_it",),
+    ),
+    Mutant(
         "a process that was lost before it became a member stays lost",
         "link/net/protocol.py",
         "            self._lost.discard(process)\n",

@@ -9,7 +9,7 @@ import pytest
 
 from atoll.link.net.actions import Propose
 from atoll.link.net.protocol import Protocol
-from atoll.link.net.views import Process, View
+from atoll.link.net.views import Process, Told, View
 from simulated_net import Net
 
 CHUNK = 250
@@ -49,3 +49,20 @@ def test_a_process_that_connects_again_is_not_lost_unless_it_was_a_member(is_mem
     protocol.meet(other)
     proposed = [action for action in protocol.on_view(View(2, view.lives)) if isinstance(action, Propose)]
     assert [action.view.lives for action in proposed] == ([{0: 1}] if is_member else [])
+
+
+def test_steps_made_during_a_flush_count_after_it() -> None:
+    """Rounds of these steps wait for the new view, so they must not belong to an older one, with other members."""
+    me, other = Process(0, 1), Process(1, 7)
+    protocol = Protocol(me)
+    protocol.on_view(View(1, {0: 1}))
+    protocol.advance(3)
+    for number in (2, 3):
+        protocol.on_view(View(number, {0: 1, 1: 7}, frozenset({1})))
+        assert protocol.told is not None and protocol.told.step == 3
+        protocol.advance(9)
+        assert not protocol.has_opened(3)
+    protocol.receive(other, Told(3, 0, 0, None, 0, (), {}), 0)
+    assert not protocol.is_flushing and protocol.has_opened(9) and not protocol.has_opened(10)
+    protocol.on_view(View(4, {0: 1}))
+    assert protocol.adopted == 4 and protocol.eras[-1].first_step == 10

@@ -125,7 +125,7 @@ class Member:
     # ------------------------------------------------------------------ what the training thread does
 
     def start(self, opened: OpenRound, staging: Executor) -> None:
-        """Settle a round's offer, where a GPU computes it in another thread, and open it; from the training thread."""
+        """Open a round once its offer is settled, in another thread if that takes long; from the training thread."""
         event_loop().post(lambda: self.protocol.advance(opened.round_id.step))
 
         def settle() -> None:
@@ -136,7 +136,7 @@ class Member:
                 raise
             event_loop().post(lambda: self.open(opened))
 
-        if opened.reduction.device.type == "cpu":
+        if opened.is_settled:
             settle()
         else:
             staging.submit(settle)

@@ -50,6 +50,11 @@ class OpenRound:
 
     # ------------------------------------------------------------------ what this worker puts in
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is nothing to wait for: no device computes the payload, or has it."""
+        return self.reduction.device.type == "cpu" and (self._offer is None or isinstance(self._offer, Contribution))
+
     def settle(self) -> None:
         """Wait for the offer, and bring its payload to the host; called in a thread of the link."""
         self._staging.enter_thread()

@@ -54,7 +54,7 @@ class Protocol:
         self.eras: tuple[Era, ...] = ()
         self._min_workers = min_workers
         self._has_followed = False
-        self._step = self._since = step or 0
+        self._step = self._made = self._since = step or 0
         self._applied: dict[Process, int] = {} if step is None else {me: step}
         """The step up to which each member has applied all rounds, as far as it has said so."""
         self._admitted: dict[Process, int] = {}
@@ -75,8 +75,13 @@ class Protocol:
         return self._take_actions()
 
     def advance(self, step: int) -> None:
-        """Note that this member has made inner steps up to this one: a joiner starts where the others are."""
-        self._step = max(self._step, step)
+        """Note that this member has made inner steps up to this one: a joiner starts where the others are.
+
+        In a flush it counts afterwards: the others have been told how far it was, and its rounds wait for the new view.
+        """
+        self._made = max(self._made, step)
+        if not self.is_flushing:
+            self._step = max(self._step, step)
 
     def has_applied(self, step: int) -> list[Action]:
         """Note that this member has applied all rounds up to a step; a joiner, first, those that its state holds."""
@@ -406,6 +411,7 @@ class Protocol:
 
     def _adopt(self, decision: Decision) -> None:
         self.adopted, self.eras = decision.view.number, decision.eras
+        self._step = max(self._step, self._made)
         self._admitted = dict(decision.applied)
         for member, told in self._told[self.adopted].items():
             if member != self.me and told.applied is not None:
