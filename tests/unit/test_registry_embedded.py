@@ -97,6 +97,8 @@ def test_killed_at_any_moment_it_loses_nothing(tmp_path: Path, seed: int) -> Non
             asyncio.timeout(4 * PATIENCE_S),
         ):
             following = asyncio.create_task(follow(reader, seen, last))
+            while not seen:  # it has the snapshot, which is empty
+                await asyncio.sleep(0.01)
             counting = asyncio.create_task(count_up(writer, told, enough))
             for _ in range(kills):
                 await asyncio.sleep(draw.uniform(0.05, 0.6))
