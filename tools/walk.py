@@ -14,9 +14,10 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -119,18 +120,19 @@ def _worker(number: int, address: str, walk: Walk | None = None) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(300, 300)
     sync = atoll.Streaming(period=4, delay=1, fragments=_whole())
-    with atoll.connect(address, worker=number, workers=2, keys="none") as link:
+    with atoll.connect(address, worker=number, workers=2, keys="none") as link, ExitStack() as noting:
         outer = atoll.OuterLoop(model, sync, link)
         optimizer = torch.optim.AdamW(model.parameters())
         for step in range(1, 10):
             optimizer.zero_grad()
             model(torch.randn(8, 300)).square().mean().backward()
             optimizer.step()
-            if walk is not None and step in (8, 9):
-                with walk.noted():
-                    outer.step()
-            else:
-                outer.step()
+            if step == 8 and walk is not None:
+                noting.enter_context(walk.noted())
+            elif step == 8:
+                time.sleep(0.5)  # so that what it sends arrives while calls are noted
+            outer.step()
+        noting.close()
         outer.finish()
 
 
