@@ -6,6 +6,16 @@ TESTS = ["tests/unit/test_outliers.py"]
 _MEANS = ("tests/unit/test_means.py",)
 
 MUTANTS = [
+    Mutant(
+        "rounding of a worker that did not train is what is expected of the others",
+        "core/outliers.py",
+        "norm=norm if norm > floor else 0.0",
+        "norm=norm",
+        tests=(
+            "tests/property/test_oracle.py::"
+            "test_rounding_of_a_worker_that_did_not_train_makes_no_outlier_of_the_others",
+        ),
+    ),
     Mutant("the largest of the others is expected", "core/outliers.py", "others[(len(others) - 1) // 2]", "others[-1]"),
     Mutant("a past does not count", "core/outliers.py", "max(usual, others", "max(0.0, others"),
     Mutant("the others do not count", "core/outliers.py", "expected = max(usual, others[(len(others) - 1) // 2])",
