@@ -20,7 +20,7 @@ from atoll.core.outer_step import weighted_mean
 
 ONE_SHOT_MEMBERS = 3
 """Up to here one shot costs no more bytes than 1.5 times two, takes one latency instead of two, and rounds once."""
-PART_BYTES = 1 << 16
+PART_BYTES = 1 << 17
 """Of the payload of a part, at least, where a member reduces several."""
 MOST_PARTS_EACH = 64
 
