@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -410,3 +411,7 @@ def main(task: Task) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the harness ends it
     Worker(task).run()
+
+
+if __name__ == "__main__":
+    main(Task(**json.loads(sys.argv[1])))

@@ -12,7 +12,7 @@ import pytest
 
 from atoll.link.net import peers, session
 from atoll.link.net.frames import BODY_BYTES, UNFINISHED, Arrived, Assembly, pack_frame
-from atoll.link.net.outbox import Outbox, Sending, _Meter
+from atoll.link.net.outbox import Foreground, Outbox, Sending, _Bursts, _Meter
 from atoll.link.net.run_keys import KeyRing, throw_away
 from peer_ends import End, both, ends, run, until
 
@@ -88,7 +88,8 @@ async def carried(line: Line, *sent: Sending) -> None:
 @pytest.mark.processes
 def test_background_messages_yield_and_take_their_share() -> None:
     async def main() -> None:
-        line = Line(Outbox(0.3), 50e6)
+        foreground = Foreground(1)  # to another peer
+        line = Line(Outbox(foreground), 50e6)
         box = line.outbox
         await carried(line, box.add(b"first", memoryview(bytes(10 << 20)), background=False))
         assert box.rate is not None and 15e6 < box.rate < 60e6
@@ -103,9 +104,47 @@ def test_background_messages_yield_and_take_their_share() -> None:
         await carrying
         assert line.order == [b"first", b"fast 0", b"fast 1", b"slow"]
         took_s = time.monotonic() - began_s
-        assert took_s > 0.8 * (8 << 20) / (0.3 * 60e6)
+        assert took_s > 0.8 * (8 << 20) / (0.4 * 60e6)
         assert max(size for _, size in line.times if size < 1 << 20) < (1 << 18) + 100
         assert box.rate > 10e6  # what was paced is no measurement
+        assert foreground.messages == 1
+
+    within(main())
+
+
+def test_background_messages_take_more_while_nothing_else_is_sent_to_anybody() -> None:
+    async def main() -> None:
+        foreground = Foreground()
+        one, two = Outbox(foreground), Outbox(foreground)
+        assert foreground.share == 1.0
+        sent = [two.add(b"", memoryview(b"body"), background=False) for _ in range(3)]
+        two.add(b"", memoryview(b"body"), background=True)
+        one.add(b"", memoryview(b"body"), background=True)
+        assert foreground.messages == 3 and foreground.share == 0.4
+        assembly = Assembly()
+        for _ in sent[1:]:
+            sending, frame = await two.take()
+            two.written(sending)
+            assembly.take(frame)
+        two.acknowledge(assembly.ack(), 0.0)
+        assert foreground.messages == 1
+        two.close()  # its peer is lost
+        assert two.add(b"", memoryview(b"body"), background=False).done.cancelled()
+        assert foreground.messages == 0 and foreground.share == 1.0
+
+    within(main())
+
+
+@pytest.mark.processes
+def test_background_messages_use_most_of_an_idle_line() -> None:
+    async def main() -> None:
+        line = Line(Outbox(Foreground()), 50e6)
+        box = line.outbox
+        await carried(line, box.add(b"first", memoryview(bytes(10 << 20)), background=False))
+        assert box.rate is not None
+        began_s = time.monotonic()
+        await carried(line, box.add(b"state", memoryview(bytes(16 << 20)), background=True))
+        assert (16 << 20) / box.rate < time.monotonic() - began_s < 2.5 * (16 << 20) / box.rate
 
     within(main())
 
@@ -125,34 +164,69 @@ def test_only_time_in_which_there_was_something_to_send_is_measured() -> None:
     assert meter.rate == pytest.approx(2e6)
 
 
-def test_before_any_measurement_the_background_waits_for_acknowledgements() -> None:
+def test_a_burst_in_the_background_must_arrive_before_the_next() -> None:
     async def main() -> None:
-        outbox = Outbox(0.3)
+        outbox, assembly = Outbox(Foreground()), Assembly()
         outbox.add(b"", memoryview(bytes(64 << 20)), background=True)
-        assembly, taken = Assembly(), 0
-        for _ in range(2):
+        sizes = []
+        for _ in range(3):
+            taken = 0
             while True:
                 try:
-                    async with asyncio.timeout(0.1):
+                    async with asyncio.timeout(0.3):
                         sending, frame = await outbox.take()
                 except TimeoutError:
                     break
                 outbox.written(sending)
                 assembly.take(frame)
                 taken += 1
-                if outbox.rate is not None:
-                    break
-            assert taken <= 33
-            await asyncio.sleep(0.05)
+            sizes.append(taken)
+            outbox._bursts.began_s = time.monotonic() - 0.01  # what is taken here arrives at once
             outbox.acknowledge(assembly.ack(), 0.0)
-        assert taken == 33 and outbox.rate is not None
+        assert sizes == [4, 8, 16]
 
     within(main())
 
 
+def test_bursts_follow_the_line() -> None:
+    bursts, sent, now_s = _Bursts(), 0, 100.0
+
+    def burst(took_s: float, share: float, round_trip_s: float = 0.0) -> float:
+        nonlocal sent, now_s
+        while bursts.wait_s(now_s) == 0.0:
+            sent += 1 << 18
+            bursts.deal(1 << 18, sent, now_s)
+        assert bursts.wait_s(now_s) is None
+        bursts.ack(sent - 1, now_s + took_s / 2, round_trip_s, share)
+        assert bursts.wait_s(now_s + took_s / 2) is None  # its last byte has not arrived
+        now_s += took_s
+        bursts.ack(sent, now_s, round_trip_s, share)
+        pause_s = bursts.wait_s(now_s)
+        assert pause_s is not None
+        now_s += pause_s + 1e-9
+        return pause_s
+
+    assert burst(0.2, 0.5) == pytest.approx(0.2)
+    assert burst(0.09, 0.9) == pytest.approx(0.01)
+    assert burst(0.12, 0.3) == pytest.approx(0.28)
+    assert bursts.size == 1 << 20
+    for _ in range(9):
+        burst(0.01, 0.9)
+    assert bursts.size == 16 << 20
+    burst(0.15, 0.9, round_trip_s=0.1)
+    burst(0.6, 0.9, round_trip_s=0.1)
+    assert bursts.size == 16 << 20  # neither too short nor too long for this latency
+    burst(0.9, 0.9, round_trip_s=0.1)
+    assert bursts.size == 8 << 20
+    assert burst(60.0, 0.9) == 2.0
+    for _ in range(9):
+        burst(1.0, 0.9)
+    assert bursts.size == 1 << 20
+
+
 def test_a_peer_is_never_sent_more_unfinished_messages_than_it_takes() -> None:
     async def main() -> None:
-        outbox, assembly = Outbox(0.3), Assembly()
+        outbox, assembly = Outbox(Foreground()), Assembly()
         sent = [outbox.add(b"%d" % n, memoryview(b"body"), background=False) for n in range(3 * UNFINISHED)]
         late, late_frame = await outbox.take()  # on a connection that stalls
         for _ in range(UNFINISHED - 1):

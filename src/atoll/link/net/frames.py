@@ -187,6 +187,11 @@ def pack_frame(message: int, offset: int, total: int, header: bytes, chunk: memo
     return b"".join((_FRAME.pack(message, offset, total, len(header), checksum), header, chunk))
 
 
+def is_background(frame: bytes) -> bool:
+    """Return whether a frame is of a background message."""
+    return bool(_read_frame(frame)[0] & 1)
+
+
 class Arrived(NamedTuple):
     """Is a bulk message that has arrived whole."""
 

@@ -1,7 +1,8 @@
 """Deals the bulk messages for one peer to the connections that are free, chunk by chunk.
 
 Messages are dealt in order. Background messages, such as the state for a joiner, are dealt only while no other message
-waits, and at a share of the rate at which the peer was measured to receive.
+waits, in bursts with pauses between them: they take a share of the line, and a small one while this process sends other
+messages to anybody, for all peers may share one line.
 """
 
 import asyncio
@@ -11,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from atoll.link.net.frames import (
-    ACK_BYTES,
     BACKGROUND_BYTES,
     CHUNK_BYTES,
     UNFINISHED,
@@ -20,9 +20,25 @@ from atoll.link.net.frames import (
     pack_frame,
 )
 
-_MOST_BLIND: Final = 2 * ACK_BYTES  # bytes on the way in the background before any rate was measured
+_BUSY_SHARE: Final = 0.4
+_IDLE_SHARE: Final = 1.0
+_BURSTS: Final = (4 * BACKGROUND_BYTES, 64 * BACKGROUND_BYTES)  # bytes of one, least and most
+_BURST_S: Final = 0.05  # a shorter burst is too short: waiting for it to arrive would take as long
+_LONGEST_PAUSE_S: Final = 2.0
 _LEAST_SAMPLE: Final = 1 << 16
 _REMEMBERED: Final = (256 << 20, 20.0)  # bytes and seconds after which older measurements count half
+
+
+@dataclass(slots=True)
+class Foreground:
+    """Counts the messages of a process, to all its peers, that are not in the background and have not arrived."""
+
+    messages: int = 0
+
+    @property
+    def share(self) -> float:
+        """Part of the measured rate that background messages may take."""
+        return _BUSY_SHARE if self.messages else _IDLE_SHARE
 
 
 class Sending:
@@ -114,6 +130,48 @@ class _Meter:
 
 
 @dataclass(slots=True)
+class _Bursts:
+    """Paces background messages: each burst must arrive, and a pause follow, before the next.
+
+    A pause is as long as the burst took, times what the share leaves to others. So the rate follows that of the line.
+    """
+
+    size: int = _BURSTS[0]
+    left: int = 0
+    """Bytes that may be dealt before it must arrive."""
+    is_out: bool = False
+    last: int = 0
+    """Bytes that had been sent in all, with its last chunk."""
+    began_s: float = 0.0
+    next_s: float = 0.0
+
+    def wait_s(self, now_s: float) -> float | None:
+        """Return how long the next chunk must wait; None: until the burst has arrived."""
+        if self.left > 0:
+            return 0.0
+        return None if self.is_out else max(0.0, self.next_s - now_s)
+
+    def deal(self, size: int, sent: int, now_s: float) -> None:
+        """Note that a chunk is sent."""
+        if not self.is_out:
+            self.is_out, self.left, self.began_s = True, self.size, now_s
+        self.left -= size
+        self.last = sent
+
+    def ack(self, acked: int, now_s: float, round_trip_s: float, share: float) -> None:
+        """Note what has arrived; the next burst is longer or shorter if this one was too short or too long."""
+        if not self.is_out or self.left > 0 or acked < self.last:
+            return
+        took_s, short_s = now_s - self.began_s, max(_BURST_S, 2 * round_trip_s)
+        self.is_out = False
+        self.next_s = now_s + min(took_s * (1 / share - 1), _LONGEST_PAUSE_S)
+        if took_s < short_s:
+            self.size = min(2 * self.size, _BURSTS[1])
+        elif took_s > 4 * short_s:
+            self.size = max(self.size // 2, _BURSTS[0])
+
+
+@dataclass(slots=True)
 class _Lane:
     """Holds the messages of one kind."""
 
@@ -134,14 +192,14 @@ class Outbox:
     """Holds the bulk messages for one peer until they are written.
 
     Args:
-        share: Part of the measured rate that background messages may take.
+        foreground: Counts what this process sends to all its peers.
     """
 
-    def __init__(self, share: float) -> None:
-        self._share = share
+    def __init__(self, foreground: Foreground) -> None:
+        self._foreground = foreground
         self._lanes = (_Lane(), _Lane())
         self._meter = _Meter()
-        self._background_s = 0.0  # when the next background chunk may be dealt
+        self._bursts = _Bursts()
         self._changed = asyncio.Event()
         self._is_closed = False
         self.waiting = 0
@@ -170,6 +228,7 @@ class Outbox:
             sending.done.cancel()
             return sending
         lane.added += 1
+        self._foreground.messages += not background
         lane.waiting.append(sending)
         self.waiting += len(body)
         self._wake()
@@ -182,7 +241,7 @@ class Outbox:
             if self._lanes[0].has_next:
                 return self._deal(self._lanes[0])
             if self._lanes[1].has_next and not self._lanes[0].waiting:
-                delay_s = self._delay_s()
+                delay_s = self._bursts.wait_s(time.monotonic())
                 if delay_s == 0.0:
                     return self._deal(self._lanes[1])
             self._meter.ran_dry = True
@@ -210,14 +269,18 @@ class Outbox:
                 raise FrameError(f"an acknowledgement of {whole} messages where {lane.added} were sent")
         if not self._meter.acked <= ack.received <= self._meter.sent:
             raise FrameError(f"an acknowledgement of {ack.received} bytes where {self._meter.sent} were sent")
-        self._meter.ack(ack.received, time.monotonic(), round_trip_s)
+        now_s = time.monotonic()
+        self._meter.ack(ack.received, now_s, round_trip_s)
+        self._bursts.ack(ack.received, now_s, round_trip_s, self._foreground.share)
+        self._foreground.messages -= ack.next_number - self._lanes[0].whole
         for lane, whole in zip(self._lanes, told, strict=True):
             lane.whole = whole
         self._wake()
 
     def close(self) -> None:
-        """Cancel what is not written."""
+        """Cancel what is not written; once."""
         self._is_closed = True
+        self._foreground.messages -= self._lanes[0].added - self._lanes[0].whole
         for lane in self._lanes:
             for sending in (*lane.waiting, *lane.writing):
                 sending.done.cancel()
@@ -233,15 +296,11 @@ class Outbox:
         self.waiting -= size
         now_s = time.monotonic()
         self._meter.send(size, now_s)
-        if sending.background and self._meter.rate:
-            self._background_s = max(now_s, self._background_s) + size / (self._share * self._meter.rate)
+        if sending.background:
+            self._bursts.deal(size, self._meter.sent, now_s)
+            if not lane.waiting:  # or the last one would have to wait for a message that is yet to come
+                self._bursts.left = 0
         return sending, frame
-
-    def _delay_s(self) -> float | None:
-        """Return how long a background chunk must wait; None: until something changes."""
-        if self._meter.rate is None:
-            return 0.0 if self._meter.sent - self._meter.acked < _MOST_BLIND else None
-        return max(0.0, self._background_s - time.monotonic())
 
     def _wake(self) -> None:
         self._changed.set()

@@ -26,7 +26,7 @@ from atoll.link.net.handshake import Own, RefusedError, name
 from atoll.link.net.held_bytes import MOST_HELD
 from atoll.link.net.identity import Bearer, Identity, how_to_renew
 from atoll.link.net.listening import listen_on, server_options
-from atoll.link.net.outbox import Sending
+from atoll.link.net.outbox import Foreground, Sending
 from atoll.link.net.reception import Reception
 from atoll.link.net.registry import INSECURE, Insecure
 from atoll.link.net.revocation_watch import list_of, watch_revocations
@@ -38,7 +38,6 @@ __all__ = ["Handler", "Peers", "Rate", "Sending"]
 
 MOST_CONNECTIONS: Final = 1024
 """Most connections, strangers' included; and at most a quarter of the files that the process may open."""
-BACKGROUND_SHARE: Final = 0.3
 _DIAL_TOO_S = 1.0
 _PAUSES_S = (0.2, 1.0)
 _FLUSH_S = 2.0
@@ -108,6 +107,7 @@ class Peers:
         self._sessions: dict[Process, Session] = {}
         self._unheard: dict[Session, tuple[_Wanted, bytes]] = {}  # chosen here, with the greeting
         self._reception = Reception(self._own, self._expects, self._begin)
+        self._foreground = Foreground()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: grpc.aio.Server | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -286,7 +286,7 @@ class Peers:
         if streams.generation < self._own.least_generation(peer):
             raise RefusedError(f"the certificate of {name(peer)} is revoked")
         self._forget(peer, but=asyncio.current_task())
-        session = Session(peer, streams, self, self._handler, self._silent_s, BACKGROUND_SHARE)
+        session = Session(peer, streams, self, self._handler, self._silent_s, self._foreground)
         self._sessions[peer] = session
         if self._own.chooses(peer):
             self._unheard[session] = wanted, greeting

@@ -23,6 +23,7 @@ from atoll.link.net.frames import (
     Assembly,
     FrameError,
     Kind,
+    is_background,
     one_line,
     pack,
     pack_reason,
@@ -31,7 +32,7 @@ from atoll.link.net.frames import (
     read_time,
 )
 from atoll.link.net.held_bytes import MOST_HELD
-from atoll.link.net.outbox import Outbox
+from atoll.link.net.outbox import Foreground, Outbox
 from atoll.link.net.views import Process
 
 BROKEN: Final = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
@@ -118,14 +119,14 @@ class Session:
         owner: Told of the end.
         handler: Told of messages.
         silent_s: The peer is lost if nothing comes on control for this long.
-        share: Part of the measured rate that background messages may take.
+        foreground: Counts what this process sends to all its peers.
     """
 
     def __init__(
-        self, peer: Process, streams: Streams, owner: Owner, handler: Handler, silent_s: float, share: float
+        self, peer: Process, streams: Streams, owner: Owner, handler: Handler, silent_s: float, foreground: Foreground
     ) -> None:
         self.peer = peer
-        self.outbox = Outbox(share)
+        self.outbox = Outbox(foreground)
         self.assembly = Assembly(MOST_HELD)
         self.pulse = _Pulse()
         self.over = asyncio.Event()
@@ -258,10 +259,11 @@ class Session:
                 continue
             self._owner.heard(self)
             arrived = self.assembly.take(frame)
-            del frame
-            if arrived is not None or self.assembly.received >= self.pulse.acked + ACK_BYTES:
+            due = arrived is not None or self.assembly.received >= self.pulse.acked + ACK_BYTES
+            if due or is_background(frame):  # whose sender waits for it
                 self.pulse.acked = self.assembly.received
                 self.put(self.assembly.ack().pack())
+            del frame
             if arrived is not None:
                 self._handler.bulk(self.peer, *arrived)
                 del arrived
