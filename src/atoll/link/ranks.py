@@ -18,7 +18,7 @@ from torch import Tensor, distributed
 
 from atoll.core.allreduce import Reduction
 from atoll.core.outliers import Size
-from atoll.errors import AtollError, LinkError
+from atoll.errors import AtollError, ExcludedError, LinkError
 from atoll.link.base import (
     Admission,
     FragmentState,
@@ -119,7 +119,7 @@ class ReplicatedLink(Link):
         self._link = link
         self._weights: dict[int, float] = {}
 
-    def join(self, terms: Mapping[str, str], weight: float, start: Mapping[str, str] | None = None) -> None:
+    def join(self, terms: Mapping[str, str], weight: float, start: Mapping[str, str] | None = None) -> Admission | None:
         """Join the other workers; LinkError names the terms in which another worker, or rank 0, differs."""
         all_terms = {**terms, **(start or {})}
 
@@ -129,7 +129,11 @@ class ReplicatedLink(Link):
 
         joined = self._on_rank_0(join_link)
         self._weights = {int(worker): float(weight) for worker, weight in joined["weights"]}
-        if differs := describe_differences(all_terms, joined["terms"]):
+        self._compare(all_terms, joined["terms"])
+        return None
+
+    def _compare(self, mine: Mapping[str, str], of_rank_0: Mapping[str, str]) -> None:
+        if differs := describe_differences(mine, of_rank_0):
             problem = f"worker {self.worker}: rank {self._rank_group.rank} and rank 0 differ in {differs}"
             raise LinkError(problem, worker=self.worker)
 
@@ -159,18 +163,23 @@ class ReplicatedLink(Link):
     def _on_rank_0(self, act: Callable[[Link], Any]) -> Any:
         """Call `act` on rank 0, and return its JSON result, or raise its error, on every rank."""
         if self._link is None:
-            text = self._rank_group.broadcast_text(None)
-            result = json.loads(text) if text else None
+            result = self._hear()
             if isinstance(result, dict) and "error" in result:
-                raise LinkError(result["error"])
+                raise (ExcludedError if result["excluded"] else LinkError)(result["error"])
             return result
         try:
             result = act(self._link)
         except AtollError as fault:
-            self._rank_group.broadcast_text(json.dumps({"error": str(fault)}))
+            excluded = isinstance(fault, ExcludedError)
+            self._rank_group.broadcast_text(json.dumps({"error": str(fault), "excluded": excluded}))
             raise
         self._rank_group.broadcast_text("" if result is None else json.dumps(result))
         return result
+
+    def _hear(self) -> Any:
+        """Return the JSON that rank 0 broadcasts next; on the other ranks."""
+        text = self._rank_group.broadcast_text(None)
+        return json.loads(text) if text else None
 
     def complete(self, round_id: RoundId, pending: Pending | None) -> Round:
         """Wait for a round on rank 0 and return it on every rank."""

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from atoll.core.fragments import find_blocks
 from atoll.errors import AtollError, CheckpointError, ConfigError, LinkError
 from atoll.link.base import Link
+from atoll.link.elastic_ranks import ElasticRanksLink
 from atoll.link.net.seat import Seat
 from atoll.link.ranks import RankGroup, ReplicatedLink, ShardedLink
 from atoll.settings.config import RunConfig
@@ -35,6 +36,8 @@ Value = TypeVar("Value")
 _c10d: Any = distributed  # torch's annotations leave its stores out
 _groups = count()  # numbers the process groups made here; the ranks of a worker count alike
 _TIMEOUT_S = 3600.0  # for a rank that evaluates, exports or saves; one that dies is noticed at once
+
+_WITHOUT_END = timedelta(days=365)  # the leader may wait for other workers, as in a pause, while the others wait for it
 
 
 class WorkerRanks:
@@ -153,13 +156,24 @@ class WorkerRanks:
         assert end is not None
         return end
 
-    def common_steps(self, steps: Sequence[int]) -> list[int]:
-        """Return the steps of checkpoints that every rank has, ascending, given those of this one."""
+    def wrap_elastic(self, end: Link | None) -> Link:
+        """Return this rank's end of an elastic worker's link, which only the leader has."""
+        if self._rank_group is not None:
+            return ElasticRanksLink(self._rank_group, end, self._seat.worker, self._seat.workers)
+        assert end is not None
+        return end
+
+    def common_steps(self, steps: Sequence[int], *, required: bool = True) -> list[int]:
+        """Return the steps of checkpoints that every rank has, ascending, given those of this one.
+
+        Raises:
+            CheckpointError: Ranks have checkpoints, but none in common, and one is `required`.
+        """
         if self._rank_group is None:
             return list(steps)
         everyone = [json.loads(said) for said in self._rank_group.all_gather_text(json.dumps(steps))]
         shared = set.intersection(*(set(theirs) for theirs in everyone))
-        if any(everyone) and not shared:
+        if required and any(everyone) and not shared:
             have = "; ".join(f"rank {rank} those of steps {theirs}" for rank, theirs in enumerate(everyone))
             raise CheckpointError(f"no checkpoint is there on every rank of this worker: {have}")
         return sorted(shared)
@@ -249,6 +263,8 @@ def connect_ranks(config: RunConfig, seat: Seat | None) -> Iterator[WorkerRanks]
             f"got {config.train.batch}: each rank computes equally many sequences"
         )
     timeout = timedelta(seconds=_TIMEOUT_S + config.link.deadline_s + config.link.join_s)
+    if config.link.elastic:
+        timeout = _WITHOUT_END
     _init_process_group(seat, on_gpu, timeout)
     try:
         rank_group = RankGroup(distributed.new_group(backend="gloo", timeout=timeout))
