@@ -23,6 +23,7 @@ from nests import bits
 pytestmark = pytest.mark.processes
 
 RANKS = 2
+KINDS = ("ddp", "fsdp")
 SYNCS = {
     "streaming": 'period = 8, delay = 3, fragments = "balanced:2", codec = "int8"',
     "eager": 'method = "eager", period = 8, codec = "e3m0"',
@@ -61,7 +62,7 @@ def check_anchors(run: Run) -> None:
         assert ours == theirs
 
 
-@pytest.mark.parametrize(("kind", "sync"), [case("ddp", sync) for sync in SYNCS])
+@pytest.mark.parametrize(("kind", "sync"), [case(kind, sync) for kind in KINDS for sync in SYNCS])
 def test_a_killed_rank_ends_its_worker_which_comes_back(tmp_path: Path, kind: str, sync: str) -> None:
     with ranks_running(tmp_path, kind, sync) as run:
         first, killed = start(run, 0), start(run, 1)
@@ -114,7 +115,7 @@ def test_a_signal_ends_a_pause_on_all_ranks(tmp_path: Path) -> None:
         assert first[0].output.count("stopped while it waited for other workers") == 1 and not first[1].output
 
 
-@pytest.mark.parametrize(("kind", "sync"), [case("ddp", "streaming"), case("ddp", "eager")])
+@pytest.mark.parametrize(("kind", "sync"), [case(kind, sync) for kind in KINDS for sync in ("streaming", "eager")])
 def test_one_that_was_cut_off_joins_again_with_all_its_ranks(tmp_path: Path, kind: str, sync: str) -> None:
     with ranks_running(tmp_path, kind, sync, silent_s=2.0, steps=100) as run:
         first, cut = (start(run, worker) for worker in range(2))
@@ -132,7 +133,7 @@ def test_one_that_was_cut_off_joins_again_with_all_its_ranks(tmp_path: Path, kin
         assert run.has(1, End)[0].step == 100
 
 
-@pytest.mark.parametrize(("kind", "sync"), [case("ddp", "streaming"), case("ddp", "eager")])
+@pytest.mark.parametrize(("kind", "sync"), [case(kind, sync) for kind in KINDS for sync in ("streaming", "eager")])
 def test_undisturbed_it_is_the_run_with_fixed_members(tmp_path: Path, kind: str, sync: str) -> None:
     with ranks_running(tmp_path, kind, sync, steps=30) as run:
         finish(*(rank for worker in range(2) for rank in start(run, worker, pause_s=0.0)))

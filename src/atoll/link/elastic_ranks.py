@@ -14,7 +14,7 @@ from atoll.link.base import Admission, FragmentState, Link, Pending, Round, Roun
 from atoll.link.ranks import RankGroup, ReplicatedLink
 
 MOST_STEPS = 256
-"""Steps of which the weights are kept: a leader alone may ask for those of rounds that it has yet to write down."""
+"""Newest answers that are kept: a leader alone asks again for the weights of rounds that it has yet to write down."""
 
 
 class ElasticRanksLink(ReplicatedLink):
@@ -48,23 +48,27 @@ class ElasticRanksLink(ReplicatedLink):
 
     def join(self, terms: Mapping[str, str], weight: float, start: Mapping[str, str] | None = None) -> Admission | None:
         """Join the other workers, or a run that they have under way, on all ranks."""
-        all_terms = {**terms, **(start or {})}
-        admissions: list[Admission] = []
-
-        def join_link(link: Link) -> dict[str, Any]:
-            admissions.extend(filter(None, [link.join(terms, weight, start)]))
-            return {"terms": all_terms, "follows": bool(admissions)}
-
-        joined = self._on_rank_0(join_link)
-        self._compare(all_terms, joined["terms"])
-        return _SharedAdmission(self, *admissions) if joined["follows"] else None
+        mine = {**terms, **(start or {})}
+        of_rank_0 = self._on_rank_0(lambda _: mine)
+        self._rank_group.raise_on_all(lambda: self._compare(mine, of_rank_0))
+        return self._enter(lambda link: link.join(terms, weight, start))
 
     def rejoin(self) -> Admission:
         """Join again after an ExcludedError, on all ranks."""
-        admissions: list[Admission] = []
-        self._on_rank_0(lambda link: admissions.append(link.rejoin()))
+        admission = self._enter(lambda link: link.rejoin())
+        assert admission is not None
+        return admission
+
+    def _enter(self, act: Callable[[Link], Admission | None]) -> Admission | None:
+        made: list[Admission] = []
+
+        def enter(link: Link) -> bool:
+            made.extend(filter(None, [act(link)]))
+            return bool(made)
+
+        follows = self._on_rank_0(enter)
         self._by_step = {}
-        return _SharedAdmission(self, *admissions)
+        return _SharedAdmission(self, *made) if follows else None
 
     def ask(self, question: Callable[[], int]) -> int:
         """Return on every rank what rank 0 answers."""
@@ -101,9 +105,10 @@ class ElasticRanksLink(ReplicatedLink):
 
     def _ask_weights(self, step: int) -> Mapping[int, float]:
         items = self._on_rank_0(lambda link: list(link.weights(step).items()))
+        self._by_step.pop(step, None)  # the newest answer comes last
         self._by_step[step] = {int(worker): float(weight) for worker, weight in items}
         if len(self._by_step) > MOST_STEPS:
-            del self._by_step[min(self._by_step)]
+            del self._by_step[next(iter(self._by_step))]
         return self._by_step[step]
 
     def complete(self, round_id: RoundId, pending: Pending | None) -> Round:

@@ -39,12 +39,6 @@ def find_seat(config: RunConfig, worker: int | None, environment: Mapping[str, s
         raise ConfigError(f"faults.{faults[0]}: is for workers of one process; between processes, members are fixed")
     if config.link.elastic and worker is None:
         raise ConfigError("link.elastic: say which worker this is: --worker 0 or another", setting="link.elastic")
-    if config.link.elastic and ranks > 1 and config.train.parallel == "fsdp":
-        raise ConfigError(
-            f'link.elastic: a worker of {ranks} ranks that hold parts of the model (train.parallel = "fsdp") cannot '
-            'come and go yet: use "ddp", or start it as one process',
-            setting="link.elastic",
-        )
     if worker is not None:
         if config.link.address is None and not config.link.elastic:
             raise ConfigError(

@@ -23,6 +23,7 @@ from atoll.core.fragments import find_blocks
 from atoll.errors import AtollError, CheckpointError, ConfigError, LinkError
 from atoll.link.base import Link
 from atoll.link.elastic_ranks import ElasticRanksLink
+from atoll.link.elastic_shards import ElasticShardsLink
 from atoll.link.net.seat import Seat
 from atoll.link.ranks import RankGroup, ReplicatedLink, ShardedLink
 from atoll.settings.config import RunConfig
@@ -182,14 +183,20 @@ class WorkerRanks:
 class FSDPRanks(WorkerRanks):
     """Runs as one rank of several that each hold a shard of every parameter (FSDP2).
 
-    Each rank exchanges its shard with the same rank of other workers.
+    Each rank exchanges its shard with the same rank of other workers; where workers come and go, through the leader.
+
+    Args:
+        seat: This process's place in the run.
+        rank_group: The ranks of the worker.
+        offers: The same ranks, for threads that pass offers to the leader; None if members are fixed.
     """
 
     hold_whole_model = False
 
-    def __init__(self, seat: Seat, rank_group: RankGroup) -> None:
+    def __init__(self, seat: Seat, rank_group: RankGroup, offers: RankGroup | None = None) -> None:
         super().__init__(seat, rank_group)
         self._shards = rank_group
+        self._offers = offers
 
     def local_config(self, config: RunConfig) -> RunConfig:
         """Return the settings as this rank uses them; ConfigError if they compile the model."""
@@ -217,6 +224,11 @@ class FSDPRanks(WorkerRanks):
         """Return this rank's end of the worker's link."""
         assert end is not None
         return ShardedLink(self._shards, end)
+
+    def wrap_elastic(self, end: Link | None) -> Link:
+        """Return this rank's end of an elastic worker's link, which only the leader has."""
+        assert self._offers is not None
+        return ElasticShardsLink(self._shards, self._offers, end, self._seat.worker, self._seat.workers)
 
 
 class _LossOf(nn.Module):
@@ -267,8 +279,11 @@ def connect_ranks(config: RunConfig, seat: Seat | None) -> Iterator[WorkerRanks]
         timeout = _WITHOUT_END
     _init_process_group(seat, on_gpu, timeout)
     try:
-        rank_group = RankGroup(distributed.new_group(backend="gloo", timeout=timeout))
-        yield (FSDPRanks if config.train.parallel == "fsdp" else WorkerRanks)(seat, rank_group)
+        groups = [RankGroup(distributed.new_group(backend="gloo", timeout=timeout))]
+        shards = config.train.parallel == "fsdp"
+        if shards and config.link.elastic:
+            groups.append(RankGroup(distributed.new_group(backend="gloo", timeout=timeout)))
+        yield FSDPRanks(seat, *groups) if shards else WorkerRanks(seat, *groups)
     except BaseException:
         if not on_gpu:  # NCCL would wait for ranks that are gone; the process ends anyway
             distributed.destroy_process_group()
