@@ -1,6 +1,7 @@
 """Whole elastic runs of workers of several ranks: killed, stopped and cut off, and all end with the same model."""
 
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -82,6 +83,25 @@ def test_a_killed_rank_ends_its_worker_which_comes_back(tmp_path: Path, kind: st
         assert not (run.place(1) / "rank-1" / ANCHORS).exists()
         with pytest.raises(ConfigError, match=r"had 2 ranks, .* --check-only compares"):
             replay([run.folder / "runs" / "run"])
+
+
+def test_a_worker_killed_amid_its_first_save_comes_back(tmp_path: Path) -> None:
+    with ranks_running(tmp_path, "ddp", "diloco") as run:
+        first, killed = start(run, 0), start(run, 1)
+        when(lambda: run.step(1) >= 12)
+        for rank in killed:
+            rank.kill()
+        shutil.rmtree(run.place(1) / "rank-1" / "checkpoints")  # of step 10: the other rank has one
+        finish(*first, *start(run, 1))
+        assert len(run.models()) == 1
+        check_anchors(run)
+
+
+def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    with ranks_running(tmp_path, "fsdp", "diloco") as run:
+        first, (other,) = start(run, 0), run.start_ranks(1, 1)
+        assert [status(rank) for rank in (*first, other)] == [1, 1, 1]
+        assert "ranks that exchange: 1 against 2" in other.output or "ranks that exchange: 2 against 1" in other.output
 
 
 def test_a_worker_that_is_stopped_leaves_in_order_and_comes_back(tmp_path: Path) -> None:
