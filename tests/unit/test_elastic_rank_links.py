@@ -156,20 +156,21 @@ def _rounds(rank: int, link: ElasticRanksLink, echo: Echo | None) -> Any:
         offer = None if value is None else contribution(rank, 10 * rank + value)
         waiting.append(link.open(round_id, offer, reduction(rank)))
     rounds = [pending.wait() for pending in waiting]
-    if rank == 0:  # alone: the other rank does not ask
-        assert link.weights(16) == {0: 1.0, 1: 2.0, 2: 16.0}
+    assert link.weights(16) == {0: 1.0, 1: 2.0, 2: 16.0}
     came = [(r.round_id, r.members, [p.view(torch.float32).tolist() for p in r.payloads]) for r in rounds]
-    return came, link.on_any_rank(rank == 1), echo and echo.opened
+    return came, link.on_any_rank(rank == 1), echo and (echo.opened, echo.asked)
 
 
 def test_replicas_exchange_once_and_all_get_the_result(tmp_path: Path) -> None:
-    (first, _, opened), (second, _, _) = two_ranks(tmp_path, _rounds, "replicas")
+    (first, _, (opened, asked)), (second, _, _) = two_ranks(tmp_path, _rounds, "replicas")
+    assert asked == [8, 8, 16, 16]  # with each round, and not again: the leader may ask alone
     assert first == second and opened == [RoundId(8, 0), RoundId(8, 1), RoundId(16, 0), RoundId(16, 0, last=True)]
     assert [values for _, _, values in first] == [[[1.0] * 3], [], [[2.0] * 3], [[3.0] * 3]]
 
 
 def test_every_shard_is_a_round_of_its_own(tmp_path: Path) -> None:
-    (first, any_first, opened), (second, any_second, _) = two_ranks(tmp_path, _rounds, "shards")
+    (first, any_first, (opened, asked)), (second, any_second, _) = two_ranks(tmp_path, _rounds, "shards")
+    assert asked == [8, 8, 16, 16]
     ids = [RoundId(8, 0), RoundId(8, 1), RoundId(16, 0), RoundId(16, 0, last=True)]
     on_wire = [RoundId(r.step, 2 * r.fragment + rank, r.last) for r in ids for rank in range(2)]
     assert opened == on_wire and len(set(on_wire)) == 8
@@ -300,12 +301,12 @@ def _weights(rank: int, link: ElasticRanksLink, echo: Echo | None) -> Any:
     if echo is not None:
         echo.came = {4: 4.0}
     completed = [one.wait() for one in pending]  # the first was sent long ago
-    asked = [sorted(link.weights(each.round_id.step).items()) for each in completed] if rank == 0 else []
+    asked = [sorted(link.weights(each.round_id.step).items()) for each in completed]
     return asked, echo and (len(echo.asked) - len(steps), echo.asked[-2:])
 
 
 def test_weights_are_asked_once_and_again_with_a_round(tmp_path: Path) -> None:
-    (first, asked), _ = two_ranks(tmp_path, _weights, "replicas")
+    (first, asked), (second, _) = two_ranks(tmp_path, _weights, "replicas")
     newest = MOST_STEPS + 9
-    assert first == [[(0, 1.0), (1, 2.0), (2, float(step)), (4, 4.0)] for step in (3, newest)]
+    assert first == second == [[(0, 1.0), (1, 2.0), (2, float(step)), (4, 4.0)] for step in (3, newest)]
     assert asked == (2, [3, newest])

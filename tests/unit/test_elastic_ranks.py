@@ -29,6 +29,7 @@ SYNCS = {
     "streaming": 'period = 8, delay = 3, fragments = "balanced:2", codec = "int8"',
     "eager": 'method = "eager", period = 8, codec = "e3m0"',
     "diloco": 'method = "diloco", period = 8, codec = "fp32"',
+    "feedback": 'period = 8, delay = 3, fragments = "balanced:2", codec = "e3m0", feedback = true',
 }
 
 
@@ -37,11 +38,11 @@ def case(kind: str, sync: str) -> Any:
 
 
 @contextmanager
-def ranks_running(folder: Path, kind: str, sync: str, **options: Any) -> Iterator[Run]:
-    """A run of 2 workers, the ranks of which share them as `kind` says."""
-    with running(folder, workers=2, **options) as run:
+def ranks_running(folder: Path, kind: str, sync: str, workers: int = 2, **options: Any) -> Iterator[Run]:
+    """A run of workers of 2 ranks, which hold the model as `kind` says."""
+    with running(folder, workers=workers, **options) as run:
         file = folder / "run.toml"
-        text, found = re.subn(r"sync = {.*}", f"sync = {{workers = 2, {SYNCS[sync]}}}", file.read_text())
+        text, found = re.subn(r"sync = {.*}", f"sync = {{workers = {workers}, {SYNCS[sync]}}}", file.read_text())
         text, also = re.subn(r"train = {", f'train = {{parallel = "{kind}", ', text)
         assert found == also == 1
         file.write_text(text)
@@ -53,17 +54,19 @@ def start(run: Run, worker: int, *options: str, pause_s: float = STEP_S) -> list
 
 
 def check_anchors(run: Run) -> None:
-    """Both workers had the same anchors after every round, in every rank."""
+    """All workers had the same anchors after every round, in every rank."""
     found = replay([run.folder / "runs" / "run"], check_only=True)
     assert found.difference is None and found.rounds > 6
     for rank in range(RANKS):
-        places = [run.place(worker) / (f"rank-{rank}" if rank else "") / "checkpoints" for worker in range(2)]
-        states = [checkpoint.load(place)[1]["trainer"]["outer"][0]["fragments"] for place in places]
-        ours, theirs = (bits([fragment["anchor"] for fragment in state]) for state in states)
-        assert ours == theirs
+        folders = [run.place(worker) / (f"rank-{rank}" if rank else "") for worker in range(run.workers)]
+        states = [checkpoint.load(place / "checkpoints")[1]["trainer"]["outer"][0]["fragments"] for place in folders]
+        first, *others = (bits([fragment["anchor"] for fragment in state]) for state in states)
+        assert others == [first] * len(others)
 
 
-@pytest.mark.parametrize(("kind", "sync"), [case(kind, sync) for kind in KINDS for sync in SYNCS])
+@pytest.mark.parametrize(
+    ("kind", "sync"), [case(kind, sync) for kind in KINDS for sync in ("streaming", "eager", "diloco")]
+)
 def test_a_killed_rank_ends_its_worker_which_comes_back(tmp_path: Path, kind: str, sync: str) -> None:
     with ranks_running(tmp_path, kind, sync) as run:
         first, killed = start(run, 0), start(run, 1)
@@ -155,17 +158,43 @@ def test_one_that_was_cut_off_joins_again_with_all_its_ranks(tmp_path: Path, kin
 
 @pytest.mark.parametrize(("kind", "sync"), [case(kind, sync) for kind in KINDS for sync in ("streaming", "eager")])
 def test_undisturbed_it_is_the_run_with_fixed_members(tmp_path: Path, kind: str, sync: str) -> None:
-    with ranks_running(tmp_path, kind, sync, steps=30) as run:
-        finish(*(rank for worker in range(2) for rank in start(run, worker, pause_s=0.0)))
+    check_undisturbed(tmp_path, kind, sync)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "sync"), [case(kind, "feedback") for kind in KINDS])
+def test_four_workers_in_two_shots_too(tmp_path: Path, kind: str, sync: str) -> None:
+    check_undisturbed(tmp_path, kind, sync, workers=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "sync"), [case(kind, "feedback") for kind in KINDS])
+def test_one_of_four_is_killed_and_comes_back(tmp_path: Path, kind: str, sync: str) -> None:
+    with ranks_running(tmp_path, kind, sync, workers=4, steps=120) as run:
+        fleet = [start(run, worker) for worker in range(4)]
+        when(lambda: run.step(1) >= 20)
+        for rank in fleet[1]:
+            rank.kill()
+        when(lambda: run.has(0, Lost))
+        lost_at = run.step(0)
+        when(lambda: run.step(0) >= lost_at + 9)
+        finish(*fleet[0], *fleet[2], *fleet[3], *start(run, 1))
+        assert len(run.models()) == 1
+        check_anchors(run)
+
+
+def check_undisturbed(folder: Path, kind: str, sync: str, workers: int = 2) -> None:
+    with ranks_running(folder, kind, sync, workers=workers, steps=30) as run:
+        finish(*(rank for worker in range(workers) for rank in start(run, worker, pause_s=0.0)))
         (elastic,) = run.models()
-        text = (tmp_path / "run.toml").read_text().partition("[link]")[0]
-        keys = f"{tmp_path}/logs/keys/worker-{{worker}}"
+        text = (folder / "run.toml").read_text().partition("[link]")[0]
+        keys = f"{folder}/logs/keys/worker-{{worker}}"
         link = f'[link]\naddress = "127.0.0.1:{free_port()}"\nkeys = "{keys}"\njoin_s = 60.0\nsilent_s = 20.0\n'
-        (tmp_path / "run.toml").write_text(text + link)
-        finish(*(rank for worker in range(2) for rank in start(run, worker, "--name", "fixed", pause_s=0.0)))
-        places = [tmp_path / "runs" / "fixed" / f"worker-{worker}" for worker in range(2)]
+        (folder / "run.toml").write_text(text + link)
+        finish(*(rank for worker in range(workers) for rank in start(run, worker, "--name", "fixed", pause_s=0.0)))
+        places = [folder / "runs" / "fixed" / f"worker-{worker}" for worker in range(workers)]
         assert {sha256_of(place / "model" / "model.safetensors") for place in places} == {elastic}
         losses = [
             [event.loss for event in read(place / "metrics.jsonl") if isinstance(event, Step)] for place in places
         ]
-        assert [[event.loss for event in run.has(worker, Step)] for worker in range(2)] == losses
+        assert [[event.loss for event in run.has(worker, Step)] for worker in range(workers)] == losses
