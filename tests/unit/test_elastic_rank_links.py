@@ -32,6 +32,8 @@ class Echo(Link):
     elastic: bool = True
     joined: list[Any] = field(default_factory=list)
     opened: list[RoundId] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    """Values of the vectors behind the payloads of these rounds."""
     wanted: list[int] = field(default_factory=list)
     """Fragments that a joiner waits for."""
     given: list[FragmentState] = field(default_factory=list)
@@ -55,6 +57,7 @@ class Echo(Link):
 
     def open(self, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
         self.opened.append(round_id)
+        self.sizes.append(reduction.numel)
         settled = self.thread.submit(lambda: None if offer is None else offer.settled())
         return EchoPending(self, round_id, settled)
 
@@ -158,19 +161,20 @@ def _rounds(rank: int, link: ElasticRanksLink, echo: Echo | None) -> Any:
     rounds = [pending.wait() for pending in waiting]
     assert link.weights(16) == {0: 1.0, 1: 2.0, 2: 16.0}
     came = [(r.round_id, r.members, [p.view(torch.float32).tolist() for p in r.payloads]) for r in rounds]
-    return came, link.on_any_rank(rank == 1), echo and (echo.opened, echo.asked)
+    return came, link.on_any_rank(rank == 1), echo and (echo.opened, echo.asked, echo.sizes)
 
 
 def test_replicas_exchange_once_and_all_get_the_result(tmp_path: Path) -> None:
-    (first, _, (opened, asked)), (second, _, _) = two_ranks(tmp_path, _rounds, "replicas")
+    (first, _, (opened, asked, sizes)), (second, _, _) = two_ranks(tmp_path, _rounds, "replicas")
+    assert sizes == [3] * 4
     assert asked == [8, 8, 16, 16]  # with each round, and not again: the leader may ask alone
     assert first == second and opened == [RoundId(8, 0), RoundId(8, 1), RoundId(16, 0), RoundId(16, 0, last=True)]
     assert [values for _, _, values in first] == [[[1.0] * 3], [], [[2.0] * 3], [[3.0] * 3]]
 
 
 def test_every_shard_is_a_round_of_its_own(tmp_path: Path) -> None:
-    (first, any_first, (opened, asked)), (second, any_second, _) = two_ranks(tmp_path, _rounds, "shards")
-    assert asked == [8, 8, 16, 16]
+    (first, any_first, (opened, asked, sizes)), (second, any_second, _) = two_ranks(tmp_path, _rounds, "shards")
+    assert asked == [8, 8, 16, 16] and sizes == [3, 4] * 4
     ids = [RoundId(8, 0), RoundId(8, 1), RoundId(16, 0), RoundId(16, 0, last=True)]
     on_wire = [RoundId(r.step, 2 * r.fragment + rank, r.last) for r in ids for rank in range(2)]
     assert opened == on_wire and len(set(on_wire)) == 8
