@@ -78,6 +78,9 @@ class Echo(Link):
         if self.error is not None:
             raise self.error
 
+    def close(self, reason: str | None = None) -> None:
+        self.thread.shutdown()
+
 
 @dataclass
 class EchoPending:
