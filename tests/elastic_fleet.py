@@ -17,7 +17,7 @@ from atoll._util.disk import sha256_of
 from atoll.cli import main as cli
 from atoll.link.net.run_keys import throw_away_folder
 from atoll.runs.events import Event, Step, read
-from fleet import Fleet, Me, Worker
+from fleet import Fleet, Me, Worker, free_port
 from registries import RegistryProcess
 
 Kind = TypeVar("Kind")
@@ -57,6 +57,14 @@ class Run:
     def start(self, worker: int, *options: str, pause_s: float = STEP_S) -> Worker:
         """Start a worker, also one that has been started before."""
         return self.fleet.add(worker, _train, self.folder / "run.toml", options, pause_s)
+
+    def start_ranks(self, worker: int, ranks: int, *options: str, pause_s: float = STEP_S) -> list[Worker]:
+        """Start all ranks of a worker, as torchrun does."""
+        port = free_port()
+        file = self.folder / "run.toml"
+        return [
+            self.fleet.add(worker, _train_rank, file, options, pause_s, (rank, ranks, port)) for rank in range(ranks)
+        ]
 
     def place(self, worker: int) -> Path:
         return self.folder / "runs" / "run" / f"worker-{worker}"
@@ -113,6 +121,15 @@ def _train(me: Me, file: Path, options: tuple[str, ...], pause_s: float) -> None
     os.chdir(file.parent)
     sys.argv = ["atoll", "train", str(file), "--worker", str(me.worker), "--view", "lines", *options]
     cli.main()
+
+
+def _train_rank(me: Me, file: Path, options: tuple[str, ...], pause_s: float, place: tuple[int, int, int]) -> None:
+    """One rank of a worker, in this process."""
+    rank, ranks, port = place
+    os.environ |= {"TORCHELASTIC_RUN_ID": "ranks", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    _train(me, file, options, pause_s)
 
 
 def status(worker: Worker) -> int:

@@ -30,8 +30,8 @@ MUTANTS = [
     Mutant(
         "a cut-off is not recorded",
         "train/run.py",
-        "        process.control.elastic.hooks.on_excluded = trainer.reporter.write_excluded\n",
-        "",
+        "process.control.elastic.hooks.on_excluded = trainer.reporter.write_excluded",
+        "pass",
         tests=EQUAL,
     ),
     Mutant(

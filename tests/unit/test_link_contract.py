@@ -14,6 +14,8 @@ from atoll.core.allreduce import Reduction
 from atoll.core.codec import Codec
 from atoll.errors import LinkError
 from atoll.link.base import Contribution, Link, Member, Round, RoundId
+from atoll.link.elastic_ranks import ElasticRanksLink
+from atoll.link.elastic_shards import ElasticShardsLink
 from atoll.link.net.link import Limits
 from atoll.link.net.run_keys import throw_away
 from atoll.link.ranks import RankGroup, ReplicatedLink, ShardedLink
@@ -200,6 +202,18 @@ class RanksContract(LinkContract):
 class TestSharded(RanksContract):
     def make(self) -> Sequence[Link]:
         return [ShardedLink(self.rank_group(), link) for link in local(WORKERS, timeout_s=30.0)]
+
+
+class TestElasticRanks(RanksContract):
+    def make(self) -> Sequence[Link]:
+        links = local(WORKERS, timeout_s=30.0)
+        return [ElasticRanksLink(self.rank_group(), link, link.worker, WORKERS) for link in links]
+
+
+class TestElasticShards(RanksContract):
+    def make(self) -> Sequence[Link]:
+        groups, links = (self.rank_group(), self.rank_group()), local(WORKERS, timeout_s=30.0)
+        return [ElasticShardsLink(*groups, link, link.worker, WORKERS) for link in links]
 
 
 class TestReplicated(RanksContract):

@@ -14,18 +14,21 @@ from pathlib import Path
 
 from atoll.cli.launch import (
     HERE,
+    TORCHRUN_AFTERMATH,
     LaunchOptions,
+    by_torchrun,
     checked,
     environment,
     failure,
     folder_of,
+    free_ports,
     resume_command,
     stopped,
     stopping_at_a_closed_pipe,
     train_options,
 )
 from atoll.cli.processes import PrefixedOutput, ProcessExit, ProcessSpec, supervise
-from atoll.errors import ConfigError, printable
+from atoll.errors import printable
 from atoll.runs.layout import LOG, MODEL, worker_folder
 from atoll.settings import toml as runfile
 from atoll.settings.config import RunConfig
@@ -50,9 +53,6 @@ def launch_elastic(options: LaunchOptions) -> Path:
         AtollError: No worker has finished; the message names the first that failed.
         KeyboardInterrupt: Interrupted; the message says how to continue.
     """
-    if options.ranks > 1:
-        problem = f"--ranks {options.ranks}: a worker of several ranks cannot come and go yet; leave it out"
-        raise ConfigError(problem, setting="ranks", value=options.ranks)
     config = checked(options, _meeting("127.0.0.1:1", Path("keys")))  # before anything is made
     place, workers = Path(config.out).expanduser() / config.name, config.sync.workers
     with folder_of(options, config):
@@ -61,7 +61,8 @@ def launch_elastic(options: LaunchOptions) -> Path:
             print(f"the run is finished already: its model is in {place / worker_folder(done[0]) / MODEL}")
             return place
         with serve_registry(workers, options.port) as (address, keys):
-            jobs = [_job(options, config, worker, _meeting(address, keys)) for worker in range(workers)]
+            meeting, ports = _meeting(address, keys), free_ports(workers) if options.ranks > 1 else [None] * workers
+            jobs = [_job(options, config, worker, meeting, ports[worker]) for worker in range(workers)]
             output = _Output([job.name for job in jobs], restart=options.restart)
             where = f"each writes to {place}/worker-K, its output to {LOG} there"
             greeting = (
@@ -104,10 +105,13 @@ def serve_registry(workers: int, port: int | None) -> Iterator[tuple[str, Path]]
             event_loop().run(server.close())
 
 
-def _job(options: LaunchOptions, config: RunConfig, worker: int, meeting: dict[str, str]) -> ProcessSpec:
-    place = Path(config.out).expanduser() / config.name
+def _job(
+    options: LaunchOptions, config: RunConfig, worker: int, meeting: dict[str, str], master_port: int | None
+) -> ProcessSpec:
+    place = Path(config.out).expanduser() / config.name / worker_folder(worker)
     given = {**meeting, "sync.workers": str(config.sync.workers)}
     command = [
+        *(by_torchrun(options.ranks, master_port, place / "torchrun") if options.ranks > 1 else []),
         *(sys.executable, "-m", "atoll", "train", str(options.file), "--worker", str(worker)),
         *train_options(options),
         *(part for key, value in given.items() for part in ("--set", f"{key}={value}")),
@@ -116,8 +120,9 @@ def _job(options: LaunchOptions, config: RunConfig, worker: int, meeting: dict[s
     return ProcessSpec(
         name=f"worker {worker}",
         command=command,
-        environment=environment(config, worker),
-        log=place / worker_folder(worker) / LOG,
+        environment=environment(config, worker, options.ranks),
+        log=place / LOG,
+        aftermath=TORCHRUN_AFTERMATH if options.ranks > 1 else None,
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, distributed
 
 from atoll.core.allreduce import Reduction
 from atoll.core.outliers import Size
-from atoll.errors import AtollError, LinkError
+from atoll.errors import AtollError, ExcludedError, LinkError
 from atoll.link.base import (
     Admission,
     FragmentState,
@@ -71,6 +71,32 @@ class RankGroup:
         self._run(lambda: distributed.all_gather(parts, padded, group=self._group))
         return [part[: int(size)].numpy().tobytes().decode() for part, size in zip(parts, sizes, strict=True)]
 
+    def send_text(self, text: str, to: int) -> None:
+        """Send a text to one rank, which calls `receive_text`."""
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+        size = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
+        self._run(lambda: distributed.send(size, group=self._group, group_dst=to))
+        self.send_bytes(data, to)
+
+    def receive_text(self, source: int) -> str:
+        """Wait for a text of one rank."""
+        size = torch.empty(1, dtype=torch.int64, device="cpu")
+        self._run(lambda: distributed.recv(size, group=self._group, group_src=source))
+        return self.receive_bytes(int(size), source).numpy().tobytes().decode()
+
+    def send_bytes(self, data: Tensor, to: int) -> None:
+        """Send bytes, uint8, to one rank, which calls `receive_bytes` with their number."""
+        if data.numel():
+            buffer = data.cpu().contiguous()
+            self._run(lambda: distributed.send(buffer, group=self._group, group_dst=to))
+
+    def receive_bytes(self, size: int, source: int) -> Tensor:
+        """Wait for `size` bytes of one rank, uint8 on the CPU."""
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+        if size:
+            self._run(lambda: distributed.recv(buffer, group=self._group, group_src=source))
+        return buffer
+
     def all_reduce_sum(self, numbers: Tensor) -> Tensor:
         """Return the sum over all ranks, fp64 on the CPU: the same bits on each."""
         total = numbers.to("cpu", torch.float64, copy=True)
@@ -119,7 +145,7 @@ class ReplicatedLink(Link):
         self._link = link
         self._weights: dict[int, float] = {}
 
-    def join(self, terms: Mapping[str, str], weight: float, start: Mapping[str, str] | None = None) -> None:
+    def join(self, terms: Mapping[str, str], weight: float, start: Mapping[str, str] | None = None) -> Admission | None:
         """Join the other workers; LinkError names the terms in which another worker, or rank 0, differs."""
         all_terms = {**terms, **(start or {})}
 
@@ -129,7 +155,11 @@ class ReplicatedLink(Link):
 
         joined = self._on_rank_0(join_link)
         self._weights = {int(worker): float(weight) for worker, weight in joined["weights"]}
-        if differs := describe_differences(all_terms, joined["terms"]):
+        self._compare(all_terms, joined["terms"])
+        return None
+
+    def _compare(self, mine: Mapping[str, str], of_rank_0: Mapping[str, str]) -> None:
+        if differs := describe_differences(mine, of_rank_0):
             problem = f"worker {self.worker}: rank {self._rank_group.rank} and rank 0 differ in {differs}"
             raise LinkError(problem, worker=self.worker)
 
@@ -139,7 +169,7 @@ class ReplicatedLink(Link):
 
     def open(self, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
         """Start a round; with None, the worker only receives the result."""
-        pending = None if self._link is None else _open(self._link, round_id, offer, reduction)
+        pending = None if self._link is None else open_round(self._link, round_id, offer, reduction)
         return _BroadcastPending(self, round_id, pending)
 
     def advanced(self, step: int, applied: int, save: Callable[[int], FragmentState]) -> None:
@@ -159,18 +189,23 @@ class ReplicatedLink(Link):
     def _on_rank_0(self, act: Callable[[Link], Any]) -> Any:
         """Call `act` on rank 0, and return its JSON result, or raise its error, on every rank."""
         if self._link is None:
-            text = self._rank_group.broadcast_text(None)
-            result = json.loads(text) if text else None
+            result = self._hear()
             if isinstance(result, dict) and "error" in result:
-                raise LinkError(result["error"])
+                raise (ExcludedError if result["excluded"] else LinkError)(result["error"])
             return result
         try:
             result = act(self._link)
         except AtollError as fault:
-            self._rank_group.broadcast_text(json.dumps({"error": str(fault)}))
+            excluded = isinstance(fault, ExcludedError)
+            self._rank_group.broadcast_text(json.dumps({"error": str(fault), "excluded": excluded}))
             raise
         self._rank_group.broadcast_text("" if result is None else json.dumps(result))
         return result
+
+    def _hear(self) -> Any:
+        """Return the JSON that rank 0 broadcasts next; on the other ranks."""
+        text = self._rank_group.broadcast_text(None)
+        return json.loads(text) if text else None
 
     def complete(self, round_id: RoundId, pending: Pending | None) -> Round:
         """Wait for a round on rank 0 and return it on every rank."""
@@ -180,20 +215,16 @@ class ReplicatedLink(Link):
             nonlocal mine
             assert pending is not None
             mine = pending.wait()
-            return _describe(mine)
+            return describe_round(mine)
 
         about = self._on_rank_0(wait)
-        sent = [None] * len(about["tensors"]) if mine is None else _tensors(mine)
+        sent = [None] * len(about["tensors"]) if mine is None else tensors_of(mine)
         sizes, devices = [size for size, _ in about["tensors"]], [device for _, device in about["tensors"]]
         tensors = [self._rank_group.broadcast_bytes(own, size) for own, size in zip(sent, sizes, strict=True)]
         if mine is not None:
             return mine
         tensors = [tensor.to(device) for tensor, device in zip(tensors, devices, strict=True)]
-        reduced = tensors.pop() if about["reduced"] else None
-        members, outliers = (tuple(map(_member, about[name])) for name in ("members", "outliers"))
-        inner = None if about["inner"] is None else torch.tensor(about["inner"], dtype=torch.float64, device="cpu")
-        transfer = TransferStats(began, time.perf_counter())
-        return Round(round_id, members, tuple(tensors), reduced, outliers, inner, about["complete"], transfer)
+        return round_from(round_id, about, tensors, TransferStats(began, time.perf_counter()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,23 +239,33 @@ class _BroadcastPending:
         return self.link.complete(self.round_id, self.pending)
 
 
-def _tensors(completed: Round) -> list[Tensor]:
+def tensors_of(completed: Round) -> list[Tensor]:
+    """Return the payloads of a round, or its mean."""
     return [*completed.payloads, *([] if completed.reduced is None else [completed.reduced])]
 
 
-def _describe(completed: Round) -> dict[str, Any]:
+def describe_round(completed: Round) -> dict[str, Any]:
     """Describe a round without its bytes: members, and the size and device type of each tensor that follows."""
     return {
         "members": [astuple(member) for member in completed.members],
         "outliers": [astuple(member) for member in completed.outliers],
         "inner": None if completed.inner is None else completed.inner.tolist(),
-        "tensors": [(tensor.numel(), tensor.device.type) for tensor in _tensors(completed)],
+        "tensors": [(tensor.numel(), tensor.device.type) for tensor in tensors_of(completed)],
         "reduced": completed.reduced is not None,
         "complete": completed.complete,
     }
 
 
-def _member(fields: list[Any]) -> Member:
+def round_from(round_id: RoundId, about: Mapping[str, Any], tensors: list[Tensor], transfer: TransferStats) -> Round:
+    """Make a round of what `describe_round` told, and its tensors."""
+    reduced = tensors.pop() if about["reduced"] else None
+    members, outliers = (tuple(map(member_from, about[name])) for name in ("members", "outliers"))
+    inner = None if about["inner"] is None else torch.tensor(about["inner"], dtype=torch.float64, device="cpu")
+    return Round(round_id, members, tuple(tensors), reduced, outliers, inner, about["complete"], transfer)
+
+
+def member_from(fields: list[Any]) -> Member:
+    """Make a member of its fields, as `dataclasses.astuple` gives them."""
     *standing, size = fields
     return replace(Member(*standing), size=Size(*size))
 
@@ -257,7 +298,7 @@ class ShardedLink(Link):
 
     def open(self, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
         """Start a round of this rank's shard; with None, the rank only receives the result."""
-        return _ShardPending(self._rank_group, _open(self._link, round_id, offer, reduction))
+        return _ShardPending(self._rank_group, open_round(self._link, round_id, offer, reduction))
 
     def advanced(self, step: int, applied: int, save: Callable[[int], FragmentState]) -> None:
         """Note that this rank has applied all rounds of its shard up to a step."""
@@ -306,7 +347,8 @@ def _refuse(admission: Admission | None, worker: int) -> None:
         raise LinkError(f"{problem} them; start it with one rank, or start all workers together", worker=worker)
 
 
-def _open(link: Link, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
+def open_round(link: Link, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
+    """Open a round; if the link refuses, that is raised where all ranks wait for the round."""
     try:
         return link.open(round_id, offer, reduction)
     except AtollError as fault:

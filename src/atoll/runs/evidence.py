@@ -18,6 +18,8 @@ class Began:
     """The step of the checkpoint that it has loaded; None if it has none."""
     joined: int | None
     """The step after which it trains with the others, if they were under way; None if all started together."""
+    ranks: int = 1
+    """Ranks of the worker. Where each holds a part of the model, fingerprints are of the first one's part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,6 +55,7 @@ class RunFolder:
         """Whether workers come and go: then each continues from its own checkpoint, if it has one."""
         self.of_many = seat is not None and seat.workers > 1 and not self.elastic
         """Whether this worker and those of other processes continue from the same step."""
+        self._agrees = self.of_many or (seat is not None and seat.ranks > 1)  # on the step to continue from
         self._run = self.path
         if seat is not None:
             self.path /= worker_folder(seat.worker)
@@ -169,7 +170,7 @@ class RunFolder:
             ConfigError: if the text or the tokenizer has changed.
         """
         root = self.path / CHECKPOINTS
-        if not root.exists() or not any(root.iterdir()) or (step is None and self.of_many):
+        if not root.exists() or not any(root.iterdir()) or (step is None and self._agrees):
             return None
         with warnings.catch_warnings(record=True) as skipped:
             warnings.simplefilter("always")

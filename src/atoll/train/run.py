@@ -119,8 +119,8 @@ def _connect(
     links: Sequence[Link]
     control: ControlPlane
     if config.link.elastic and seat is not None:
-        control = elastic = connect_elastic(config, seat, ranks, interrupts)
-        links = [elastic.elastic]
+        link, control = connect_elastic(config, seat, ranks, interrupts)
+        links = [link]
     else:
         links, to_others = connect_links(config, seat, ranks)
         if to_others is not None:
@@ -162,7 +162,8 @@ def _build(process: _Process, config: RunConfig) -> tuple[TokenData, Trainer]:
     trainer = Trainer(config, model, batches, evaluated, process.links, ranks)
     if isinstance(process.control, ElasticControl):
         trainer.reporter.members = process.control.members
-        process.control.elastic.hooks.on_excluded = trainer.reporter.write_excluded
+        if process.control.elastic is not None:
+            process.control.elastic.hooks.on_excluded = trainer.reporter.write_excluded
     return data, trainer
 
 
@@ -234,9 +235,9 @@ def _begin(process: _Process, trainer: Trainer, data: TokenData, restored: _Rest
     _print_notes(config, data, trainer)
     folder.begin(config, trainer.parameters, data)
     log = None
-    if trainer.reporter.members is not None:
-        _open_evidence(trainer, folder, restored, process.cleanup)
     if process.ranks.is_leader:
+        if trainer.reporter.members is not None:
+            _open_evidence(trainer, folder, restored, process.cleanup)
         log = _open_log(trainer, folder, others, restored.metrics if restored else None, process.cleanup)
     if restored is None and folder.of_many:  # no worker trains on before all have a checkpoint to come back to
         folder.save(trainer, log.position() if log else 0, data)
@@ -280,7 +281,9 @@ def _open_evidence(trainer: Trainer, folder: RunFolder, restored: _Restored | No
     file = Jsonl(path, path.stat().st_size if path.exists() else None)
     trainer.reporter.evidence = cleanup.enter_context(closing(file))
     step = restored.step if restored else None
-    trainer.reporter.evidence.write(Began(worker=loop.link.worker, checkpoint=step, joined=loop.joined_at))
+    trainer.reporter.evidence.write(
+        Began(worker=loop.link.worker, checkpoint=step, joined=loop.joined_at, ranks=trainer.ranks.count)
+    )
 
 
 def _write_last_rounds(trainer: Trainer) -> None:
@@ -338,14 +341,14 @@ def _train(process: _Process, trainer: Trainer, data: TokenData, log: Jsonl | No
 
 def _end_stopped(process: _Process, trainer: Trainer, stop: CoordinatedStop) -> None:
     trainer.end("interrupted")
+    command = f"atoll train {shlex.quote(str(process.folder.path))} --resume"
+    if process.control.link is not None:
+        command = "the same command and --resume, on every worker"
+    how = f"continue with: {command}"
+    if isinstance(process.control, ElasticControl):
+        how = f"the others go on, and {COME_BACK}"
+        process.control.leave("was stopped, and may come back")
     if process.ranks.is_leader:
-        command = f"atoll train {shlex.quote(str(process.folder.path))} --resume"
-        if process.control.link is not None:
-            command = "the same command and --resume, on every worker"
-        how = f"continue with: {command}"
-        if isinstance(process.control, ElasticControl):
-            how = f"the others go on, and {COME_BACK}"
-            process.control.elastic.leave("was stopped, and may come back")
         print(f"stopped at step {trainer.steps} and saved; {how}", flush=True)
     raise Stopped(together=stop.together)
 

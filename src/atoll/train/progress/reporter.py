@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, TypeVar
 
 import torch
@@ -212,10 +213,13 @@ class Reporter:
     def _round(self, applied: Applied, zero_s: float) -> RoundApplied:
         sent, transfer, loop = applied.round_id, applied.transfer, self.loops[0]
         assert self._sync is not None and transfer is not None
+        # Over an elastic link, members of two shards' rounds may differ: so their products are summed by worker.
+        by_worker = self.members is not None and not self._ranks.hold_whole_model
+        sums = self._by_worker(applied) if by_worker else applied.sums
         wire_sent, wire_received, *sums = self._ranks.sum_over_shards(
-            [transfer.sent_bytes, transfer.received_bytes, *applied.sums]
+            [transfer.sent_bytes, transfer.received_bytes, *sums]
         )
-        norm, cosine = sizes(sums)
+        norm, cosine = sizes(self._of_members(sums, applied) if by_worker else sums)
         return RoundApplied(
             step=sent.step,
             fragment=sent.fragment,
@@ -233,6 +237,18 @@ class Reporter:
             wire_sent=int(wire_sent),
             wire_received=int(wire_received),
         )
+
+    def _by_worker(self, applied: Applied) -> list[float]:
+        """Return the sums of a round with a row and a column for every worker of the run."""
+        square, *inner = applied.sums
+        found = dict(zip(product(applied.members, repeat=2), inner, strict=bool(inner)))
+        return [square, *(found.get(pair, 0.0) for pair in product(range(self._config.sync.workers), repeat=2))]
+
+    def _of_members(self, sums: Sequence[float], applied: Applied) -> list[float]:
+        """Return those of `_by_worker` that are of a round's members, if it has them."""
+        square, *inner = sums
+        found = dict(zip(product(range(self._config.sync.workers), repeat=2), inner, strict=True))
+        return [square, *(found[pair] for pair in product(applied.members, repeat=2) if len(applied.sums) > 1)]
 
     def add_step(
         self, step: int, losses: Mapping[int, Tensor], norms: Mapping[int, Tensor], before: Sequence[Counters]

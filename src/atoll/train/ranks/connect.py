@@ -37,14 +37,8 @@ def find_seat(config: RunConfig, worker: int | None, environment: Mapping[str, s
     if (worker is not None or under_torchrun) and (faults := given_faults(config.faults)):
         # `settings/conflicts.py` sees only runs with an address
         raise ConfigError(f"faults.{faults[0]}: is for workers of one process; between processes, members are fixed")
-    if config.link.elastic:
-        if worker is None:
-            raise ConfigError("link.elastic: say which worker this is: --worker 0 or another", setting="link.elastic")
-        if ranks > 1:
-            raise ConfigError(
-                f"link.elastic: a worker of {ranks} ranks (torchrun) cannot come and go yet: start it as one process",
-                setting="link.elastic",
-            )
+    if config.link.elastic and worker is None:
+        raise ConfigError("link.elastic: say which worker this is: --worker 0 or another", setting="link.elastic")
     if worker is not None:
         if config.link.address is None and not config.link.elastic:
             raise ConfigError(

@@ -29,6 +29,8 @@ FINISHED_WAIT_S = 20.0
 STOP_WAIT_S = 15.0
 """Seconds for the other processes to report the same signal; Python handles one between two kernels."""
 _LONGEST_S = 86_400.0  # to evaluate or export at the end; a worker that dies is noticed at once
+RANKS_THAT_EXCHANGE = "ranks that exchange"
+"""The term for the ranks of a worker that exchange a shard each: 1 where they hold the whole model."""
 RESUME = "start every worker again with the same command and --resume"
 
 
@@ -124,7 +126,7 @@ def tokenizer_terms(data: TokenData) -> dict[str, str]:
 
 def _compare(link: NetLink, key: str, mine: Mapping[str, str], free: Collection[str]) -> None:
     """Compare terms with every other process; LinkError names a difference that is not `free`."""
-    mine = {"ranks that exchange": str(link.seat.ranks), **mine}
+    mine = {RANKS_THAT_EXCHANGE: str(link.seat.ranks), **mine}
     different_text = set()
     for seat, theirs in link.collect(key, mine):  # as they come: where the numbers of ranks differ, some never do
         ours, bound = ({name: text for name, text in one.items() if name not in free} for one in (mine, theirs))

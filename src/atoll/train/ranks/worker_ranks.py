@@ -22,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from atoll.core.fragments import find_blocks
 from atoll.errors import AtollError, CheckpointError, ConfigError, LinkError
 from atoll.link.base import Link
+from atoll.link.elastic_ranks import ElasticRanksLink
+from atoll.link.elastic_shards import ElasticShardsLink
 from atoll.link.net.seat import Seat
 from atoll.link.ranks import RankGroup, ReplicatedLink, ShardedLink
 from atoll.settings.config import RunConfig
@@ -35,6 +37,8 @@ Value = TypeVar("Value")
 _c10d: Any = distributed  # torch's annotations leave its stores out
 _groups = count()  # numbers the process groups made here; the ranks of a worker count alike
 _TIMEOUT_S = 3600.0  # for a rank that evaluates, exports or saves; one that dies is noticed at once
+
+_WITHOUT_END = timedelta(days=365)  # the leader may wait for other workers, as in a pause, while the others wait for it
 
 
 class WorkerRanks:
@@ -153,13 +157,24 @@ class WorkerRanks:
         assert end is not None
         return end
 
-    def common_steps(self, steps: Sequence[int]) -> list[int]:
-        """Return the steps of checkpoints that every rank has, ascending, given those of this one."""
+    def wrap_elastic(self, end: Link | None) -> Link:
+        """Return this rank's end of an elastic worker's link, which only the leader has."""
+        if self._rank_group is not None:
+            return ElasticRanksLink(self._rank_group, end, self._seat.worker, self._seat.workers)
+        assert end is not None
+        return end
+
+    def common_steps(self, steps: Sequence[int], *, required: bool = True) -> list[int]:
+        """Return the steps of checkpoints that every rank has, ascending, given those of this one.
+
+        Raises:
+            CheckpointError: Ranks have checkpoints, but none in common, and one is `required`.
+        """
         if self._rank_group is None:
             return list(steps)
         everyone = [json.loads(said) for said in self._rank_group.all_gather_text(json.dumps(steps))]
         shared = set.intersection(*(set(theirs) for theirs in everyone))
-        if any(everyone) and not shared:
+        if required and any(everyone) and not shared:
             have = "; ".join(f"rank {rank} those of steps {theirs}" for rank, theirs in enumerate(everyone))
             raise CheckpointError(f"no checkpoint is there on every rank of this worker: {have}")
         return sorted(shared)
@@ -168,14 +183,20 @@ class WorkerRanks:
 class FSDPRanks(WorkerRanks):
     """Runs as one rank of several that each hold a shard of every parameter (FSDP2).
 
-    Each rank exchanges its shard with the same rank of other workers.
+    Each rank exchanges its shard with the same rank of other workers; where workers come and go, through the leader.
+
+    Args:
+        seat: This process's place in the run.
+        rank_group: The ranks of the worker.
+        offers: The same ranks, for threads that pass offers to the leader; None if members are fixed.
     """
 
     hold_whole_model = False
 
-    def __init__(self, seat: Seat, rank_group: RankGroup) -> None:
+    def __init__(self, seat: Seat, rank_group: RankGroup, offers: RankGroup | None = None) -> None:
         super().__init__(seat, rank_group)
         self._shards = rank_group
+        self._offers = offers
 
     def local_config(self, config: RunConfig) -> RunConfig:
         """Return the settings as this rank uses them; ConfigError if they compile the model."""
@@ -203,6 +224,11 @@ class FSDPRanks(WorkerRanks):
         """Return this rank's end of the worker's link."""
         assert end is not None
         return ShardedLink(self._shards, end)
+
+    def wrap_elastic(self, end: Link | None) -> Link:
+        """Return this rank's end of an elastic worker's link, which only the leader has."""
+        assert self._offers is not None
+        return ElasticShardsLink(self._shards, self._offers, end, self._seat.worker, self._seat.workers)
 
 
 class _LossOf(nn.Module):
@@ -249,10 +275,15 @@ def connect_ranks(config: RunConfig, seat: Seat | None) -> Iterator[WorkerRanks]
             f"got {config.train.batch}: each rank computes equally many sequences"
         )
     timeout = timedelta(seconds=_TIMEOUT_S + config.link.deadline_s + config.link.join_s)
+    if config.link.elastic:
+        timeout = _WITHOUT_END
     _init_process_group(seat, on_gpu, timeout)
     try:
-        rank_group = RankGroup(distributed.new_group(backend="gloo", timeout=timeout))
-        yield (FSDPRanks if config.train.parallel == "fsdp" else WorkerRanks)(seat, rank_group)
+        groups = [RankGroup(distributed.new_group(backend="gloo", timeout=timeout))]
+        shards = config.train.parallel == "fsdp"
+        if shards and config.link.elastic:
+            groups.append(RankGroup(distributed.new_group(backend="gloo", timeout=timeout)))
+        yield FSDPRanks(seat, *groups) if shards else WorkerRanks(seat, *groups)
     except BaseException:
         if not on_gpu:  # NCCL would wait for ranks that are gone; the process ends anyway
             distributed.destroy_process_group()

@@ -78,6 +78,9 @@ class RunRecord:
         """By number."""
         for said in events.values():
             self.views |= {event.view: event for event in said if isinstance(event, Members)}
+        began = [event for said in events.values() for event in said if isinstance(event, Began)]
+        self.ranks = max((event.ranks for event in began), default=1)
+        """Most ranks of one worker."""
         self.difference: Difference | None = None
         """The first round on which the workers do not agree."""
         self.rounds: dict[RoundId, AnchorMoved] = {}

@@ -57,7 +57,7 @@ def replay(folders: Sequence[Path], *, check_only: bool = False) -> Replayed:
     found = Replayed(len(record.rounds), len(record.processes), record.difference)
     if not check_only and found.difference is None:
         record.check_whole()
-        _check_repeatable(config)
+        _check_repeatable(config, record)
         _Replay(config, record, found).run()
     return found
 
@@ -78,8 +78,11 @@ def _read(folders: Sequence[Path]) -> tuple[RunConfig, RunRecord]:
     return next(iter(configs.values())), RunRecord(dict(sorted(events.items())))
 
 
-def _check_repeatable(config: RunConfig) -> None:
+def _check_repeatable(config: RunConfig, record: RunRecord) -> None:
     """Raise a ConfigError for a run that would not give the same bits in one process."""
+    if record.ranks > 1:
+        problem = f"a worker of this run had {record.ranks} ranks, whose sums one process takes in another order"
+        raise ConfigError(f"{problem}; --check-only compares the records alone", setting="ranks", value=record.ranks)
     if config.device != "cpu":
         problem = f"device: the run trained on {config.device}, whose kernels do not give the same bits every time"
         raise ConfigError(f"{problem}; --check-only compares the records alone", setting="device", value=config.device)
