@@ -25,7 +25,9 @@ _BAD_CONTROL = _in("test_a_control_message_that_cannot_be_ends_its_session", REF
 _ANY_ORDER = _in("test_frames_may_come_in_any_order", OUTBOX)
 _BACKGROUND = _in("test_background_messages_yield_and_take_their_share", OUTBOX)
 _MEASURED = _in("test_only_time_in_which_there_was_something_to_send_is_measured", OUTBOX)
-_BLIND = _in("test_before_any_measurement_the_background_waits_for_acknowledgements", OUTBOX)
+_BURST = _in("test_a_burst_in_the_background_must_arrive_before_the_next", OUTBOX)
+_BURSTS = _in("test_bursts_follow_the_line", OUTBOX)
+_IDLE = _in("test_background_messages_take_more_while_nothing_else_is_sent_to_anybody", OUTBOX)
 
 MUTANTS = [
     Mutant("both ends choose a dial", HANDSHAKE, "return self.me < peer", "return True", tests=_CROSSING),
@@ -300,9 +302,9 @@ MUTANTS = [
     Mutant(
         "the background takes all",
         BOX,
-        "size / (self._share * self._meter.rate)",
-        "size / self._meter.rate",
-        tests=_BACKGROUND,
+        "return _BUSY_SHARE if self.messages else _IDLE_SHARE",
+        "return _IDLE_SHARE",
+        tests=_IDLE,
     ),
     Mutant(
         "the background goes first",
@@ -316,11 +318,35 @@ MUTANTS = [
         "pauses count as slowness", BOX, "            self.is_unfair = True\n", "            pass\n", tests=_MEASURED
     ),
     Mutant(
-        "the background is blind",
+        "a burst does not wait for the one before",
         BOX,
-        "return 0.0 if self._meter.sent - self._meter.acked < _MOST_BLIND else None",
-        "return 0.0",
-        tests=_BLIND,
+        "return None if self.is_out else max(0.0, self.next_s - now_s)",
+        "return max(0.0, self.next_s - now_s)",
+        tests=_BURST,
+    ),
+    Mutant("a burst is over when some of it has arrived", BOX, " or acked < self.last:", ":", tests=_BURSTS),
+    Mutant("no pause follows a burst", BOX, "took_s * (1 / share - 1)", "0.0", tests=_BURSTS),
+    Mutant("bursts never shrink", BOX, "max(self.size // 2, _BURSTS[0])", "self.size", tests=_BURSTS),
+    Mutant(
+        "messages of a lost peer count for ever",
+        BOX,
+        "        self._foreground.messages -= self._lanes[0].added - self._lanes[0].whole\n",
+        "",
+        tests=_IDLE,
+    ),
+    Mutant(
+        "messages that have arrived still count",
+        BOX,
+        "        self._foreground.messages -= ack.next_number - self._lanes[0].whole\n",
+        "",
+        tests=_IDLE,
+    ),
+    Mutant(
+        "the background is not acknowledged",
+        SESSION,
+        "            if due or is_background(frame):",
+        "            if due:",
+        tests=_in("test_a_large_state_arrives_in_the_background", OUTBOX),
     ),
     Mutant(
         "control waits behind payloads",

@@ -249,6 +249,21 @@ def test_a_peer_is_never_sent_more_unfinished_messages_than_it_takes() -> None:
 
 
 @pytest.mark.processes
+def test_a_large_state_arrives_in_the_background(keys: KeyRing) -> None:
+    async def main() -> None:
+        async with ends(*(End(n, keys.workers[n]) for n in (0, 1))) as (zero, one):
+            zero.meet(one)
+            one.meet(zero)
+            await until(both(zero, one))
+            body = os.urandom(1 << 20) * 24
+            zero.peers.send_bulk(one.me, b"state", body, background=True)
+            await until(lambda: one.log.of("bulk"))
+            assert one.log.of("bulk")[0][-1] == body
+
+    run(main())
+
+
+@pytest.mark.processes
 def test_control_does_not_wait_behind_payloads(keys: KeyRing) -> None:
     async def main() -> None:
         async with ends(*(End(n, keys.workers[n]) for n in (0, 1))) as (zero, one):
