@@ -1,15 +1,15 @@
-"""How long a worker takes to come back to an elastic run, and what the others notice.
+"""Measures how long a killed worker takes to rejoin, and how much slower the others are meanwhile.
 
     python benchmarks/rejoin.py [--seats 2 3] [--rate 100mbit] [--width 1180] [--step-s 0.15]
 
-Seats are network namespaces whose lines are limited both ways (benchmarks/sites.py; needs root). Workers train 7 million
-parameters by Streaming in e3m0 (benchmarks/chaos_worker.py). One is killed; once the others have gone on for a while,
-the same seat is started again, as a new interpreter that imports torch. "back" is the time from that start until it
-makes its first inner step. A joiner needs the anchor and the velocity, 8 bytes a parameter, so "state" is how long
+Seats are network namespaces whose lines are limited both ways (benchmarks/sites.py; needs root). Workers train 7
+million parameters by Streaming in e3m0 (benchmarks/chaos_worker.py). One is killed; once the others have gone on for a
+while, the same seat is started again, as a new interpreter that imports torch. "back" is the time from that start until
+it makes its first inner step. A joiner needs the anchor and the velocity, 8 bytes a parameter, so "state" is how long
 those bytes take on the line alone.
 
-"others" is by how many percent their inner steps took longer from the start to that first step than they did before
-it, over as many seconds. A step lasts --step-s at least, most of which is sleep: two cores stand for all sites, and what
+"others" is by how many percent their inner steps took longer from the start to that first step than they did before it,
+over as many seconds. A step lasts --step-s at least, most of which is sleep: two cores stand for all sites, and what
 the joiner computes must not be taken for what its traffic costs.
 """
 
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -55,32 +56,34 @@ def main() -> None:
 
 
 def rejoins(task: Task, rate: str, times: int) -> list[tuple[float, float]]:
-    """Kill the last worker and start it again, some times; return seconds to come back, and how much slower others are."""
-    with Sites(task.workers + 1, rate) as sites, tempfile.TemporaryDirectory(prefix="atoll-rejoin-") as folder:
-        with Fleet(Path(folder), task, sites) as fleet:
-            for seat in range(task.workers):
-                fleet.start(seat)
-            fleet.wait_complete()
-            victim, found, again = task.workers - 1, [], None
-            for _ in range(times):
-                if again is None:
-                    fleet.kill(victim)
-                else:
-                    again.kill()
-                    again.wait()
-                time.sleep(SETTLE_S)
-                began = time.monotonic()
-                again = start_anew(fleet, victim)
-                fleet.wait_for("the worker to come back", lambda: fleet.events(victim, "joined", after_s=began))  # noqa: B023
-                back = float(fleet.events(victim, "joined", after_s=began)[0]["t"])
-                survivors = range(victim)
-                before = statistics.mean(step_s(fleet, seat, began - (back - began), began) for seat in survivors)
-                during = statistics.mean(step_s(fleet, seat, began, back) for seat in survivors)
-                found.append((back - began, 100 * (during / before - 1)))
-                time.sleep(SETTLE_S / 2)  # until it is a member, and has trained
-            if again is not None:
+    """Kill and restart the last worker repeatedly; return seconds to rejoin, and the others' slowdown in percent."""
+    with ExitStack() as stack:
+        sites = stack.enter_context(Sites(task.workers + 1, rate))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="atoll-rejoin-"))
+        fleet = stack.enter_context(Fleet(Path(folder), task, sites))
+        for seat in range(task.workers):
+            fleet.start(seat)
+        fleet.wait_complete()
+        victim, found, again = task.workers - 1, [], None
+        for _ in range(times):
+            if again is None:
+                fleet.kill(victim)
+            else:
                 again.kill()
-            return found
+                again.wait()
+            time.sleep(SETTLE_S)
+            began = time.monotonic()
+            again = start_anew(fleet, victim)
+            fleet.wait_for("the worker to come back", lambda: fleet.events(victim, "joined", after_s=began))  # noqa: B023
+            back = float(fleet.events(victim, "joined", after_s=began)[0]["t"])
+            survivors = range(victim)
+            before = statistics.mean(step_s(fleet, seat, began - (back - began), began) for seat in survivors)
+            during = statistics.mean(step_s(fleet, seat, began, back) for seat in survivors)
+            found.append((back - began, 100 * (during / before - 1)))
+            time.sleep(SETTLE_S / 2)  # until it is a member, and has trained
+        if again is not None:
+            again.kill()
+        return found
 
 
 def start_anew(fleet: Fleet, seat: int) -> subprocess.Popen[bytes]:
@@ -95,8 +98,10 @@ def start_anew(fleet: Fleet, seat: int) -> subprocess.Popen[bytes]:
 def step_s(fleet: Fleet, seat: int, from_s: float, until_s: float) -> float:
     """Return how long an inner step of a worker took between two moments, by the rounds it applied."""
     applied = [event for event in fleet.events(seat, "applied", after_s=from_s) if event["t"] <= until_s]
+    if len({event["step"] for event in applied}) < 2:
+        raise RuntimeError(f"worker {seat} has applied too few rounds in {until_s - from_s:.1f} s to tell its speed")
     first, last = applied[0], applied[-1]
-    return float(last["t"] - first["t"]) / (last["step"] - first["step"])
+    return float(last["t"] - first["t"]) / int(last["step"] - first["step"])
 
 
 if __name__ == "__main__":

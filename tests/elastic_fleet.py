@@ -40,7 +40,7 @@ join_s = {join_s}
 silent_s = {silent_s}
 min_workers = {min_workers}
 """
-PATIENCE_S = 60.0
+PATIENCE_S = 200.0
 STEP_S = 0.04
 """That every inner step of a slow worker takes at least, so that it can be caught in time."""
 

@@ -140,7 +140,7 @@ def test_a_signal_ends_a_pause_on_all_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "sync"), [case(kind, sync) for kind in KINDS for sync in ("streaming", "eager")])
 def test_one_that_was_cut_off_joins_again_with_all_its_ranks(tmp_path: Path, kind: str, sync: str) -> None:
-    with ranks_running(tmp_path, kind, sync, silent_s=2.0, steps=100) as run:
+    with ranks_running(tmp_path, kind, sync, silent_s=2.0, steps=60) as run:
         first, cut = (start(run, worker) for worker in range(2))
         when(lambda: run.step(1) >= 12)
         cut[0].signal(signal.SIGSTOP)  # the one that speaks; the other waits for it
@@ -153,7 +153,7 @@ def test_one_that_was_cut_off_joins_again_with_all_its_ranks(tmp_path: Path, kin
         check_anchors(run)
         joined = [event for event in run.has(1, Joined) if event.worker == 1]
         assert joined and joined[0].since is not None and joined[0].since >= 12
-        assert run.has(1, End)[0].step == 100
+        assert run.has(1, End)[0].step == 60
 
 
 @pytest.mark.parametrize(("kind", "sync"), [case(kind, sync) for kind in KINDS for sync in ("streaming", "eager")])

@@ -369,6 +369,14 @@ def test_a_worker_that_never_comes_is_named() -> None:
 # ---------------------------------------------------------------------- the end
 
 
+def test_the_inner_link_learns_that_finish_was_not_called() -> None:
+    inner = local(1)
+    (link,) = shaped(inner, Shape(bits_per_s=1e9))
+    link.unfinished = True  # as an outer loop sets it
+    link.close()
+    assert inner[0].unfinished
+
+
 def test_a_closed_link_lets_everybody_go() -> None:
     links = joined(2, Shape(latency_s=1e6))
     pending = [link.open(SECOND, contribution(link.worker), REDUCTION) for link in links]

@@ -1,8 +1,8 @@
-"""Gives a worker of several ranks one link to a run whose members come and go; rank 0 speaks for the worker.
+"""Gives the ranks of an elastic DDP worker one link, which rank 0 holds.
 
-Its ranks replicate the parameters (DDP). Rank 0 has the link and broadcasts what comes over it: rounds, weights, and
-the state with which the worker joins. So `join`, `rejoin`, every method of an admission, `check`, `wait`, and `weights`
-of a step that was not asked for before are collective: every rank makes the same calls in the same order.
+Rank 0 broadcasts what comes over it: rounds, weights, and the state with which the worker joins. So `join`, `rejoin`,
+every method of an admission, `check`, `wait`, and `weights` of a step that was not asked for before are collective:
+every rank makes the same calls in the same order.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from atoll.link.base import Admission, FragmentState, Link, Pending, Round, Roun
 from atoll.link.ranks import RankGroup, ReplicatedLink
 
 MOST_STEPS = 256
-"""Newest answers that are kept: a leader alone asks again for the weights of rounds that it has yet to write down."""
+"""Steps whose weights are kept: rank 0 logs rounds by itself, and must not begin a collective then."""
 
 
 class ElasticRanksLink(ReplicatedLink):
@@ -98,7 +98,7 @@ class ElasticRanksLink(ReplicatedLink):
     def weights(self, step: int) -> Mapping[int, float]:
         """Return worker -> weight of all workers that owe payloads to rounds of this step.
 
-        Without a collective for the step of a round that has been waited for.
+        It takes no collective once a round of the step is complete.
         """
         step = max(1, step)
         return self._by_step[step] if step in self._by_step else self._ask_weights(step)

@@ -1,4 +1,4 @@
-"""Links a worker that comes and goes and whose ranks hold a shard each (FSDP); rank 0 speaks for the worker.
+"""Gives the ranks of an elastic FSDP worker one link, which rank 0 holds.
 
 On the wire, every rank's shard of a fragment is a fragment: number `fragment * ranks + rank`. So each is a round of its
 own to the protocol, and codecs, reductions and flushes see nothing new. After a flush, two shards of a fragment may
@@ -229,7 +229,7 @@ class _RankOffer:
     def settled(self) -> Contribution | None:
         told = json.loads(self.offers.receive_text(self.rank))
         if "error" in told:
-            raise LinkError(f"rank {self.rank} could not send its part: {told['error']}")
+            raise LinkError(f"rank {self.rank} of this worker could not send its shard: {told['error']}")
         if "member" not in told:
             return None
         return Contribution(member_from(told["member"]), self.offers.receive_bytes(told["size"], self.rank))
@@ -245,14 +245,14 @@ def _checksum(terms: Mapping[str, str]) -> str:
 
 
 def _joined(states: Sequence[FragmentState]) -> FragmentState:
-    """Return one state of all ranks' shards; each has applied the same rounds, though not all moved each anchor."""
+    """Join the shards of all ranks into one state: all have applied the same rounds."""
     counts = {f"{rank}/{name}": count for rank, state in enumerate(states) for name, count in state.counts.items()}
     vectors = {f"{rank}/{name}": vector for rank, state in enumerate(states) for name, vector in state.vectors.items()}
     return FragmentState(states[0].fragment, max(state.applied for state in states), counts, vectors)
 
 
 def _split(state: FragmentState, ranks: int) -> list[FragmentState]:
-    """Return what `_joined` was given; LinkError if it is not of so many ranks."""
+    """Split a joined state by rank; LinkError if it is that of another number of ranks."""
     counts: list[dict[str, int]] = [{} for _ in range(ranks)]
     vectors: list[dict[str, Tensor]] = [{} for _ in range(ranks)]
     try:
@@ -260,6 +260,8 @@ def _split(state: FragmentState, ranks: int) -> list[FragmentState]:
             counts[int(name.partition("/")[0])][name.partition("/")[2]] = count
         for name, vector in state.vectors.items():
             vectors[int(name.partition("/")[0])][name.partition("/")[2]] = vector
+        if any(one.keys() != some[0].keys() for some in (counts, vectors) for one in some):
+            raise ValueError("a shard is missing")
     except (ValueError, IndexError):
         problem = f"fragment {state.fragment}: another worker's state of it is not that of {ranks} ranks"
         raise LinkError(f"{problem}: it holds {', '.join(list(state.vectors)[:4])}") from None

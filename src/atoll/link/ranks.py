@@ -184,6 +184,7 @@ class ReplicatedLink(Link):
     def close(self, reason: str | None = None) -> None:
         """Leave for good; a reason, given when leaving before the end, is told to waiting workers."""
         if self._link is not None:
+            self._link.unfinished = self.unfinished
             self._link.close(reason)
 
     def _on_rank_0(self, act: Callable[[Link], Any]) -> Any:
@@ -315,6 +316,7 @@ class ShardedLink(Link):
 
     def close(self, reason: str | None = None) -> None:
         """Leave for good; a reason, given when leaving before the end, is told to waiting workers."""
+        self._link.unfinished = self.unfinished
         self._link.close(reason)
 
 
@@ -341,10 +343,8 @@ class _FailedPending:
 
 def _refuse(admission: Admission | None, worker: int) -> None:
     if admission is not None:
-        problem = (
-            f"worker {worker} has several ranks, and the other workers are under way: only one of one rank can join"
-        )
-        raise LinkError(f"{problem} them; start it with one rank, or start all workers together", worker=worker)
+        problem = f"worker {worker} has several ranks, and its link is for members that stay: it cannot join a run"
+        raise LinkError(f"{problem} that is under way; use ElasticRanksLink or ElasticShardsLink", worker=worker)
 
 
 def open_round(link: Link, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:

@@ -373,6 +373,7 @@ class ShapedLink(Link):
             return
         if self._line_thread is not None:
             self._line_thread.stop()
+        self._inner.unfinished = self.unfinished
         self._inner.close(reason)
 
     def _outcome(self, future: Future[Result]) -> Result:

@@ -66,7 +66,7 @@ class ElasticOptions:
     """Seconds to wait for the others at the start."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class ElasticHooks:
     """Holds what the owner of a link adds to it: functions to call, and terms to compare."""
 

@@ -42,7 +42,7 @@ class Foreground:
 
 
 class Sending:
-    """Is a bulk message on its way to a peer.
+    """Tracks one bulk message until gRPC has written it.
 
     Args:
         number: Its place in its lane.
@@ -133,7 +133,7 @@ class _Meter:
 class _Bursts:
     """Paces background messages: each burst must arrive, and a pause follow, before the next.
 
-    A pause is as long as the burst took, times what the share leaves to others. So the rate follows that of the line.
+    A pause lasts as long as the burst took, times (1 / share - 1). So the rate follows that of the line.
     """
 
     size: int = _BURSTS[0]

@@ -108,7 +108,12 @@ def connect_elastic(
     link = None
     if ranks.is_leader:
         link = ElasticLink(seat.worker, seat.workers, _options(config, seat))
-        link.hooks = ElasticHooks(say, members.decided, members.lost, interrupts.raise_pending)
+        link.hooks = ElasticHooks(
+            on_wait=say,
+            on_decision=members.decided,
+            on_lost=members.lost,
+            check_interrupts=interrupts.raise_pending,
+        )
     return ranks.wrap_elastic(link), ElasticControl(ranks, link, interrupts, members)
 
 

@@ -197,7 +197,7 @@ class RecordedLink(Link):
 
     @property
     def stretch(self) -> Stretch:
-        """What is recorded of the worker since it was last cut off."""
+        """The part of the record since the worker was last cut off."""
         return self._stretches[self._at]
 
     def join(self, terms: Mapping[str, str], weight: float, start: Mapping[str, str] | None = None) -> Admission | None:
