@@ -27,8 +27,8 @@ from atoll import checkpoint
 from atoll.core.allreduce import Reduction
 from atoll.core.flat import fingerprint
 from atoll.link.base import Admission, FragmentState, Offer, Pending, Round, RoundId
-from atoll.link.net import elastic
-from atoll.link.net.elastic import ElasticLink, ElasticOptions
+from atoll.link.net import elastic_link
+from atoll.link.net.elastic_link import ElasticLink, ElasticOptions
 from atoll.link.net.identity import Identity
 from atoll.link.net.protocol import Protocol
 from atoll.link.net.registry import INSECURE, Insecure
@@ -289,7 +289,7 @@ def strike_flushes(striker: Striker) -> None:
                 striker.reach("flushing")
             super()._decide()
 
-    vars(elastic)["Protocol"] = StruckProtocol
+    vars(elastic_link)["Protocol"] = StruckProtocol
 
 
 def strike_saves(striker: Striker) -> None:

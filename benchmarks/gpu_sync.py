@@ -39,7 +39,7 @@ from atoll.cli.launch import free_ports
 from atoll.core.codec import Codec
 from atoll.core.flat import PIECE, words_of
 from atoll.core.outer_step import Nesterov
-from atoll.link.net.link import NetLink
+from atoll.link.net.fixed_link import NetLink
 from atoll.outer.stats import Applied
 from atoll.settings.model_presets import preset
 from atoll.train.model.decoder import Decoder

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atoll.link.net.elastic import ElasticLink, ElasticOptions
+from atoll.link.net.elastic_link import ElasticLink, ElasticOptions
 from atoll.link.net.embedded import RegistryServer
 from atoll.link.net.event_loop import event_loop
 from atoll.link.net.run_keys import KeyRing, throw_away

@@ -23,7 +23,7 @@ from typing import Any, Self
 import torch
 
 from atoll import connect
-from atoll.link.net.link import NetLink
+from atoll.link.net.fixed_link import NetLink
 from atoll.link.net.run_keys import throw_away
 
 PATIENCE_S = 200.0

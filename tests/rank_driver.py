@@ -17,7 +17,7 @@ import pytest
 from atoll import Lockstep
 from atoll.core.flat import local_part
 from atoll.errors import AtollError, LinkError
-from atoll.link.net.link import NetLink
+from atoll.link.net.fixed_link import NetLink
 from atoll.settings import config
 from atoll.train.ranks import control, fsdp
 from atoll.train.run import train

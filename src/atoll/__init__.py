@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from atoll.core.outer_step import SGD, Adam, Blend, EagerMerge, Momentum, Nesterov
     from atoll.errors import AtollError, CheckpointError, ConfigError, DataError, LinkError, NonFiniteError
     from atoll.link.local import Absence, Faults, local, run_local
-    from atoll.link.net.elastic import elastic
-    from atoll.link.net.link import connect
+    from atoll.link.net.elastic_link import elastic
+    from atoll.link.net.fixed_link import connect
     from atoll.link.shaped import Outage, Shape, shaped
     from atoll.outer.lockstep import Lockstep
     from atoll.outer.loop import OuterLoop
@@ -28,8 +28,8 @@ _HOMES = {
     "core.outer_step": ("SGD", "Adam", "Blend", "EagerMerge", "Momentum", "Nesterov"),
     "errors": ("AtollError", "CheckpointError", "ConfigError", "DataError", "LinkError", "NonFiniteError"),
     "link.local": ("Absence", "Faults", "local", "run_local"),
-    "link.net.elastic": ("elastic",),
-    "link.net.link": ("connect",),
+    "link.net.elastic_link": ("elastic",),
+    "link.net.fixed_link": ("connect",),
     "link.shaped": ("Outage", "Shape", "shaped"),
     "outer.lockstep": ("Lockstep",),
     "outer.loop": ("OuterLoop",),

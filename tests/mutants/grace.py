@@ -75,7 +75,7 @@ MUTANTS = [
     ),
     Mutant(
         "late members are waited for",
-        "link/net/elastic.py",
+        "link/net/elastic_link.py",
         "if options.grace_s is not None:\n                mem",
         "if False:\n                mem",
     ),

@@ -12,7 +12,7 @@ TABLE, DONOR, ENTRANCE, ADMISSION, MEMBERSHIP, MEMBER, ELASTIC, LOOP, ADDRESS = 
         "admission",
         "membership",
         "member",
-        "elastic",
+        "elastic_link",
         "event_loop",
         "own_address",
     )

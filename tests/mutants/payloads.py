@@ -160,7 +160,7 @@ MUTANTS = [
     ),
     Mutant(
         "a joiner ends its donor",
-        "link/net/elastic.py",
+        "link/net/elastic_link.py",
         "            except IndexError:\n",
         "            except ZeroDivisionError:\n",
         tests=_FLOOD,

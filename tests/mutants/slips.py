@@ -141,7 +141,7 @@ MUTANTS = [
     Mutant(
         "the optimizer is not reset", "outer/roll_back.py", "            self._on_roll_back()\n", "            pass\n"
     ),
-    Mutant("the last error is not told", "link/net/link.py", 'getattr(sys, "last_value", None)', "None"),
+    Mutant("the last error is not told", "link/net/fixed_link.py", 'getattr(sys, "last_value", None)', "None"),
     Mutant(
         "an anchor is as old as its newest fragment",
         "outer/loop.py",

@@ -23,10 +23,10 @@ from atoll.core.allreduce import Reduction
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Contribution, Link, Member, RoundId
-from atoll.link.net import link as dist
+from atoll.link.net import fixed_link as dist
 from atoll.link.net import member, messages
 from atoll.link.net.actions import Mean, RoundMessage
-from atoll.link.net.link import NetLink
+from atoll.link.net.fixed_link import NetLink
 from atoll.link.net.meeting_point import SayReply, SayRequest
 from atoll.link.net.peers import Peers, Sending
 from atoll.link.net.run_keys import throw_away

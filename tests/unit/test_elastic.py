@@ -15,7 +15,7 @@ from atoll.core.codec import Codec
 from atoll.errors import ExcludedError, LinkError
 from atoll.link.base import STEPS_MADE, Contribution, FragmentState, Link, Member, Round, RoundId
 from atoll.link.net import member as member_module
-from atoll.link.net.elastic import ElasticLink
+from atoll.link.net.elastic_link import ElasticLink
 from atoll.link.net.event_loop import event_loop
 from elastic_links import ElasticRun, elastic_run
 

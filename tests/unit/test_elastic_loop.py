@@ -17,7 +17,7 @@ from atoll.core.codec import Codec
 from atoll.core.schedule import Schedule
 from atoll.link.base import Admission, Link, Offer, Pending, RoundId
 from atoll.link.local import Absence, Faults, LocalLink, run_local
-from atoll.link.net.elastic import ElasticLink
+from atoll.link.net.elastic_link import ElasticLink
 from atoll.link.net.event_loop import event_loop
 from atoll.link.net.views import Decision
 from atoll.outer.stats import Applied

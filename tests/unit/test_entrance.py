@@ -12,7 +12,7 @@ import pytest
 from atoll.errors import LinkError
 from atoll.link.base import STEPS_MADE, Admission
 from atoll.link.net import entrance
-from atoll.link.net.elastic import ElasticLink
+from atoll.link.net.elastic_link import ElasticLink
 from atoll.link.net.event_loop import event_loop
 from elastic_links import ElasticRun, elastic_run
 

@@ -15,7 +15,7 @@ from atoll.core.allreduce import Reduction
 from atoll.core.codec import Codec
 from atoll.link.base import STEPS_MADE, Contribution, Member, RoundId
 from atoll.link.net.actions import Action, Adopt, Complete, Propose, Reduce, Send
-from atoll.link.net.elastic import ElasticLink
+from atoll.link.net.elastic_link import ElasticLink
 from atoll.link.net.embedded import RegistryServer
 from atoll.link.net.event_loop import event_loop
 from atoll.link.net.protocol import Protocol

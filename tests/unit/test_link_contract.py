@@ -16,7 +16,7 @@ from atoll.errors import LinkError
 from atoll.link.base import Contribution, Link, Member, Round, RoundId
 from atoll.link.elastic_ranks import ElasticRanksLink
 from atoll.link.elastic_shards import ElasticShardsLink
-from atoll.link.net.link import Limits
+from atoll.link.net.fixed_link import Limits
 from atoll.link.net.run_keys import throw_away
 from atoll.link.ranks import RankGroup, ReplicatedLink, ShardedLink
 from elastic_links import elastic_run

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atoll.link.base import STEPS_MADE, FragmentState
-from atoll.link.net.elastic import ElasticLink, ElasticOptions
+from atoll.link.net.elastic_link import ElasticLink, ElasticOptions
 from atoll.link.net.identity import Identity
 from atoll.link.net.run_keys import throw_away
 from atoll.link.net.views import Decision

@@ -21,14 +21,14 @@ from atoll.errors import ConfigError, LinkError
 from atoll.link.base import STEPS_MADE, Contribution, FragmentState, Member, RoundId
 from atoll.link.net import protocol, round_table
 from atoll.link.net.actions import Progress, Whole
-from atoll.link.net.elastic import ElasticLink
+from atoll.link.net.elastic_link import ElasticLink
 from atoll.link.net.embedded_client import EmbeddedRegistry
 from atoll.link.net.etcd import EtcdRegistry
 from atoll.link.net.event_loop import EventLoop, event_loop
 from atoll.link.net.membership import Announcement
 from atoll.link.net.messages import Ask, encode_control, encode_round
+from atoll.link.net.open_registry import open_registry
 from atoll.link.net.own_address import addresses_of
-from atoll.link.net.registries import open_registry
 from atoll.link.net.views import Process
 from elastic_links import ElasticRun, elastic_run
 

@@ -10,7 +10,7 @@ import pytest
 from atoll.errors import LinkError, RegistryError
 from atoll.link.net.event_loop import event_loop
 from atoll.link.net.membership import Announcement, Membership
-from atoll.link.net.registries import open_registry
+from atoll.link.net.open_registry import open_registry
 from atoll.link.net.registry import VIEW, Entry
 from atoll.link.net.view_record import encode_view
 from atoll.link.net.views import Process, View

@@ -13,7 +13,7 @@ from atoll.errors import ConfigError, LinkError, RegistryError
 from atoll.link.base import STEPS_MADE
 from atoll.link.net import revocation_watch
 from atoll.link.net.credentials import Gate
-from atoll.link.net.elastic import ElasticLink, ElasticOptions, elastic
+from atoll.link.net.elastic_link import ElasticLink, ElasticOptions, elastic
 from atoll.link.net.embedded import RegistryServer
 from atoll.link.net.embedded_client import EmbeddedRegistry
 from atoll.link.net.event_loop import event_loop

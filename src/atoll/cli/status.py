@@ -68,7 +68,7 @@ async def _told(registry: str, security: "Identity | Insecure") -> list[str]:
 
 
 async def _look(address: str, security: "Identity | Insecure") -> "Update":
-    from atoll.link.net.registries import open_registry
+    from atoll.link.net.open_registry import open_registry
 
     async with open_registry(address, security) as registry:
         updates = registry.watch("")

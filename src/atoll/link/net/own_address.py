@@ -2,7 +2,7 @@
 
 import socket
 
-from atoll.link.net.registries import ETCD
+from atoll.link.net.open_registry import ETCD
 
 _EVERYWHERE = ("0.0.0.0", "[::]", "::", "*")
 

@@ -8,7 +8,7 @@ from functools import partial
 from atoll.errors import ConfigError
 from atoll.link.base import Link
 from atoll.link.local import local
-from atoll.link.net.link import Limits, NetLink, NetOptions
+from atoll.link.net.fixed_link import Limits, NetLink, NetOptions
 from atoll.link.net.registry import INSECURE
 from atoll.link.net.seat import Seat
 from atoll.link.net.torchrun import torchrun_place

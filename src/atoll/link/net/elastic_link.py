@@ -24,11 +24,11 @@ from atoll.link.net.identity import Identity
 from atoll.link.net.member import FINISHED, Member
 from atoll.link.net.membership import Membership
 from atoll.link.net.messages import WIRE_FORMAT
+from atoll.link.net.open_registry import open_registry
 from atoll.link.net.open_round import OpenRound
 from atoll.link.net.own_address import addresses_of
 from atoll.link.net.peers import Peers
 from atoll.link.net.protocol import Protocol
-from atoll.link.net.registries import open_registry
 from atoll.link.net.registry import Insecure
 from atoll.link.net.seat import Seat
 from atoll.link.net.views import Decision, Process
