@@ -24,16 +24,16 @@ METHODS: dict[str, Callable[[], atoll.Sync]] = {
 Batch = dict[str, Tensor]
 
 
-def tiny(dropout: float = 0.0) -> GPT2LMHeadModel:
+def tiny(dropout: float = 0.0) -> Any:
     set_seed(0)
-    drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
-    sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **drops, bos_token_id=0, eos_token_id=0))
+    drops: dict[str, Any] = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    sizes: dict[str, Any] = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    model: Any = GPT2LMHeadModel(GPT2Config(**sizes, **drops, bos_token_id=0, eos_token_id=0))
     model.loss_type = "ForCausalLM"
     return model
 
 
-def overflowing(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
+def overflowing(model: nn.Module) -> nn.Module:
     """Make the loss of some batches infinite, as an overflow in fp16 does."""
 
     def act(_: nn.Module, __: Any, given: Any, output: Any) -> None:
@@ -62,11 +62,18 @@ class Recorder(TrainerCallback):
 
     def __init__(self, break_at: int = 0, kill_at: int = 0) -> None:
         self.break_at, self.kill_at = break_at, kill_at
+        self.link: Any = None
         self.live: dict[int, str] = {}
         self.evaluated: dict[int, str] = {}
+        self.found: list[str] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.found = sorted(folder.name for folder in Path(args.output_dir).glob("checkpoint-*"))
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.live[state.global_step] = digest(model)
+        if state.global_step in (self.kill_at, self.break_at):
+            self.link.gather("broken", True)  # one of them could be a period ahead
         if state.global_step == self.kill_at:
             os._exit(9)
         if state.global_step == self.break_at:
@@ -87,7 +94,7 @@ class Run:
         *,
         callbacks: Sequence[TrainerCallback] = (),
         dropout: float = 0.0,
-        held: Sequence[Batch] | None = None,
+        held: Any = None,
         model: nn.Module | None = None,
         **arguments: Any,
     ) -> None:
@@ -110,8 +117,8 @@ class Run:
         self.batches: list[Batch] = []
         self.train_rows = rows(10 + me.worker, 2 * EPOCH)
         self.link = me.link()
-        self.callback = AtollCallback(METHODS[method](), self.link)
-        self.trainer = Trainer(
+        self.callback: Any = AtollCallback(METHODS[method](), self.link)
+        self.trainer: Any = Trainer(
             tiny(dropout) if model is None else model,
             TrainingArguments(**{**settings, **arguments}),
             data_collator=self.note,
@@ -119,6 +126,9 @@ class Run:
             eval_dataset=rows(99, 8) if held is None else held,
             callbacks=[self.callback, *callbacks],
         )
+        for callback in callbacks:
+            if isinstance(callback, Recorder):
+                callback.link = self.link
 
     def note(self, picked: Sequence[Batch]) -> Batch:
         batch = collate(picked)
