@@ -14,6 +14,8 @@ TESTS = [
     f"{HF}::test_a_refusal_of_one_worker_reaches_the_others",
     f"{HF}::test_counters_go_to_the_trainers_loggers",
 ]
+PL = "tests/unit/test_lightning.py"
+LIGHTNING = "integrations/lightning.py"
 FILE, DRIVER = "integrations/transformers.py", "integrations/driver.py"
 
 MUTANTS = [
@@ -43,4 +45,22 @@ MUTANTS = [
     Mutant("the others are not told why", FILE, "self._driver.close(error)", "self._driver.close(KeyError())",
            tests=(TESTS[7],)),
     Mutant("counters come after the loggers", FILE, '"loss" in logs', '"eval_loss" in logs', tests=(TESTS[8],)),
+    Mutant("every batch is a step", LIGHTNING, "if trainer.global_step == outer.steps:", "if False:",
+           tests=(f"{PL}::test_a_run_has_the_bits_of_a_plain_loop",)),
+    Mutant("each worker validates its own parameters", LIGHTNING, "self._lent.enter_context(self._driver.anchor())", "pass",
+           tests=(f"{PL}::test_a_run_has_the_bits_of_a_plain_loop",)),
+    Mutant("a Lightning checkpoint's model is the worker's own", LIGHTNING, "if self._driver.running:\n            with", "if False:\n            with",
+           tests=(f"{PL}::test_a_checkpoint_saves_what_was_validated",)),
+    Mutant("a resumed epoch begins at its beginning", LIGHTNING, "for _ in range(self.batches):", "for _ in range(0):",
+           tests=(f"{PL}::test_a_resumed_run_has_the_bits_of_one_that_never_stopped",)),
+    Mutant("a resumed epoch has another order", LIGHTNING, "set_rng_state(self.drawn_from)", "pass",
+           tests=(f"{PL}::test_a_resumed_run_has_the_bits_of_one_that_never_stopped",)),
+    Mutant("validation changes the random numbers of training", LIGHTNING, "self._place.end_validation()", "pass",
+           tests=(f"{PL}::test_a_resumed_run_has_the_bits_of_one_that_never_stopped",)),
+    Mutant("the order of the next epoch is drawn after a resumed validation", LIGHTNING, "if not self.batches:  # the order", "if False:  # the order",
+           tests=(f"{PL}::test_a_run_is_resumed_at_the_end_of_an_epoch",)),
+    Mutant("a failed validation keeps the anchor", LIGHTNING, "self._lent.close()\n        self._driver.close(exception)", "self._driver.close(exception)",
+           tests=(f"{PL}::test_a_validation_that_raises_gives_the_parameters_back_and_tells_the_others_why",)),
+    Mutant("nobody is asked before a worker stops", LIGHTNING, "self._stop_agreed = self._driver.agree_to_stop(trainer.global_step, stop)", "self._stop_agreed = True",
+           tests=(f"{PL}::test_early_stopping_that_not_all_agree_on_is_refused",)),
 ]  # fmt: skip

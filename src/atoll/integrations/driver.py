@@ -26,6 +26,13 @@ AGREE_S = 7 * 24 * 3600.0
 """Seconds to wait for another worker to come to the same evaluation; a dead one is noticed at once."""
 
 
+def check_alike(told: Mapping[int, Mapping[str, Any]], setting: str, advice: str) -> None:
+    """Raise a ConfigError if what workers told of a setting differs between them."""
+    values = {worker: said[setting] for worker, said in told.items()}
+    if len(set(values.values())) > 1:
+        raise ConfigError(f"{setting} differs between workers, {values}: {advice}", setting=setting, value=values)
+
+
 class LoopOptions(TypedDict, total=False):
     """Options of `OuterLoop` that a callback passes on."""
 

@@ -23,7 +23,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from atoll import checkpoint
 from atoll.errors import ConfigError
-from atoll.integrations.driver import Driver, LoopOptions
+from atoll.integrations.driver import Driver, LoopOptions, check_alike
 from atoll.link.base import Link
 from atoll.outer.loop import OuterLoop
 from atoll.outer.presets import Sync
@@ -245,13 +245,8 @@ def _compare(told: dict[int, dict[str, Any]]) -> None:
             problem = f"data_seed must differ between workers, got {said['data_seed']} on workers {other} and {worker}"
             advice = "with the same data they would see the same batches; set TrainingArguments(data_seed=link.worker)"
             raise ConfigError(f"{problem}: {advice}", setting="data_seed", value=said["data_seed"])
-    for setting, advice in (
-        ("max_steps", "all workers must make the same number of steps: set the same on all"),
-        ("resume", "resume all workers with resume_from_checkpoint=True, or from the same step, or none"),
-    ):
-        values = {worker: said[setting] for worker, said in told.items()}
-        if len(set(values.values())) > 1:
-            raise ConfigError(f"{setting} differs between workers, {values}: {advice}", setting=setting, value=values)
+    check_alike(told, "max_steps", "all workers must make the same number of steps: set the same on all")
+    check_alike(told, "resume", "resume all workers with resume_from_checkpoint=True, or from the same step, or none")
 
 
 def _step_of(resume: Any) -> int | None:
