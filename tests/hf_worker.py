@@ -96,6 +96,7 @@ class Run:
         dropout: float = 0.0,
         held: Any = None,
         model: nn.Module | None = None,
+        ranks: dict[str, int] | None = None,
         **arguments: Any,
     ) -> None:
         settings: dict[str, Any] = {
@@ -116,7 +117,7 @@ class Run:
         }
         self.batches: list[Batch] = []
         self.train_rows = rows(10 + me.worker, 2 * EPOCH)
-        self.link = me.link()
+        self.link = me.link(**(ranks or {}))
         self.callback: Any = AtollCallback(METHODS[method](), self.link)
         self.trainer: Any = Trainer(
             tiny(dropout) if model is None else model,
