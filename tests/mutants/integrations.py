@@ -15,6 +15,7 @@ TESTS = [
     f"{HF}::test_counters_go_to_the_trainers_loggers",
 ]
 PL = "tests/unit/test_lightning.py"
+RANKS = "tests/unit/test_trainer_ranks.py"
 LIGHTNING = "integrations/lightning.py"
 FILE, DRIVER = "integrations/transformers.py", "integrations/driver.py"
 
@@ -63,4 +64,8 @@ MUTANTS = [
            tests=(f"{PL}::test_a_validation_that_raises_gives_the_parameters_back_and_tells_the_others_why",)),
     Mutant("nobody is asked before a worker stops", LIGHTNING, "self._stop_agreed = self._driver.agree_to_stop(trainer.global_step, stop)", "self._stop_agreed = True",
            tests=(f"{PL}::test_early_stopping_that_not_all_agree_on_is_refused",)),
+    Mutant("a group over workers is not noticed", DRIVER, "if len(workers) > 1:", "if False:",
+           tests=(f"{RANKS}::test_one_group_over_workers_is_refused",)),
+    Mutant("what an evaluation has gathered stays", DRIVER, "module.reshard()  #", "pass  #",
+           tests=(f"{RANKS}::test_a_worker_may_shard_its_model_inside",)),
 ]  # fmt: skip

@@ -139,7 +139,7 @@ class Driver:
         """
         parameters = trainable(model)
         sharded = any(hasattr(parameter, "to_local") for parameter in parameters.values())
-        if sharded and not isinstance(self.link, ShardedLink):
+        if sharded and isinstance(self.link, ReplicatedLink):
             problem = "the model is sharded, and the link has one rank"
             advice = "give connect(..., rank=..., ranks=...) the rank and the number of ranks of this worker"
             raise ConfigError(f"{problem}: {advice}", setting="ranks", value=1)
@@ -182,6 +182,9 @@ class Driver:
                 yield
             finally:
                 self._lent = False
+                for module in self.outer.model.modules():
+                    if isinstance(module, distributed.fsdp.FSDPModule):
+                        module.reshard()  # an evaluation leaves parameters whole, and they would hide those given back
 
     def resumable(self) -> dict[str, Any]:
         """Return a copy of the worker's own parameters and of the outer state, as before `finish()`."""
