@@ -67,5 +67,5 @@ MUTANTS = [
     Mutant("a group over workers is not noticed", DRIVER, "if len(workers) > 1:", "if False:",
            tests=(f"{RANKS}::test_one_group_over_workers_is_refused",)),
     Mutant("what an evaluation has gathered stays", DRIVER, "module.reshard()  #", "pass  #",
-           tests=(f"{RANKS}::test_a_worker_may_shard_its_model_inside",)),
+           tests=("tests/unit/test_trainer_driver.py::test_a_worker_may_shard_its_model_inside",)),
 ]  # fmt: skip
