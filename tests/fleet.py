@@ -221,6 +221,12 @@ class Fleet:
         return [worker for number, worker in enumerate(self.crew) if number not in victims]
 
 
+def as_rank(rank: int, ranks: int, port: int) -> None:
+    """Be one of a worker's processes, as if torchrun had started it."""
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1")
+
+
 def free_port() -> int:
     """One that nobody uses or was given before, below those that the kernel gives away by itself."""
     return next(port for port in _ports if _is_free(port))

@@ -32,7 +32,14 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 GUIDES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 """Pages for users: neither decisions nor the changelog, which keep the names of their time."""
-DEEPER = ("atoll.plan", "atoll.train", "atoll.link.ranks", "atoll.link.elastic_ranks", "atoll.link.elastic_shards")
+DEEPER = (
+    "atoll.plan",
+    "atoll.train",
+    "atoll.link.ranks",
+    "atoll.link.elastic_ranks",
+    "atoll.link.elastic_shards",
+    "atoll.integrations",
+)
 """Modules below `atoll` that docs may import from: the applications, and links for workers of several processes."""
 
 

@@ -1,0 +1,1 @@
+"""Makes workers of scripts that other trainers run: Hugging Face's Trainer and Lightning."""

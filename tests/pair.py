@@ -1,0 +1,55 @@
+"""Two processes that do one thing after another: a trainer's packages take seconds to import, its runs less."""
+
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from fleet import Fleet, Me, free_port
+
+
+class Pair:
+    """Two workers, each in a process; gone when the block is left."""
+
+    def __init__(self, folder: Path, modules: str) -> None:
+        self._fleet = Fleet(folder, 2, keys="none").start(serve, modules)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._fleet.__exit__(kind, error, trace)
+
+    def results(self, act: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What `act(me, *arguments)` returns on both."""
+        outcomes = self.outcomes(act, *arguments)
+        assert all(kind == "done" for kind, _ in outcomes), "\n".join(str(told) for _, told in outcomes)
+        return [told for _, told in outcomes]
+
+    def errors(self, act: Callable[..., Any], *arguments: Any) -> list[str]:
+        """What `act` raises on both, with the trace."""
+        outcomes = self.outcomes(act, *arguments)
+        assert all(kind == "failed" for kind, _ in outcomes), outcomes
+        return [told.strip().splitlines()[-1] for _, told in outcomes]
+
+    def outcomes(self, act: Callable[..., Any], *arguments: Any) -> list[tuple[str, Any]]:
+        port = free_port()
+        for worker in self._fleet.crew:
+            worker.tell((act, port, arguments))
+        return [worker.said() for worker in self._fleet.crew]
+
+
+def serve(me: Me, modules: str) -> None:
+    """Do what the test says, until it is over."""
+    for module in modules.split():
+        __import__(module)
+    while True:
+        act, port, arguments = me.hear()
+        try:
+            me.say(("done", act(replace(me, port=port), *arguments)))
+        except BaseException:
+            me.say(("failed", traceback.format_exc()))
