@@ -15,6 +15,7 @@ class Pair:
 
     def __init__(self, folder: Path, modules: str) -> None:
         self._fleet = Fleet(folder, 2, keys="none").start(serve, modules)
+        assert [worker.said() for worker in self._fleet.crew] == ["ready", "ready"]  # a busy machine imports for long
 
     def __enter__(self) -> Self:
         return self
@@ -47,6 +48,7 @@ def serve(me: Me, modules: str) -> None:
     """Do what the test says, until it is over."""
     for module in modules.split():
         __import__(module)
+    me.say("ready")
     while True:
         act, port, arguments = me.hear()
         try:

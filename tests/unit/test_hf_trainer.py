@@ -92,7 +92,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
 
 
 def test_a_worker_that_was_killed_is_started_again(tmp_path: Path) -> None:
-    with Fleet(tmp_path / "fleet", 2, keys="none") as fleet:
+    with Fleet(tmp_path / "fleet", 2, keys="none", join_s=120.0) as fleet:
         fleet.add(0, killed, tmp_path / "run", [12, 0])
         fleet.add(1, killed, tmp_path / "run", [0, 12])
         assert "RuntimeError" in fleet[0].error() or "LinkError" in fleet[0].error()

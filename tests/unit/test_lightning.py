@@ -191,7 +191,7 @@ def scaled_loop(me: Me, method: str, batches: Any, accumulate: int) -> Any:
 
 
 def test_a_worker_that_was_killed_is_started_again(tmp_path: Path) -> None:
-    with Fleet(tmp_path / "fleet", 2, keys="none") as fleet:
+    with Fleet(tmp_path / "fleet", 2, keys="none", join_s=120.0) as fleet:
         fleet.add(0, killed, tmp_path / "run", [12, 0])
         fleet.add(1, killed, tmp_path / "run", [0, 12])
         assert "Error" in fleet[0].error()

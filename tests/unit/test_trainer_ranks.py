@@ -24,7 +24,7 @@ def replicated(me: Me, folder: Path, rank: int, port: int) -> Any:
 
 
 def test_a_worker_may_use_ddp_inside(tmp_path: Path) -> None:
-    with Fleet(tmp_path / "fleet", 2, keys="none") as fleet:
+    with Fleet(tmp_path / "fleet", 2, keys="none", join_s=120.0) as fleet:
         for worker in range(2):
             port = free_port()
             for rank in range(2):
@@ -48,6 +48,6 @@ def spanned(me: Me, folder: Path, port: int) -> Any:
 
 
 def test_one_group_over_workers_is_refused(tmp_path: Path) -> None:
-    with Fleet(tmp_path / "fleet", 2, keys="none") as fleet:
+    with Fleet(tmp_path / "fleet", 2, keys="none", join_s=120.0) as fleet:
         for setting, text in fleet.start(spanned, tmp_path, free_port()).results():
             assert setting == "link" and "spans workers 0, 1" in text and "a torchrun of its own" in text
