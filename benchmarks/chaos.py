@@ -3,6 +3,7 @@
     python benchmarks/chaos.py matrix                    # one fault in each run, at a random seat
     python benchmarks/chaos.py matrix --fault kill cut --moment sending flushing --workers 2 5 --seat all
     python benchmarks/chaos.py day --minutes 10 --count 60    # many random faults in one run
+    python benchmarks/chaos.py peer                           # two kills, beside torchft under the same ones
 
 Every worker is a process (benchmarks/chaos_worker.py) with its own certificate; the registry is `atoll registry`. A
 fault hits one worker, its line or the registry; a killed worker is started again. What must hold in every run:
@@ -34,6 +35,7 @@ from typing import Any
 
 from chaos_day import day
 from chaos_fleet import Fleet, problems
+from chaos_peer import peer
 from chaos_worker import Strike, Task
 from sites import Sites, available
 
@@ -253,6 +255,9 @@ def main() -> int:
     many.add_argument("--seed", type=int, default=0)
     many.add_argument("--task", type=json.loads, default={}, help="settings of chaos_worker.Task, as JSON")
     many.set_defaults(run=day)
+    other = commands.add_parser("peer")
+    other.add_argument("--rate", default="100mbit", help="of each worker's line")
+    other.set_defaults(run=peer)
     arguments = parser.parse_args()
     return int(arguments.run(arguments))
 

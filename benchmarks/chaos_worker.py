@@ -355,6 +355,7 @@ class Worker:
             self._train()
             time.sleep(max(0.0, self.task.step_s - (time.monotonic() - began)))
             outer.step()
+            log.write("step")
             if outer.counters.rejoins != rejoins:
                 log.write("rejoined", steps=outer.steps, before=before)
             elif outer.steps != before + 1:

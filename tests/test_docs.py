@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -106,6 +106,13 @@ def test_the_diff_of_the_readme_makes_a_worker_of_the_loop(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "model", module)
     mine = threading.local()
     monkeypatch.setattr(atoll, "connect", lambda address, *, worker, workers, keys: mine.link)
+    really = sys
+
+    class Sys(ModuleType):  # the workers of this test are threads, each with a command line of its own
+        def __getattr__(self, name: str) -> Any:
+            return ["train.py", str(mine.link.worker)] if name == "argv" else getattr(really, name)
+
+    monkeypatch.setitem(sys.modules, "sys", Sys("sys"))
 
     def train(link: Any) -> tuple[list[Tensor], int]:
         def get_batch(split: str) -> tuple[Tensor, Tensor]:
@@ -114,8 +121,7 @@ def test_the_diff_of_the_readme_makes_a_worker_of_the_loop(monkeypatch: pytest.M
 
         mine.link = link
         data = torch.Generator().manual_seed(link.worker)
-        command_line = SimpleNamespace(argv=["train.py", str(link.worker)])
-        names: dict[str, Any] = {"sys": command_line, "max_iters": 203, "get_batch": get_batch}
+        names: dict[str, Any] = {"max_iters": 203, "get_batch": get_batch}
         exec(compile(after, "after", "exec"), names)
         return list(names["model"].parameters()), names["outer"].counters.rounds_applied
 

@@ -33,6 +33,27 @@ _NONSENSE = _in("member", "test_the_others_go_on_without_a_member_that_sends_non
 
 MUTANTS = [
     Mutant(
+        "a process learns late that another has its seat",
+        "link/net/membership.py",
+        "if own is not None and own.life != self._me.life:",
+        "if False:",
+        tests=("tests/unit/test_membership.py::test_it_learns_so_at_once",),
+    ),
+    Mutant(
+        "workers are started again after the end",
+        "cli/launch_elastic.py",
+        "        self._is_over |= ended.status == 0\n",
+        "",
+        tests=("tests/unit/test_launch_elastic.py::test_nobody_is_started_again_after_a_worker_has_finished",),
+    ),
+    Mutant(
+        "a state of fewer ranks is taken",
+        "link/elastic_shards.py",
+        "        if any(one.keys() != some[0].keys() for some in (counts, vectors) for one in some):\n",
+        "        if False:\n",
+        tests=("tests/unit/test_elastic_rank_links.py",),
+    ),
+    Mutant(
         "a round that has failed is completed",
         "link/net/open_round.py",
         "        if not self._completed.done():\n            self._completed.set_result(",

@@ -269,8 +269,16 @@ def test_a_joiner_gets_what_all_ranks_have(tmp_path: Path, kind: str) -> None:
 
 
 def _foreign(rank: int, link: ElasticRanksLink, echo: Echo | None) -> Any:
+    return _refused(link, echo, "2/anchor")
+
+
+def _of_one_rank(rank: int, link: ElasticRanksLink, echo: Echo | None) -> Any:
+    return _refused(link, echo, "0/anchor")
+
+
+def _refused(link: ElasticRanksLink, echo: Echo | None, vector: str) -> str:
     if echo is not None:
-        echo.given = [FragmentState(0, 6, {}, {"2/anchor": torch.zeros(2)})]
+        echo.given = [FragmentState(0, 6, {}, {vector: torch.zeros(2)})]
     with pytest.raises(LinkError) as error:
         list(link.rejoin().states(1))
     return str(error.value)
@@ -279,6 +287,8 @@ def _foreign(rank: int, link: ElasticRanksLink, echo: Echo | None) -> Any:
 def test_a_state_of_another_number_of_ranks_is_refused_on_all(tmp_path: Path) -> None:
     told = two_ranks(tmp_path, _foreign, "shards")
     assert told == ["fragment 0: another worker's state of it is not that of 2 ranks: it holds 2/anchor"] * 2
+    told = two_ranks(tmp_path, _of_one_rank, "shards")
+    assert told == ["fragment 0: another worker's state of it is not that of 2 ranks: it holds 0/anchor"] * 2
 
 
 # ---------------------------------------------------------------------- errors, weights

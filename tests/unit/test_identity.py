@@ -163,6 +163,12 @@ def test_files_that_do_not_belong_together_are_refused(authority: Authority, tmp
     refused(bundle, KEY_PEM, "cannot be read")
 
 
+def test_the_folder_of_all_bundles_is_not_one_of_them(tmp_path: Path) -> None:
+    throw_away(2).save(tmp_path)
+    with pytest.raises(ConfigError, match="give one of the folders in it: observer, registry, worker-0, worker-1"):
+        Identity.load(tmp_path)
+
+
 def test_an_expired_bundle_says_how_to_renew_it(authority: Authority, tmp_path: Path) -> None:
     authority.issue("worker", 3, days=5).save(tmp_path)
     refused(tmp_path, "worker 3", "expired on", "atoll keys renew FOLDER --worker 3", now=NOW + timedelta(days=6))

@@ -70,6 +70,15 @@ def test_one_that_is_refused_or_was_stopped_is_not_started_again(status: int) ->
     assert not _Output(["worker 0"], restart=True).again(exits("worker 0", status))
 
 
+def test_nobody_is_started_again_after_a_worker_has_finished(capsys: pytest.CaptureFixture[str]) -> None:
+    output = _Output(["worker 0", "worker 1"], restart=True)
+    assert output.again(exits("worker 1", 1))
+    output.end(exits("worker 0", 0))
+    assert not output.again(exits("worker 1", 1))
+    output.end(exits("worker 1", 1))
+    assert capsys.readouterr().out == "worker 1 is gone (why): the others have finished the run\n"
+
+
 def test_without_the_option_no_worker_is_started_again(capsys: pytest.CaptureFixture[str]) -> None:
     output = _Output(["worker 0"], restart=False)
     assert not output.again(exits("worker 0", -9))

@@ -86,6 +86,19 @@ def test_a_process_whose_seat_is_taken_learns_it(tmp_path: Path) -> None:
     on_a_registry(tmp_path, work)
 
 
+def test_it_learns_so_at_once(tmp_path: Path) -> None:
+    async def work(run: ElasticRun) -> None:
+        async with sides(run, FIRST, AGAIN) as (one, two):
+            await one.membership.announce([], 3600.0)  # is renewed every 20 minutes
+            await two.membership.announce([], 3600.0)
+            await until(lambda: bool(one.faults))
+            assert "start it only once" in str(one.faults[0])
+            await until(lambda: two.membership.is_present(AGAIN))
+            assert not two.faults
+
+    on_a_registry(tmp_path, work)
+
+
 def test_one_of_two_views_is_accepted(tmp_path: Path) -> None:
     async def work(run: ElasticRun) -> None:
         async with sides(run, FIRST, OTHER) as (one, two):

@@ -134,22 +134,27 @@ class _Output(PrefixedOutput):
         self._restart = restart
         self._restarts: dict[str, deque[float]] = defaultdict(deque)
         self._is_again = False
+        self._is_over = False  # a worker has finished, so nobody can join any more
 
     def again(self, ended: ProcessExit) -> bool:
-        """Return whether to start a worker again: not one that was stopped, is refused, or dies all the time."""
+        """Return whether to start a worker again: not one that was stopped, refused, late, or dies often."""
         past, now = self._restarts[ended.job.name], time.monotonic()
         while past and now - past[0] > _MINUTE_S:
             past.popleft()
-        self._is_again = self._restart and ended.status not in (2, _LEFT) and len(past) < MOST_RESTARTS
+        may = self._restart and ended.status not in (2, _LEFT) and not self._is_over
+        self._is_again = may and len(past) < MOST_RESTARTS
         if self._is_again:
             past.append(now)
         return self._is_again
 
     def end(self, ended: ProcessExit) -> None:
         """Say how a worker has ended that did not finish."""
+        self._is_over |= ended.status == 0
         if ended.status and not ended.asked:
             what = "it is started again" if self._is_again else "the others go on"
-            if not self._is_again and self._restart and ended.status not in (2, _LEFT):
+            if self._is_over:
+                what = "the others have finished the run"
+            elif not self._is_again and self._restart and ended.status not in (2, _LEFT):
                 what = f"it is not started again, after {MOST_RESTARTS} times within a minute"
             self.say(f"{ended.job.name} is gone ({self.how(ended)}): {what}")
 

@@ -23,6 +23,9 @@ def read_public(path: Path, most: int = _LONGEST) -> bytes:
         return read_limited(path, most)
     except OSError as fault:
         advice = "" if path.parent.is_dir() else "; copy the bundle there, or make keys with `atoll keys new`"
+        found = sorted(file.parent.name for file in path.parent.glob(f"*/{path.name}"))
+        if bundles := [name for name in found if name != "authority"]:
+            advice = f"; give one of the folders in it: {', '.join(bundles[:4])}"
         raise key_error(path, f"cannot be read: {fault.strerror}{advice}") from fault
 
 

@@ -146,6 +146,9 @@ class Membership:
 
     async def _wait_replaced(self, presence: Presence) -> None:
         await presence.wait_replaced()
+        self._lose_seat()
+
+    def _lose_seat(self) -> None:
         seat = self._me.seat
         why = f"worker {seat} was started again elsewhere, and that process has taken its seat: start it only once"
         self._on_fault(LinkError(why, worker=seat))
@@ -160,6 +163,9 @@ class Membership:
                 self.present.pop(seat, None)
                 if entry is not None and (known := Announcement.parse(entry.value)) is not None:
                     self.present[seat] = known
+        own = self.present.get(self._me.seat)
+        if own is not None and own.life != self._me.life:  # before the view says so, or both would join again and again
+            self._lose_seat()
 
     def _take_view(self, entry: Entry | None) -> None:
         if entry is None or entry.version <= self._version:

@@ -25,6 +25,6 @@ def security_of(config: RunConfig, worker: int) -> Identity | Insecure:
         raise ConfigError(f'{problem}; on a private cable, link.security = "none"', setting="link.keys")
     folder = Path(config.link.keys.replace("{worker}", str(worker))).expanduser()
     if not folder.is_dir():
-        problem = f"link.keys: there is no folder {folder}; make keys with `{command}`, and copy this worker's here"
-        raise ConfigError(problem, setting="link.keys", value=str(folder))
+        problem = f"link.keys: there is no folder {folder}; copy this worker's from the machine with the run's keys"
+        raise ConfigError(f"{problem}, or make them there: `{command}`", setting="link.keys", value=str(folder))
     return load_keys(folder, worker, "link.keys")
