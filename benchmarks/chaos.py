@@ -256,7 +256,6 @@ def main() -> int:
     many.add_argument("--task", type=json.loads, default={}, help="settings of chaos_worker.Task, as JSON")
     many.set_defaults(run=day)
     other = commands.add_parser("peer")
-    other.add_argument("--rate", default="100mbit", help="of each worker's line")
     other.set_defaults(run=peer)
     arguments = parser.parse_args()
     return int(arguments.run(arguments))

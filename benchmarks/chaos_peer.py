@@ -1,9 +1,9 @@
 """The `peer` mode of benchmarks/chaos.py: the same kills for torchft's DiLoCo and for atoll's, side by side.
 
-Three workers train 0.8 million parameters by DiLoCo in fp32 with the same period, batches and lines. One is killed,
-either between two exchanges or amid one, and started again as a new interpreter a while later. torchft (0.2.0) is set
-up as its documentation has it, with a lighthouse of its own, at least two replicas and heartbeats that may be 5 s
-late; atoll's `silent_s` is 5 s. Columns:
+Three workers train 0.8 million parameters by DiLoCo in fp32 on loopback, with the same period and batches. One is
+killed, either between two exchanges or amid one, and started again as a new interpreter a while later. torchft
+(0.2.0) is set up as its documentation has it, with a lighthouse of its own, at least two replicas and heartbeats that
+may be 5 s late; atoll's `silent_s` is 5 s. Columns:
 
 - next: seconds from the kill until the slowest survivor has applied an exchange;
 - lost: inner steps of a survivor that no exchange carried, because one that had begun was given up;
@@ -37,10 +37,9 @@ from torch.nn.functional import cross_entropy
 import chaos_worker
 from chaos_fleet import PATIENCE_S, Event, Fleet
 from chaos_worker import Log, Strike, Task
-from sites import Sites
 
 TASK = Task(workers=3, method="diloco", codec="fp32", period=20, width=400, step_s=0.1)
-LIGHTHOUSE_PORT = 29510
+HOST, LIGHTHOUSE_PORT = "127.0.0.1", 29510
 TIMEOUT = timedelta(seconds=60)
 APART_S = 10.0
 """Seconds between the survivors' next exchange and the start of the new interpreter."""
@@ -63,7 +62,7 @@ def peer(arguments: argparse.Namespace) -> int:
     print("| | killed | next, s | lost steps | back, s | stall, s |\n" + 6 * "|---" + "|")
     for name, run in (("atoll", run_atoll), ("torchft", run_torchft)):
         for moment in ("between", "sending"):
-            row = run(moment, arguments.rate)
+            row = run(moment)
             figures = f"{row.next_s:.2f} | {row.lost_steps} | {row.back_s:.1f} | {row.stall_s:.1f}"
             print(f"| {name} | {'amid' if moment == 'sending' else moment} | {figures} |", flush=True)
     return 0
@@ -72,12 +71,11 @@ def peer(arguments: argparse.Namespace) -> int:
 # ---------------------------------------------------------------------- atoll
 
 
-def run_atoll(moment: str, rate: str) -> Row:
+def run_atoll(moment: str) -> Row:
     """Kill a worker of an elastic run."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="atoll-peer-")))
-        sites = stack.enter_context(Sites(TASK.workers + 1, rate))
-        fleet = stack.enter_context(Fleet(folder, TASK, sites))
+        fleet = stack.enter_context(Fleet(folder, TASK))
         victim = TASK.workers - 1
         plan = Strike(moment=moment, count=2 if moment == "sending" else TASK.period // 2, signal=signal.SIGKILL)
         for seat in range(TASK.workers):
@@ -87,10 +85,11 @@ def run_atoll(moment: str, rate: str) -> Row:
         next_s = fleet.wait_applied(range(victim), at, 1, [victim]) - at
         time.sleep(APART_S)
         began = time.monotonic()
-        task = asdict(fleet.task) | {"worker": victim, "listen": f"{sites[victim].address}:0"}
+        task = asdict(fleet.task) | {"worker": victim}
         with (folder / f"worker-{victim}.log").open("ab") as log:
             command = [sys.executable, chaos_worker.__file__, json.dumps(task)]
-            sites[victim].popen(command, stdout=log, stderr=log)
+            again = stack.enter_context(subprocess.Popen(command, stdout=log, stderr=log))
+        stack.callback(again.kill)
         back = fleet.wait_applied([victim], began, 1, [victim])
         stall_s = max(longest(fleet.events(seat, "step"), began, back) for seat in range(victim))
         lost = sum(len(fleet.events(seat, "rejoined", "jumped", after_s=at)) for seat in range(victim))
@@ -106,31 +105,31 @@ def longest(steps: list[Event], from_s: float, until_s: float) -> float:
 # ---------------------------------------------------------------------- torchft
 
 
-def run_torchft(moment: str, rate: str) -> Row:
+def run_torchft(moment: str) -> Row:
     """Kill a replica of torchft's DiLoCo."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchft-peer-")))
-        sites = stack.enter_context(Sites(TASK.workers + 1, rate))
-        home = sites[TASK.workers]
         serve = (
             "import time; from torchft.coordination import LighthouseServer as L; "
-            f"server = L(bind='0.0.0.0:{LIGHTHOUSE_PORT}', min_replicas={TASK.workers - 1}, join_timeout_ms=5000); "
+            f"server = L(bind='127.0.0.1:{LIGHTHOUSE_PORT}', min_replicas={TASK.workers - 1}, join_timeout_ms=5000); "
             "time.sleep(3600)"
         )
         with (folder / "lighthouse.log").open("wb") as log:
-            home.popen([sys.executable, "-c", serve], stdout=log, stderr=log)
+            lighthouse = stack.enter_context(subprocess.Popen([sys.executable, "-c", serve], stdout=log, stderr=log))
+        stack.callback(lighthouse.kill)
         time.sleep(5.0)  # it imports torch
 
-        def start(seat: int, strike: str) -> subprocess.Popen[bytes]:
+        def start(seat: int, strike: str) -> None:
             task = {
                 "seat": seat,
                 "folder": str(folder),
-                "address": sites[seat].address,
-                "lighthouse": f"http://{home.address}:{LIGHTHOUSE_PORT}",
+                "lighthouse": f"http://127.0.0.1:{LIGHTHOUSE_PORT}",
                 "strike": strike,
             }
             with (folder / f"worker-{seat}.log").open("ab") as log:
-                return sites[seat].popen([sys.executable, __file__, json.dumps(task)], stdout=log, stderr=log)
+                command = [sys.executable, __file__, json.dumps(task)]
+                replica = stack.enter_context(subprocess.Popen(command, stdout=log, stderr=log))
+            stack.callback(replica.kill)
 
         def events(seat: int, kind: str, after_s: float = 0.0) -> list[Event]:
             path = folder / f"worker-{seat}.jsonl"
@@ -168,11 +167,11 @@ class Replica:
         torchft: Any = importlib.import_module("torchft")
         self.seat, self.strike = int(task["seat"]), str(task["strike"])
         self.log = Log(Path(task["folder"], f"worker-{self.seat}.jsonl"), self.seat)
-        socket.gethostname = lambda: str(task["address"])  # its transport of state advertises this
+        socket.gethostname = lambda: HOST  # its transport of state advertises this
         self.model = chaos_worker.make_model(TASK)
         self.inner = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.0)
         self.outer = torch.optim.SGD(self.model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-        self._store = distributed.TCPStore(task["address"], 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        self._store = distributed.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self.manager = torchft.Manager(
             pg=torchft.ProcessGroupGloo(timeout=TIMEOUT),
             load_state_dict=self._load,
@@ -184,11 +183,11 @@ class Replica:
             connect_timeout=TIMEOUT,
             rank=0,
             world_size=1,
-            store_addr=task["address"],
+            store_addr=HOST,
             store_port=self._store.port,
             lighthouse_addr=task["lighthouse"],
             replica_id=f"seat{self.seat}",
-            hostname=task["address"],
+            hostname=HOST,
         )
 
     def _state(self) -> dict[str, Any]:

@@ -201,7 +201,7 @@ def _failing(rank: int, link: ElasticRanksLink, echo: Echo | None) -> Any:
 
 def test_a_shard_that_cannot_be_sent_fails_the_round_on_all_ranks(tmp_path: Path) -> None:
     told = two_ranks(tmp_path, _failing, "shards")
-    assert told == [("rank 1 could not send its part: ArithmeticError: the device is gone", 1)] * 2
+    assert told == [("rank 1 of this worker could not send its shard: ArithmeticError: the device is gone", 1)] * 2
 
 
 # ---------------------------------------------------------------------- joining, and those that join
