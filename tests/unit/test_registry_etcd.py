@@ -61,7 +61,7 @@ def test_three_members_survive_the_loss_of_any(tmp_path: Path, how: str) -> None
         turned = EtcdOptions(options.endpoints[1:] + options.endpoints[:1], INSECURE, "run", timeout_s=10.0)
         seen, enough = list[Update](), asyncio.Event()
         async with EtcdRegistry(options) as writer, EtcdRegistry(turned) as reader, asyncio.timeout(4 * PATIENCE_S):
-            presence = await reader.announce(presence_key(0), b"here", 10.0)
+            presence = await reader.announce(presence_key(0), b"here", 30.0)
             before = await reader.get(presence_key(0))
             counting = asyncio.create_task(count_up(writer, enough))
             following = asyncio.create_task(follow(reader, seen))
