@@ -77,7 +77,7 @@ async def _look(address: str, security: "Identity | Insecure") -> "Update":
                 return await anext(updates)
         except TimeoutError:
             problem = f"the registry at {address} does not answer within {WAIT_S:g} s"
-            raise RegistryError(f"{problem}: check that `atoll registry` runs there") from None
+            raise RegistryError(f"{problem}: check that `atoll registry` runs there, with keys of this run") from None
         finally:
             await updates.aclose()
 
@@ -133,7 +133,8 @@ def lines(update: "Update", now: float, paces: Mapping[int, str] = MappingProxyT
 
 
 def _line(seat: int, view: "View", known: "Announcement | None", now: float) -> str:
-    role = "catching up" if seat in view.following else "training" if seat in view.lives else "not a member"
+    trains = "finished" if view.over else "training"
+    role = "catching up" if seat in view.following else trains if seat in view.lives else "not a member"
     if known is None:
         return f"worker {seat}: {role}, not present"
     if seat in view.lives and view.lives[seat] != known.life:
