@@ -10,7 +10,7 @@ those bytes take on the line alone.
 
 "others" is by how many percent their inner steps took longer from the start to that first step than they did before it,
 over as many seconds. A step lasts --step-s at least, most of which is sleep: two cores stand for all sites, and what
-the joiner computes must not be taken for what its traffic costs.
+the joiner computes must not be taken for what its traffic costs. It exits with 1 if a median is over 10 s or 3 %.
 """
 
 import argparse
@@ -32,9 +32,10 @@ from sites import Sites, bits_per_second
 BYTES_A_PARAMETER = 8
 SETTLE_S = 12.0
 """Seconds for the others to go on without the killed worker, and to be measured."""
+MOST_BACK_S, MOST_SLOWER = 10.0, 3.0
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seats", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--rate", default="100mbit")
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.15)
     parser.add_argument("--times", type=int, default=3)
     arguments = parser.parse_args()
+    missed = 0
     print("seats   parameters   back s   state s   others")
     for seats in arguments.seats:
         task = Task(workers=seats, width=arguments.width, step_s=arguments.step_s, period=32, delay=4)
@@ -53,6 +55,8 @@ def main() -> None:
             f"   {statistics.median(slower):+.1f} %   (back: {', '.join(f'{back:.1f}' for back in backs)})",
             flush=True,
         )
+        missed += statistics.median(backs) > MOST_BACK_S or statistics.median(slower) > MOST_SLOWER
+    return 1 if missed else 0
 
 
 def rejoins(task: Task, rate: str, times: int) -> list[tuple[float, float]]:
@@ -105,4 +109,4 @@ def step_s(fleet: Fleet, seat: int, from_s: float, until_s: float) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

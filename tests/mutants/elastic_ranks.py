@@ -29,7 +29,7 @@ MUTANTS = [
            '        self._rank_group.broadcast_text(json.dumps({"copy": fragment}))\n',
            '        self._rank_group.broadcast_text(json.dumps({"copy": fragment}))\n        states = [self._save(fragment)]\n'),
     Mutant("a joiner gets a shard that is newer than it is said to be", SHARDS, "max(state.applied for state in states)", "states[0].applied"),
-    Mutant("one rank alone decides to roll back", SHARDS, "return bool(self._rank_group.all_reduce_sum(count).item())", "return value"),
+    Mutant("one rank alone decides to roll back", SHARDS, "return self._rank_group.any(value)", "return value"),
     # the trainer
     Mutant("a worker with one rank's first checkpoint cannot come back", "train/ranks/elastic.py", "common_steps(steps, required=False)", "common_steps(steps)",
            tests=FIRST_SAVE),

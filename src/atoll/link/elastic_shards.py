@@ -167,8 +167,7 @@ class ElasticShardsLink(ElasticRanksLink):
 
     def on_any_rank(self, value: bool) -> bool:
         """Return whether `value` is true on any rank of this worker; an all-reduce of a few bytes."""
-        count = torch.tensor([float(value)], dtype=torch.float64, device="cpu")
-        return bool(self._rank_group.all_reduce_sum(count).item())
+        return self._rank_group.any(value)
 
     # ------------------------------------------------------------------ joiners
 

@@ -103,6 +103,10 @@ class RankGroup:
         self._run(lambda: distributed.all_reduce(total, group=self._group))
         return total
 
+    def any(self, value: bool) -> bool:
+        """Return whether `value` is true on any rank; an all-reduce of a few bytes."""
+        return bool(self.all_reduce_sum(torch.tensor([float(value)], dtype=torch.float64, device="cpu")).item())
+
     def raise_on_all(self, act: Callable[[], Value]) -> Value:
         """Call `act` on every rank; if it fails on one, all ranks raise that error's message."""
         error: AtollError | None = None
@@ -307,8 +311,7 @@ class ShardedLink(Link):
 
     def on_any_rank(self, value: bool) -> bool:
         """Return whether `value` is true on any rank of this worker; an all-reduce of a few bytes."""
-        count = torch.tensor([float(value)], dtype=torch.float64, device="cpu")
-        return bool(self._rank_group.all_reduce_sum(count).item())
+        return self._rank_group.any(value)
 
     def check(self) -> None:
         """Raise the LinkError of a round that has failed since, on this rank or another."""
