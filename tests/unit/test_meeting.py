@@ -181,6 +181,15 @@ def test_who_has_left_is_not_waited_for() -> None:
             list(there[0].collect("greeting", there[0].seat.peers()))
 
 
+def test_what_was_published_before_its_worker_left_is_heard() -> None:
+    def publish_and_leave() -> None:  # after the first look for the value
+        there[1].publish("greeting", "good-bye")
+        raise LinkError("worker 1 left")
+
+    with meetings(2, join_s=60.0) as there:
+        assert dict(there[0].collect("greeting", [Seat(1, 2)], publish_and_leave)) == {Seat(1, 2): "good-bye"}
+
+
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "nonsense"])
 def test_what_is_no_json_is_refused_with_its_name(text: str) -> None:
     with meetings(2) as there:
