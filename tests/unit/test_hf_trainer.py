@@ -197,7 +197,7 @@ class Broken:
 
 
 @every_method
-def test_an_evaluation_that_raises_gives_the_parameters_back_tells_the_others_why_and_the_run_goes_on_later(
+def test_an_evaluation_that_raises_gives_the_parameters_back_and_tells_the_others_why(
     pair: Pair, tmp_path: Path, method: str, accumulate: int
 ) -> None:
     (told, *_), (why, model, live, step) = pair.results(evaluation_fails, tmp_path / "run", method, accumulate)

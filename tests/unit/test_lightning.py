@@ -153,7 +153,7 @@ def validation_fails(me: Me, folder: Path, method: str, accumulate: int) -> Any:
 
 
 @every_method
-def test_a_validation_that_raises_gives_the_parameters_back_tells_the_others_why_and_the_run_goes_on_later(
+def test_a_validation_that_raises_gives_the_parameters_back_and_tells_the_others_why(
     pair: Pair, tmp_path: Path, method: str, accumulate: int
 ) -> None:
     (told, *_), (why, model, live, step) = pair.results(validation_fails, tmp_path / "run", method, accumulate)

@@ -21,7 +21,7 @@ from atoll.link.net.registry import Insecure
 from atoll.link.net.rendezvous import Rendezvous, Waiting, parse_address
 from atoll.link.net.root_cause import FailureReport, root_cause
 from atoll.link.net.run_keys import KeyRing, RunKeys, throw_away
-from atoll.link.net.seat import Seat
+from atoll.link.seat import Seat
 from fleet import free_port
 
 

@@ -5,7 +5,6 @@ promises: what is evaluated, and saved for use, are the outer parameters (the an
 the worker's own parameters and the outer state; and the last step ends with `finish()`, before anything is reloaded.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypedDict
@@ -114,21 +113,7 @@ class Driver:
 
     def gather(self, key: str, value: Any, within_s: float | None = None) -> dict[int, Any]:
         """Publish a JSON value under a key and return that of every worker, by worker; all ranks call it."""
-        far = self._far
-        if far.workers == 1:
-            return {far.worker: value}
-        if not hasattr(far, "gather"):
-            problem = f"link must be made by atoll.connect(...), got {type(far).__name__}"
-            raise ConfigError(f"{problem}: workers compare their settings through it", setting="link", value=far)
-        if not isinstance(self.link, ReplicatedLink):
-            return {seat.worker: told for seat, told in far.gather(key, value, within_s).items()}
-        assert self._rank_group is not None
-        if self._rank_group.rank == 0:
-            told = {seat.worker: said for seat, said in far.gather(key, value, within_s).items()}
-            text = self._rank_group.broadcast_text(json.dumps(list(told.items())))
-        else:
-            text = self._rank_group.broadcast_text(None)
-        return dict(json.loads(text))
+        return {seat.worker: told for seat, told in self.link.gather(key, value, within_s).items()}
 
     def start(self, model: nn.Module, saved: Mapping[str, Any] | None = None) -> None:
         """Make the outer loop and meet the other workers.

@@ -20,6 +20,7 @@ from atoll._util.checks import check_number, check_whole, config_error
 from atoll.core.allreduce import Reduction, sent_bytes, shots
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Admission, Contribution, FragmentState, Link, Offer, Pending, Round, RoundId, TransferStats
+from atoll.link.seat import Seat
 
 PACKET_BYTES = 1500
 """Size of a packet, the unit of loss."""
@@ -354,6 +355,10 @@ class ShapedLink(Link):
     def on_any_rank(self, value: bool) -> bool:
         """Return whether `value` is true on any rank of this worker."""
         return self._inner.on_any_rank(value)
+
+    def gather(self, key: str, value: Any, within_s: float | None = None) -> dict[Seat, Any]:
+        """Publish a value and return that of every process, past the emulated line."""
+        return self._inner.gather(key, value, within_s)
 
     def check(self) -> None:
         """Raise the error of a round that has failed since, on its line or in the inner link."""

@@ -25,7 +25,7 @@ from atoll.link.net.identity import Identity
 from atoll.link.net.meeting_client import ASK_S, MeetingClient
 from atoll.link.net.meeting_point import MISFIT, MeetingPoint
 from atoll.link.net.registry import Insecure
-from atoll.link.net.seat import Seat
+from atoll.link.seat import Seat
 
 _HOLD_S = 0.2  # that a question waits at the meeting point; in between, interrupts and failures are looked for
 _SOON_S = 2.0  # of waiting, after which the user is told for which worker

@@ -12,7 +12,7 @@ from atoll._util.signals import Interrupts
 from atoll.errors import LinkError
 from atoll.link.base import LEFT_OUT, describe_differences
 from atoll.link.net.fixed_link import NetLink
-from atoll.link.net.seat import Seat
+from atoll.link.seat import Seat
 from atoll.settings.config import RunConfig, settings_of
 from atoll.train.data.token_files import TokenData
 from atoll.train.data.tokenizer import FILE
