@@ -217,7 +217,7 @@ class Driver:
 
     def refuse_early_end(self, step: int, last: int) -> None:
         """Raise a ConfigError: training has ended before its last step, and the other workers do not know of it."""
-        problem = f"training ended at step {step} of {last}: all workers must make the same number of steps"
+        problem = f"all workers must make the same number of steps: training ended at step {step} of {last}"
         advice = "let a loader that ends begin again, and let no callback of one worker alone stop training"
         raise ConfigError(f"{problem}; {advice}", setting="max_steps", value=last)
 

@@ -86,6 +86,6 @@ class Failure:
         found = {}
         for seat, last in rendezvous.poll("end", silent).items():
             if isinstance(last, str) and last.removeprefix("after ") != position.removeprefix("after "):
-                why = f"has finished and left, {last[:100]}: all workers must make the same number of steps"
-                found[seat.worker] = FailureReport(seat.worker, why, position)
+                at = f"all workers must make the same number of steps: {position}"
+                found[seat.worker] = FailureReport(seat.worker, f"has finished and left, {last[:100]}", at)
         return found
