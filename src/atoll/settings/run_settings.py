@@ -172,7 +172,7 @@ class TrainSection(Section):
     eval_tokens: Count = 65536
     """Held-out tokens per evaluation."""
     log_every: Count = 10
-    """Inner steps between two lines of metrics."""
+    """Inner steps between two lines of metrics, after that of the first step."""
     save_every: Count | None = Field(default=None, examples=[500])
     """Inner steps between checkpoints; left out: chosen from steps."""
     keep: Count = 2
