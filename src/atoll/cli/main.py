@@ -125,7 +125,7 @@ def init(
     except FileExistsError:
         problem = f"{path}: exists already; give another path, or --force to overwrite it"
         raise ConfigError(problem, setting="path", value=path) from None
-    typer.echo(f"wrote {path}; to train: atoll train {path}")
+    typer.echo(f"wrote {path}; to train: atoll train {path} (as it stands, a few minutes on two cores)")
 
 
 @app.command()
