@@ -20,7 +20,7 @@ MUTANTS = [
            '{"delay": _LATE, "alpha": "its merge adds a worker\'s own delta, and blends nothing"}', '{"delay": _LATE}'),
     Mutant("a delay of 0 counts as left out", "settings/conflicts.py", "if value is not None and value is not False:",
            "if value:"),
-    Mutant("noise for fp32", "settings/conflicts.py", 'codec in ("fp64", "fp32", "bf16", "fp16", "top64"):',
+    Mutant("noise for fp32", "settings/conflicts.py", 'codec in ("fp64", "fp32", "bf16", "fp16", "lloyd2", "top64"):',
            'codec in ("fp64", "bf16", "fp16"):'),
     Mutant("feedback for fp32", "settings/conflicts.py", 'codec in ("fp64", "fp32") and', 'codec in ("fp64",) and'),
     Mutant("eager with adam", "settings/conflicts.py", 'if sync.outer == "adam" and sync.method == "eager":', "if False:"),

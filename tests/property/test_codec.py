@@ -199,9 +199,10 @@ def test_the_largest_and_smallest_floats_survive(name: str) -> None:
     [
         (
             {"format": "fp8"},
-            "codec must be one of fp64, fp32, .*, e3m0, e2m1, lloyd4, top64; got 'fp8'",
+            "codec must be one of fp64, fp32, .*, e3m0, e2m1, lloyd4, lloyd2, top64; got 'fp8'",
         ),
         ({"format": "bf16", "stochastic": True}, "stochastic rounding is for"),
+        ({"format": "lloyd2", "stochastic": True}, "stochastic rounding is for"),
         ({"format": "fp32", "feedback": True}, "feedback is for codecs that lose something"),
         ({"format": "e3m0", "feedback": 1.5}, "feedback must be True, False or a number from 0 to 1, got 1.5"),
         ({"format": "e3m0", "feedback": float("nan")}, "feedback must be True, False or a number"),

@@ -186,7 +186,7 @@ def test_broken_toml_shows_the_line() -> None:
         ('"a\\nb" = 3', '"a\\nb": unknown key; a run file has name, out'),
         (
             '[sync]\ncodec = "e3m1"',
-            "sync.codec: must be one of fp64, fp32, bf16, fp16, int8, int4, e3m0, e2m1, lloyd4, top64, got",
+            "sync.codec: must be one of fp64, fp32, bf16, fp16, int8, int4, e3m0, e2m1, lloyd4, lloyd2, top64, got",
         ),
         ('[sync]\ncodec = "e3m1"', 'got "e3m1"; did you mean "e3m0"?'),
         ('[sync]\nmethod = "dilocco"', 'did you mean "diloco"?'),

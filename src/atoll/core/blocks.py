@@ -1,7 +1,7 @@
-"""Encodes blocks of values that share one unit: 8 and 4 bits a value, and their rounding.
+"""Encodes blocks of values that share one unit: 8, 4 and 2 bits a value, and their rounding.
 
-A payload has first one byte per block (the unit: a power of two, in lloyd4 also half as much again), then the codes,
-two to a byte for 4-bit formats (the even value in the low half).
+A payload has first one byte per block (the unit: a power of two, in lloyd4 and lloyd2 also half as much again), then
+the codes, two to a byte for 4-bit formats and four for 2 bits (the first value lowest).
 
 Work goes in cache-sized pieces and on the bits of the floats, where a power of two is an integer shift and
 rounding is an integer addition: exact, the same on every processor, and an order faster than logarithms.
@@ -40,7 +40,7 @@ class Blocks:
 
     quantise: Quantise
     levels: tuple[float, ...] | None
-    """What each 4-bit code stands for, in units; None for int8, whose codes are the numbers themselves."""
+    """What each 4 or 2-bit code stands for, in units; None for int8, whose codes are the numbers themselves."""
     nearest_range: float
     """Values below this many units round to a level; beyond, the unit must double."""
     exact_range: float
@@ -48,7 +48,12 @@ class Blocks:
 
     def payload_bytes(self, numel: int) -> int:
         """Return the bytes of a payload of `numel` values."""
-        return -(-numel // BLOCK) + (numel if self.levels is None else -(-numel // 2))
+        return -(-numel // BLOCK) + -(-numel // self._per_byte)
+
+    @property
+    def _per_byte(self) -> int:
+        """Codes in a byte."""
+        return 1 if self.levels is None else 2 if len(self.levels) == 16 else 4
 
     def encode(self, vector: Tensor, generator: torch.Generator | None) -> Tensor:
         """Return the payload of a vector, uint8; a generator makes rounding random."""
@@ -65,7 +70,7 @@ class Blocks:
             units[_block_range(piece)] = unit.view(-1)
             code = self.quantise(values, unit, noise).view(-1)
             where = self._code_range(piece)
-            codes[where] = (code if self.levels is None else _pack(code))[: where.stop - where.start]
+            codes[where] = _packed(code, self._per_byte)[: where.stop - where.start]
         return payload
 
     def sections(self, payload: Tensor, numel: int, cut: slice) -> list[Tensor]:
@@ -85,7 +90,8 @@ class Blocks:
         if self.levels is None:
             values = code.view(torch.int8).to(torch.float32)
         else:
-            values = _pairs(self.levels, payload.device).index_select(0, code.int()).view(torch.float32)
+            values = _levels_of_bytes(self.levels, payload.device).index_select(0, code.int()).view(-1)
+            values = values.view(torch.float32)
         size = piece.stop - piece.start
         padded = torch.nn.functional.pad(values[:size], (0, -size % BLOCK)) if size % BLOCK else values[:size]
         return padded.view(-1, BLOCK).mul_(unit).view(-1)[:size]
@@ -95,7 +101,7 @@ class Blocks:
         return _power_of_two(unit)
 
     def _code_range(self, piece: slice) -> slice:
-        return piece if self.levels is None else slice(piece.start // 2, -(-piece.stop // 2))
+        return slice(piece.start // self._per_byte, -(-piece.stop // self._per_byte))
 
     def _unit(self, source: Tensor, values: Tensor, *, stochastic: bool) -> Tensor:
         """Return biased exponents [rows, 1] int32 of the smallest unit with max |value| inside the range."""
@@ -139,6 +145,40 @@ class _Lloyd(Blocks):
         return torch.where(losses[1] < losses[0], smaller, whole)
 
 
+class _Lloyd2(_Lloyd):
+    """Has the four levels that Lloyd's algorithm placed for bell-shaped values, in the unit that loses least.
+
+    None of them is zero. Units are those of lloyd4, but for the byte 0, which stands for a block of zeros. The unit is
+    the smallest in which all values are below the highest level, or one of the next four, which clip some.
+    """
+
+    def scale(self, unit: Tensor) -> Tensor:
+        """Return the units [rows, 1] as fp32 numbers, from the int32 bytes that stand for them."""
+        return _lloyd_scale(unit) * (unit > 0)
+
+    def _unit(self, source: Tensor, values: Tensor, *, stochastic: bool) -> Tensor:
+        """Return the bytes [rows, 1] int32 of the unit in which the squared error is least."""
+        peak = (values.view(torch.int32) & _MAGNITUDE).amax(1, keepdim=True)
+        # In unit b the highest level, 10, is 1.25 or 1.875 times 2 ** (b // 2 - 80 + 4): the peak must stay below.
+        mantissa = peak & 0x7F_FFFF
+        whole = 2 * ((peak >> _EXPONENT) - 127 + 80 - 4) + (mantissa >= 0x20_0000).int() + (mantissa >= 0x70_0000).int()
+        if int(whole.max()) > 255:
+            refuse(source, "exceeds lloyd2, which ends at 4.2e15")
+        first = (whole - 4).clamp(min=1)  # the smallest unit to try
+        sixteenths = _sixteenths(values, first >> 1)
+        filled = -source.numel() % BLOCK  # zeros at the end of the last row, which lose nothing
+        best, least = first, torch.full_like(first, torch.iinfo(torch.int32).max)
+        for more in (4, 3, 2, 1, 0):
+            unit = first + more
+            multiple = (2 + (unit & 1)) << ((unit >> 1) - (first >> 1))
+            level = (sixteenths >= 104 * multiple).int().mul_(112).add_(48).mul_(multiple)
+            lost = level.sub_(sixteenths).square_()
+            lost[-1, BLOCK - filled :] = 0
+            total = lost.sum(1, keepdim=True).int()
+            best, least = torch.where(total < least, unit, best), torch.minimum(total, least)
+        return best * (whole >= 5)
+
+
 def _rows(values: Tensor) -> Tensor:
     """Return values as fp32 [rows, BLOCK], the last row filled up with zeros."""
     values = values.to(torch.float32)
@@ -160,17 +200,24 @@ def _power_of_two(biased: Tensor) -> Tensor:
     return (biased << _EXPONENT).view(torch.float32)
 
 
-def _pack(codes: Tensor) -> Tensor:
-    """Pack two 4-bit codes into a byte, the even one low: [n] uint8 -> [n / 2] uint8."""
-    both = codes.view(torch.int16)
-    return (both | (both >> 4)).to(torch.uint8)
+def _packed(codes: Tensor, per_byte: int) -> Tensor:
+    """Pack codes of 8, 4 or 2 bits into bytes, the first lowest: [n] uint8 -> [n / per_byte] uint8."""
+    if per_byte == 4:
+        four = codes.view(torch.int32)
+        return (four | (four >> 6) | (four >> 12) | (four >> 18)).to(torch.uint8)
+    if per_byte == 2:
+        both = codes.view(torch.int16)
+        return (both | (both >> 4)).to(torch.uint8)
+    return codes
 
 
 @cache
-def _pairs(levels: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return [256] int64: the two fp32 levels of each packed byte side by side, so that one look-up finds both."""
+def _levels_of_bytes(levels: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return [256, n] int64: the fp32 levels of each packed byte side by side, so that one look-up finds them all."""
     table = torch.tensor(levels, dtype=torch.float32, device=device)
-    return torch.stack([table.repeat(16), table.repeat_interleave(16)], dim=1).view(torch.int64).view(-1)
+    count, width = (2, 16) if len(levels) == 16 else (4, 4)
+    columns = [table.repeat_interleave(width**n).repeat(256 // width ** (n + 1)) for n in range(count)]
+    return torch.stack(columns, dim=1).view(torch.int64)
 
 
 def _sign(values: Tensor) -> Tensor:
@@ -261,6 +308,13 @@ def _to_lloyd4(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
     return _sign(values).bitwise_or_(code.to(torch.uint8))
 
 
+def _to_lloyd2(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
+    """Return 2 for a negative value, and 1 for the higher level."""
+    # Compared in the sixteenths in which the unit was chosen; a block of zeros has code 0 but for signs.
+    higher = values.abs() >= 6.5 * _lloyd_scale(unit)
+    return (_sign(values) >> 2).bitwise_or_((higher & (unit > 0)).to(torch.uint8))
+
+
 def _to_integer(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
     """Return the nearest whole number of units, as a two's complement byte."""
     scaled = values * _power_of_two(254 - unit)
@@ -283,6 +337,7 @@ BLOCK_FORMATS: dict[str, Blocks] = {
     "e3m0": Blocks(_to_e3m0, _with_signs(_E3M0), nearest_range=_SQRT2, exact_range=1.0),
     "e2m1": Blocks(_to_e2m1, _with_signs(_E2M1), nearest_range=7.0, exact_range=6.0),
     "lloyd4": _Lloyd(_to_lloyd4, _with_signs(_LLOYD), nearest_range=64.0, exact_range=64.0),
+    "lloyd2": _Lloyd2(_to_lloyd2, (3.0, 10.0, -3.0, -10.0), nearest_range=10.0, exact_range=10.0),
 }
 
 

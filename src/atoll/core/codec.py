@@ -1,7 +1,7 @@
 """Encodes vectors as bytes and back: the formats a delta can travel in, and their exact sizes.
 
-A payload is a uint8 tensor. Plain formats are the values themselves, little-endian; `blocks` has the formats with 8 and
-4 bits a value, `sparse` the one that sends the largest values alone. `docs/wire.md` has the layout of all.
+A payload is a uint8 tensor. Plain formats are the values themselves, little-endian; `blocks` has the formats with 8 to
+2 bits a value, `sparse` the one that sends the largest values alone. `docs/wire.md` has the layout of all.
 """
 
 import math
@@ -56,6 +56,9 @@ _FORMATS: dict[str, _Plain | Blocks | Largest] = {
 }
 
 
+_AT_RANDOM = ("int8", "int4", "e3m0", "e2m1", "lloyd4")  # formats with a level at zero, or next to it
+
+
 def nearest_limit(name: str) -> int | None:
     """Return below how many units a value rounds to a level, as fp32 bits; None for a plain format."""
     form = _FORMATS[name]
@@ -67,8 +70,8 @@ class Codec:
     """Encodes deltas in a format; optionally rounds at random or feeds back what rounding lost."""
 
     format: str = "fp32"
-    """fp64, fp32, bf16, fp16, int8, int4, e3m0 (sign and exponent), e2m1 (one mantissa bit), lloyd4 (4 bit each), or
-    top64 (the largest value of 64 in 2 bits and its place: 0.22 bit a value)."""
+    """fp64, fp32, bf16, fp16, int8, int4, e3m0 (sign and exponent), e2m1 (one mantissa bit), lloyd4 (4 bit each),
+    lloyd2 (2 bit), or top64 (the largest value of 64 and its place: 0.22 bit a value)."""
     stochastic: bool = False
     """Round up or down at random so that the expected value is exact; block formats only."""
     feedback: float = False
@@ -78,8 +81,8 @@ class Codec:
     def __post_init__(self) -> None:
         if self.format not in _FORMATS:
             raise ConfigError(f"codec must be one of {', '.join(_FORMATS)}; got {self.format!r}")
-        if self.stochastic and not isinstance(_FORMATS[self.format], Blocks):
-            raise ConfigError(f"stochastic rounding is for int8, int4, e3m0, e2m1 and lloyd4; codec is {self.format!r}")
+        if self.stochastic and self.format not in _AT_RANDOM:
+            raise ConfigError(f"stochastic rounding is for {', '.join(_AT_RANDOM)}; codec is {self.format!r}")
         if not 0 <= self.feedback <= 1:
             raise ConfigError(f"feedback must be True, False or a number from 0 to 1, got {self.feedback!r}")
         if self.feedback in (0, 1):

@@ -122,7 +122,7 @@ def _codec_conflicts(sync: SyncSection) -> Iterator[Conflict]:
         yield Conflict(("sync.feedback", *keys), why)
     if codec == "top64" and sync.method == "data-parallel":
         yield Conflict(keys, "top64 is for deltas, which can wait for a later round: take another method or int8")
-    if sync.stochastic and codec in ("fp64", "fp32", "bf16", "fp16", "top64"):
+    if sync.stochastic and codec in ("fp64", "fp32", "bf16", "fp16", "lloyd2", "top64"):
         why = f"rounding is for 4 and 8 bits, and the codec is {codec}: turn it off or change sync.codec"
         yield Conflict(("sync.stochastic", *keys), why)
     if sync.feedback and codec in ("fp64", "fp32") and sync.method != "data-parallel":

@@ -197,7 +197,7 @@ class SyncSection(Section):
     delay: Steps | Delays | None = Field(default=None, examples=[1])
     """Inner steps between a send and its apply, or a list, one per worker; left out: 1 for streaming, 0 for diloco."""
     codec: CodecName | None = Field(default=None, examples=["e3m0"])
-    """How a delta travels; 4 bit: e3m0, e2m1, lloyd4; 0.22 bit: top64; left out: e3m0; fp32: diloco, data-parallel."""
+    """How a delta travels; 4 bit: e3m0, e2m1, lloyd4; fewer: lloyd2, top64; left out: e3m0, fp32 for diloco."""
     stochastic: bool = False
     """Round up or down at random, right on average; for 4 and 8 bits."""
     feedback: bool | Part = False
