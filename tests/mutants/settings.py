@@ -103,6 +103,11 @@ MUTANTS = [
            tests=STUDY),
     Mutant("overrides do not reach the runs of a study", "settings/study.py",
            "runfile.overridden(_merged(table, entry), overrides)", "_merged(table, entry)", tests=STUDY),
+    Mutant("a study of atoll comes before a file of its name", "settings/study.py", "        if not path.is_file():\n", "        if True:\n",
+           tests=STUDY),
+    Mutant("a folder comes before a study of its name", "settings/study.py", "if not path.is_file():", "if not path.exists():", tests=STUDY),
+    Mutant("a study of atoll is known by its path alone", "settings/study.py", "path = ours.get(str(path), path)", "pass", tests=STUDY),
+    Mutant("a study is known by the end of any path", "settings/study.py", "ours.get(str(path), path)", "ours.get(path.name, path)", tests=STUDY),
     Mutant("runs of a study share what they change", "settings/study.py", "merged = copy.deepcopy(dict(base))", "merged = base",
            tests=STUDY),
 ]  # fmt: skip
