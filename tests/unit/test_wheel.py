@@ -1,4 +1,4 @@
-"""The wheel works alone: built, installed into an empty environment with what it declares, and used in an empty folder."""
+"""The wheel works alone: installed into an empty environment with what it declares, and used in an empty folder."""
 
 import email
 import json
