@@ -155,7 +155,7 @@ MUTANTS = [
            "            old.rename(new)\n", tests=EXPORT),
     Mutant("weights of another shape are loaded", "train/model/export.py",
            "if tensor is None or tensor.shape != parameter.shape or", "if tensor is None or", tests=EXPORT),
-    Mutant("a newer format is read", "train/model/export.py", 'if (version := config.get("version")) != VERSION:',
+    Mutant("a newer format is read", "train/model/export.py", 'if (version := config.get("version")) != known_version:',
            "if False:", tests=EXPORT),
     Mutant("an export that was cut short is not found", "train/model/export.py",
            "    if not folder.exists():  # a replacement died", "    if False:  # a replacement died", tests=EXPORT),
