@@ -285,9 +285,7 @@ def launch(
 def compare(
     files: Annotated[
         list[Path] | None,
-        typer.Argument(
-            metavar="STUDY...", help="Studies of atoll by name, files of studies, run files; none: list them."
-        ),
+        typer.Argument(metavar="STUDY...", help="Names or files of studies, or run files; none lists the names."),
     ] = None,
     changes: Set = None,
     steps: Annotated[
@@ -304,7 +302,6 @@ def compare(
     exit status is 0, also when a claim does not hold, and 1 when a run fails.
 
     [bold]Examples:[/]
-      atoll compare                    (the names of the studies)
       atoll compare drops
       atoll compare diloco.toml streaming.toml --set train.steps=500 --jobs 2
     """
