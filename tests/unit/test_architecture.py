@@ -100,8 +100,8 @@ def test_any_decoder_has_the_same_logits_in_transformers(
 ) -> None:
     transformers: Any = import_module("transformers")
     layers, width, heads, half_head, feedforward, context = sizes
-    shape = {"layers": layers, "width": 2 * width, "heads": heads, "head_width": 2 * half_head}
-    others = {"feedforward": 3 * feedforward, "context": 7 * context, "tied": tied, "qk_norm": qk_norm}
+    shape: dict[str, Any] = {"layers": layers, "width": 2 * width, "heads": heads, "head_width": 2 * half_head}
+    others: dict[str, Any] = {"feedforward": 3 * feedforward, "context": 7 * context, "tied": tied, "qk_norm": qk_norm}
     config = replace(NANO, **shape, **others, rope_base=rope_base)
     model, folder = decoder(config, seed), tmp_path_factory.mktemp("any") / "model"
     export(model, Bytes(), folder)
@@ -184,7 +184,8 @@ def test_an_export_can_be_trained_further_as_a_hugging_face_model(transformers: 
     assert again.context == NANO.context and again.vocabulary == NANO.vocabulary
     assert distance(model, again.eval().module, tokens) < 1e-5
     again.loss(tokens).total.backward()
-    assert again.module.get_input_embeddings().weight.grad[0].any(), "also the token between documents learns"
+    module: Any = again.module
+    assert module.get_input_embeddings().weight.grad[0].any(), "also the token between documents learns"
 
 
 def test_what_transformers_saves_again_is_read(transformers: Any, tmp_path: Path) -> None:
