@@ -3,6 +3,7 @@
 Only config.json and safetensors are read: no code that comes with a model is run, and nothing is unpickled.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -157,7 +158,7 @@ def _quiet(transformers: Any, *, bars: bool) -> Iterator[None]:
     log = transformers.logging
     verbosity, hub_verbosity, had_bars = log.get_verbosity(), hub_log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
-    hub_log.set_verbosity(hub_log.ERROR)  # it warns at each of several attempts before it fails
+    hub_log.set_verbosity(logging.ERROR)  # it warns at each of several attempts before it fails
     if not bars:
         log.disable_progress_bar()
     try:
