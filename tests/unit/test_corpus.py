@@ -153,7 +153,7 @@ def test_a_local_dataset_folder_is_streamed(tmp_path: Path) -> None:
         read(f"hf:{table}", field="body")
     with pytest.raises(DataError, match=r"row 1: the field 'n' is a int, not text; fields with text: text"):
         read(f"hf:{table}", field="n")
-    with pytest.raises(DataError, match=r"table:other cannot be read past row 0: BuilderConfig 'other' not found"):
+    with pytest.raises(DataError, match=r"table:other cannot be read: BuilderConfig 'other' not found"):
         read(f"hf:{table}:other")
     before = identity(f"hf:{table}", "text", None)
     write_parquet(table / "train.parquet", text=["other"])

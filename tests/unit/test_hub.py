@@ -21,6 +21,7 @@ from atoll import Lockstep, OuterLoop, Streaming, local
 from atoll.checkpoint import rng_state, set_rng_state
 from atoll.core.fragments import Blocks, find_blocks, split
 from atoll.errors import ConfigError, DataError
+from atoll.train.data.corpus import documents
 from atoll.train.model.decoder import Loss
 from atoll.train.model.hub import HubModel, load, save
 from fleet import free_port
@@ -369,13 +370,21 @@ def test_a_model_that_neither_a_folder_nor_the_hub_has(monkeypatch: pytest.Monke
         )
 
 
+def ask_for_data(name: str) -> str:
+    with pytest.raises(DataError) as caught:
+        list(documents(f"hf:{name}"))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ask", [refused, ask_for_data], ids=["a model", "data"])
 def test_a_hub_that_cannot_be_reached_is_one_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ask: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     nowhere = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", nowhere)
+    monkeypatch.setattr("datasets.config.HF_ENDPOINT", nowhere)
     template = f"{nowhere}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     naps: list[float] = []
@@ -384,10 +393,10 @@ def test_a_hub_that_cannot_be_reached_is_one_error(
     log.addHandler(caplog.handler)  # its records are not handed on to the root
     before = log.level
     try:
-        message = refused("nobody/nothing")
+        message = ask("nobody/nothing")
     finally:
         log.removeHandler(caplog.handler)
-    assert "; check the name and the connection, or give the folder of a copy (" in message
+    assert "; check the name and the connection, or give the folder of a copy" in message
     assert naps and not caplog.records, "it tries again, and says nothing of it"
     assert log.level == before
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any, Final, cast
 
 from atoll._util.disk import lines_limited
+from atoll._util.hub_log import quiet_hub
 from atoll.errors import ConfigError, DataError
 
 WHOLE: Final = 2**22
@@ -301,13 +302,16 @@ def _dataset_rows(source: str, field: str) -> Iterator[str]:
     datasets = need("datasets", f"reading {source}")
     number = 0
     try:
-        with closing(iter(datasets.load_dataset(name, config, split="train", streaming=True))) as rows:
+        with quiet_hub(), closing(iter(datasets.load_dataset(name, config, split="train", streaming=True))) as rows:
             for number, row in enumerate(rows, 1):
                 yield _field(row, field, f"{source}, row {number}")
     except (DataError, ConfigError):
         raise
     except Exception as error:  # the package and its dependencies raise any type
-        raise DataError(f"{source} cannot be read past row {number}: {_reason(error)}") from error
+        if number:
+            raise DataError(f"{source} cannot be read past row {number}: {_reason(error)}") from error
+        advice = "check the name and the connection, or give the folder of a copy"
+        raise DataError(f"{source} cannot be read: {_reason(error)}; {advice}") from error
 
 
 def _reason(error: BaseException) -> str:

@@ -3,7 +3,6 @@
 Only config.json and safetensors are read: no code that comes with a model is run, and nothing is unpickled.
 """
 
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
 
+from atoll._util.hub_log import quiet_hub
 from atoll._util.units import bytes_text
 from atoll.errors import ConfigError, DataError
 from atoll.train.data.corpus import need
@@ -153,19 +153,16 @@ def save(model: HubModel, folder: Path, *, end: int | None = None, tensors: Mapp
 @contextmanager
 def _quiet(transformers: Any, *, bars: bool) -> Iterator[None]:
     """Silence the logs of transformers and the hub, and progress bars unless something may be downloaded."""
-    from huggingface_hub.utils import logging as hub_log  # comes with tokenizers
-
     log = transformers.logging
-    verbosity, hub_verbosity, had_bars = log.get_verbosity(), hub_log.get_verbosity(), log.is_progress_bar_enabled()
+    verbosity, had_bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
-    hub_log.set_verbosity(logging.ERROR)  # it warns at each of several attempts before it fails
     if not bars:
         log.disable_progress_bar()
     try:
-        yield
+        with quiet_hub():
+            yield
     finally:
         log.set_verbosity(verbosity)
-        hub_log.set_verbosity(hub_verbosity)
         if had_bars:
             log.enable_progress_bar()
 
