@@ -6,11 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from atoll import checkpoint
+import atoll
 from fleet import free_port
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -28,46 +30,157 @@ def test_an_example_is_short(example: Path) -> None:
     assert len(example.read_text(encoding="utf-8").splitlines()) < 80
 
 
-def losses(example: str, folder: Path) -> list[str]:
-    """Runs an example in two processes, and returns the losses that both print at their end."""
-    for module in NEEDS[example]:
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module} is not installed")
-    address = f"127.0.0.1:{free_port()}"
-    command = [sys.executable, str(EXAMPLES / example)]
-    workers = [
+LOOP = """
+import os, sys
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+class GPT(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte = torch.nn.Embedding(16, 8)
+        self.h = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, tokens, targets):
+        x = self.wte(tokens)
+        for block in self.h:
+            x = x + block(x).relu()
+        logits = x @ self.wte.weight.T
+        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+out_dir, eval_interval, max_iters, init_from, ddp = '.', 110, 220, 'scratch', False
+min_lr = 6e-5 # minimum learning rate, should be ~= learning_rate/10 per Chinchilla
+# DDP settings
+backend = 'nccl'
+for given in sys.argv[1:]:
+    name, value = given.removeprefix('--').split('=')
+    globals()[name] = type(globals()[name])(value)
+config, model_args, master_process, iter_num = {'out_dir': out_dir}, {}, True, 0
+os.makedirs(out_dir, exist_ok=True)
+
+def get_batch(split):
+    tokens = torch.randint(16, (4, 1)) + torch.arange(9)
+    return tokens[:, :-1] % 16, tokens[:, 1:] % 16
+
+torch.manual_seed(1337)
+model = GPT()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+if init_from == 'resume':
+    checkpoint = torch.load(os.path.join(out_dir, 'ckpt.pt'))
+    model.load_state_dict(checkpoint['model'])
+    iter_num = checkpoint['iter_num']
+if init_from == 'resume':
+    optimizer.load_state_dict(checkpoint['optimizer'])
+checkpoint = None # free up memory
+
+@torch.no_grad()
+def estimate_loss():
+    tokens = torch.arange(17)[None] % 16
+    return dict.fromkeys(['train', 'val'], model(tokens[:, :-1], tokens[:, 1:])[1].item())
+
+raw_model = model
+while True:
+    if iter_num % eval_interval == 0 and master_process:
+        losses = estimate_loss()
+        print(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
+        if iter_num > 0:
+            if True:
+                checkpoint = {
+                    'model': raw_model.state_dict(),
+                    'optimizer': optimizer.state_dict(),
+                    'model_args': model_args,
+                    'iter_num': iter_num,
+                }
+                torch.save(checkpoint, os.path.join(out_dir, 'ckpt.pt'))
+    model(*get_batch('train'))[1].backward()
+    optimizer.step()
+    # flush the gradients as soon as we can, no need for this memory anymore
+    optimizer.zero_grad(set_to_none=True)
+
+    iter_num += 1
+    # termination conditions
+    if iter_num > max_iters:
+        break
+
+if ddp:
+    destroy_process_group()
+"""
+"""A loop of nanoGPT's shape, around the few lines that the diff quotes."""
+
+
+def outputs(folder: Path, *commands: list[str]) -> list[str]:
+    """Run Python scripts side by side until all have ended well, and return what each has printed."""
+    processes = [
         subprocess.Popen(
-            [*command, str(worker), address, "--steps", "30", "--out", str(folder)],
+            [sys.executable, *command],
             env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for worker in range(2)
+        for command in commands
     ]
     try:
-        told = [worker.communicate(timeout=200)[0] for worker in workers]
+        told = [process.communicate(timeout=200)[0] for process in processes]
     finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(told)
-    ends = [re.findall(r"held-out loss ([0-9.]+)", text) for text in told]
-    assert ends[0] == ends[1] and len(ends[0]) == 1, "\n".join(told)
-    return ends[0]
+        for process in processes:
+            process.kill()
+    assert not any(process.returncode for process in processes), "\n".join(told)
+    return told
+
+
+def trained(example: str, folder: Path) -> str:
+    """Run an example in two processes, and return the loss that both print at their end."""
+    for module in NEEDS[example]:
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+    address = f"127.0.0.1:{free_port()}"
+    rest = ["--steps", "30", "--out", str(folder)]
+    told = outputs(folder, *([str(EXAMPLES / example), str(worker), address, *rest] for worker in range(2)))
+    (one,), (other,) = (re.findall(r"held-out loss ([0-9.]+)", text) for text in told)
+    assert one == other and float(one) < 5.5, "ln 256 is 5.55"
+    return str(one)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("example", [name for name in NEEDS if name != "plain_loop.py"])
 def test_an_example_trains_one_model_in_two_processes(example: str, tmp_path: Path) -> None:
-    assert float(losses(example, tmp_path)[0]) < 5.5, "ln 256 is 5.55"
+    trained(example, tmp_path)
 
 
 @pytest.mark.processes
 def test_the_plain_loop_continues_from_what_both_have(tmp_path: Path) -> None:
-    whole = losses("plain_loop.py", tmp_path)
-    assert float(whole[0]) < 5.5, "ln 256 is 5.55"
+    whole = trained("plain_loop.py", tmp_path)
     folders = [tmp_path / f"worker-{worker}" / "checkpoints" for worker in range(2)]
-    assert [checkpoint.steps(folder) for folder in folders] == [(18, 24)] * 2
+    assert [atoll.checkpoint.steps(folder) for folder in folders] == [(18, 24)] * 2
     shutil.rmtree(folders[1] / "step-000000024")  # as if worker 1 had been killed earlier
-    assert losses("plain_loop.py", tmp_path) == whole
+    assert trained("plain_loop.py", tmp_path) == whole
+
+
+def hunks(diff: str) -> Iterator[tuple[str, str]]:
+    """Yield the lines of every hunk of a diff, before and after."""
+    for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE)[1:]:
+        before, after = ([line[1:] for line in hunk.splitlines() if line[0] != sign] for sign in "+-")
+        yield "\n".join(before), "\n".join(after)
+
+
+@pytest.mark.processes
+def test_the_diff_makes_a_worker_of_nanogpts_loop(tmp_path: Path) -> None:
+    diff = (EXAMPLES / "nanogpt.diff").read_text(encoding="utf-8")
+    assert len(re.findall(r"^\+(?!\+)", diff, re.MULTILINE)) < 16
+    code = LOOP
+    for before, after in hunks(diff):
+        assert code.count(before) == 1, before
+        code = code.replace(before, after)
+    (tmp_path / "train.py").write_text(code, encoding="utf-8")
+    assert {"connect", "OuterLoop"} <= {*re.findall(r"\batoll\.(\w+)", code)} <= {*atoll.__all__}
+    for more in (["--max_iters=220"], ["--max_iters=330", "--init_from=resume"]):
+        more.append(f"--address=127.0.0.1:{free_port()}")
+        told = outputs(tmp_path, *(["train.py", f"--worker={k}", f"--out_dir=out-{k}", *more] for k in range(2)))
+        scores = [re.findall(r"step ([0-9]+): train loss ([0-9.]+)", text) for text in told]
+        assert scores[0] == scores[1] and len(scores[0]) > 1
+        one, other = (torch.load(tmp_path / f"out-{k}" / "final.pt")["model"] for k in range(2))
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert float(scores[0][-1][1]) < 1.0, "ln 16 is 2.77"
