@@ -19,6 +19,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 NEEDS: dict[str, tuple[str, ...]] = {
     "hf_trainer.py": ("transformers", "accelerate"),
     "lightning_trainer.py": ("lightning",),
+    "lora_home_line.py": ("datasets", "peft", "trl"),
     "plain_loop.py": (),
 }
 """Modules that an example imports besides atoll's own; without them its test is skipped."""
@@ -131,32 +132,44 @@ def outputs(folder: Path, *commands: list[str]) -> list[str]:
     return told
 
 
-def trained(example: str, folder: Path) -> str:
-    """Run an example in two processes, and return the loss that both print at their end."""
+def trained(example: str, folder: Path, *more: str) -> tuple[str, str]:
+    """Run an example in two processes, and return the loss that both print, and all that worker 0 prints."""
     for module in NEEDS[example]:
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
     address = f"127.0.0.1:{free_port()}"
-    rest = ["--steps", "30", "--out", str(folder)]
+    rest = ["--steps", "30", "--out", str(folder), *more]
     told = outputs(folder, *([str(EXAMPLES / example), str(worker), address, *rest] for worker in range(2)))
     (one,), (other,) = (re.findall(r"held-out loss ([0-9.]+)", text) for text in told)
     assert one == other and float(one) < 5.5, "ln 256 is 5.55"
-    return str(one)
+    return str(one), told[0]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("example", [name for name in NEEDS if name != "plain_loop.py"])
+@pytest.mark.parametrize("example", ["hf_trainer.py", "lightning_trainer.py"])
 def test_an_example_trains_one_model_in_two_processes(example: str, tmp_path: Path) -> None:
     trained(example, tmp_path)
 
 
 @pytest.mark.processes
 def test_the_plain_loop_continues_from_what_both_have(tmp_path: Path) -> None:
-    whole = trained("plain_loop.py", tmp_path)
+    whole, _ = trained("plain_loop.py", tmp_path)
     folders = [tmp_path / f"worker-{worker}" / "checkpoints" for worker in range(2)]
     assert [atoll.checkpoint.steps(folder) for folder in folders] == [(18, 24)] * 2
     shutil.rmtree(folders[1] / "step-000000024")  # as if worker 1 had been killed earlier
-    assert trained("plain_loop.py", tmp_path) == whole
+    assert trained("plain_loop.py", tmp_path)[0] == whole
+
+
+@pytest.mark.processes
+def test_lora_on_a_home_line_counts_bytes_and_hours(tmp_path: Path) -> None:
+    _, told = trained("lora_home_line.py", tmp_path, "--emulate")
+    counted = re.search(r"([0-9]+) rounds, ([0-9,]+) bytes sent, waited", told)
+    tables = [line.strip("| ").replace(",", "").split(" | ") for line in told.splitlines() if line.startswith("| ")]
+    adapters, every_step, whole, _ = (int(row[2]) for row in tables[1:5])
+    assert counted and int(counted[1]) == 10, "30 steps"
+    assert 10 * adapters <= int(counted[2].replace(",", "")) < 11 * adapters, "headers are small"
+    assert adapters < every_step / 3 and adapters < whole / 2
+    assert [int(row[2]) for row in tables[6:8]] == [20_312_500, 80_000_000], "40 million values of 4 bits, of 16 bits"
 
 
 def hunks(diff: str) -> Iterator[tuple[str, str]]:

@@ -17,6 +17,7 @@ from atoll.core.flat import local_part, plain_name, trainable
 from atoll.errors import AtollError, ConfigError
 from atoll.link.base import Link
 from atoll.link.ranks import RankGroup, ReplicatedLink, ShardedLink
+from atoll.link.shaped import ShapedLink
 from atoll.outer.loop import OuterLoop
 from atoll.outer.presets import Gradients, Sync
 from atoll.outer.roll_back import Guard
@@ -83,6 +84,11 @@ class Driver:
         """Whether the model holds the anchor."""
         return self._lent
 
+    @property
+    def _met(self) -> Link:
+        """The link through which workers compare settings; an emulated line in front of it delays rounds alone."""
+        return self._far.inner if isinstance(self._far, ShapedLink) else self._far
+
     # ------------------------------------------------------------------ before the first step
 
     def meet_ranks(self) -> None:
@@ -98,7 +104,7 @@ class Driver:
             why = "the trainer's DDP or FSDP would average their gradients at every step"
             advice = "start each worker by itself, or with a torchrun of its own"
             raise ConfigError(f"{problem}: {why}; {advice}", setting="link", value=workers)
-        seat = getattr(self._far, "seat", None)
+        seat = getattr(self._met, "seat", None)
         ranks, world = (1 if seat is None else seat.ranks), distributed.get_world_size()
         if ranks not in (1, world):
             problem = (
@@ -114,7 +120,7 @@ class Driver:
 
     def gather(self, key: str, value: Any, within_s: float | None = None) -> dict[int, Any]:
         """Publish a JSON value under a key and return that of every worker, by worker; all ranks call it."""
-        far = self._far
+        far: Any = self._met
         if far.workers == 1:
             return {far.worker: value}
         if not hasattr(far, "gather"):

@@ -297,7 +297,7 @@ class ShapedLink(Link):
         self.workers = inner.workers
         self.elastic = inner.elastic
         self.shape = shape
-        self._inner = inner
+        self.inner = inner
         self._line_thread: _LineThread | None = None
         self._closed: Future[str | None] = Future()  # its result is the reason
 
@@ -307,7 +307,7 @@ class ShapedLink(Link):
         if self._line_thread is not None:
             problem = f"worker {self.worker} has joined already: each OuterLoop needs its own link, from a new shaped()"
             raise LinkError(problem, worker=self.worker)
-        line_thread = _LineThread(self._inner, self.shape)
+        line_thread = _LineThread(self.inner, self.shape)
         try:
             admission = self._outcome(line_thread.start(terms, weight, start))
         except BaseException:
@@ -321,19 +321,19 @@ class ShapedLink(Link):
         """Join the inner link again after an ExcludedError."""
         if self._line_thread is not None:
             self._line_thread.failed = None
-        return self._inner.rejoin()
+        return self.inner.rejoin()
 
     def present(self, step: int) -> bool:
         """Return whether this worker is a member during this inner step."""
-        return self._inner.present(step)
+        return self.inner.present(step)
 
     def trains(self, step: int) -> bool:
         """Return whether this worker makes this inner step: not if it is absent, or slower and skips it."""
-        return self._inner.trains(step)
+        return self.inner.trains(step)
 
     def weights(self, step: int) -> Mapping[int, float]:
         """Return worker -> weight of all workers that are present at this step."""
-        return self._inner.weights(step)
+        return self.inner.weights(step)
 
     def open(self, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
         """Queue a round for the line, which delays it by its shape; returns at once."""
@@ -349,17 +349,17 @@ class ShapedLink(Link):
 
     def advanced(self, step: int, applied: int, save: Callable[[int], FragmentState]) -> None:
         """Note that this worker has applied all rounds up to a step."""
-        self._inner.advanced(step, applied, save)
+        self.inner.advanced(step, applied, save)
 
     def on_any_rank(self, value: bool) -> bool:
         """Return whether `value` is true on any rank of this worker."""
-        return self._inner.on_any_rank(value)
+        return self.inner.on_any_rank(value)
 
     def check(self) -> None:
         """Raise the error of a round that has failed since, on its line or in the inner link."""
         if self._line_thread is not None and self._line_thread.failed is not None:
             raise self._line_thread.failed
-        self._inner.check()
+        self.inner.check()
 
     def close(self, reason: str | None = None) -> None:
         """Leave for good; callers that wait here get a LinkError.
@@ -373,8 +373,8 @@ class ShapedLink(Link):
             return
         if self._line_thread is not None:
             self._line_thread.stop()
-        self._inner.unfinished = self.unfinished
-        self._inner.close(reason)
+        self.inner.unfinished = self.unfinished
+        self.inner.close(reason)
 
     def _outcome(self, future: Future[Result]) -> Result:
         """Return the result of the line's thread; LinkError if the link is or gets closed."""
