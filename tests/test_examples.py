@@ -17,6 +17,7 @@ from fleet import free_port
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 NEEDS: dict[str, tuple[str, ...]] = {
+    "fsdp2.py": (),
     "hf_trainer.py": ("transformers", "accelerate"),
     "lightning_trainer.py": ("lightning",),
     "lora_home_line.py": ("datasets", "peft", "trl"),
@@ -132,7 +133,14 @@ def outputs(folder: Path, *commands: list[str]) -> list[str]:
     return told
 
 
-def trained(example: str, folder: Path, *more: str) -> tuple[str, str]:
+def one_loss(told: list[str]) -> float:
+    """Return the loss that both workers print; ln 256 is 5.55."""
+    (one,), (other,) = (re.findall(r"held-out loss ([0-9.]+)", text) for text in told)
+    assert one == other and float(one) < 5.4
+    return float(one)
+
+
+def trained(example: str, folder: Path, *more: str) -> tuple[float, str]:
     """Run an example in two processes, and return the loss that both print, and all that worker 0 prints."""
     for module in NEEDS[example]:
         if importlib.util.find_spec(module) is None:
@@ -140,9 +148,7 @@ def trained(example: str, folder: Path, *more: str) -> tuple[str, str]:
     address = f"127.0.0.1:{free_port()}"
     rest = ["--steps", "30", "--out", str(folder), *more]
     told = outputs(folder, *([str(EXAMPLES / example), str(worker), address, *rest] for worker in range(2)))
-    (one,), (other,) = (re.findall(r"held-out loss ([0-9.]+)", text) for text in told)
-    assert one == other and float(one) < 5.5, "ln 256 is 5.55"
-    return str(one), told[0]
+    return one_loss(told), told[0]
 
 
 @pytest.mark.processes
@@ -158,6 +164,15 @@ def test_the_plain_loop_continues_from_what_both_have(tmp_path: Path) -> None:
     assert [atoll.checkpoint.steps(folder) for folder in folders] == [(18, 24)] * 2
     shutil.rmtree(folders[1] / "step-000000024")  # as if worker 1 had been killed earlier
     assert trained("plain_loop.py", tmp_path)[0] == whole
+
+
+@pytest.mark.processes
+def test_workers_of_two_ranks_shard_their_models(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+    command = [str(EXAMPLES / "fsdp2.py"), "--steps", "30"]
+    told = outputs(tmp_path, *([*torchrun, str(free_port()), *command, str(k), address] for k in range(2)))
+    one_loss(told)
 
 
 @pytest.mark.processes
