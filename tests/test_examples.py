@@ -1,5 +1,6 @@
 """The examples in Python run, each in seconds and in under 80 lines."""
 
+import ast
 import importlib.util
 import os
 import re
@@ -22,6 +23,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "lightning_trainer.py": ("lightning",),
     "lora_home_line.py": ("datasets", "peft", "trl"),
     "plain_loop.py": (),
+    "torchtitan_trainer.py": ("torchtitan",),
 }
 """Modules that an example imports besides atoll's own; without them its test is skipped."""
 
@@ -185,6 +187,22 @@ def test_lora_on_a_home_line_counts_bytes_and_hours(tmp_path: Path) -> None:
     assert 10 * adapters <= int(counted[2].replace(",", "")) < 11 * adapters, "headers are small"
     assert adapters < every_step / 3 and adapters < whole / 2
     assert [int(row[2]) for row in tables[6:8]] == [20_312_500, 80_000_000], "40 million values of 4 bits, of 16 bits"
+
+
+def test_the_trainer_of_torchtitan_calls_what_it_inherits() -> None:
+    example = EXAMPLES / "torchtitan_trainer.py"
+    tree = ast.parse(example.read_text(encoding="utf-8"))
+    (trainer,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "AtollTrainer")
+    methods = [node for node in trainer.body if isinstance(node, ast.FunctionDef)]
+    assert [method.name for method in methods] == ["__init__", "train_step"]
+    assert all(f"super().{method.name}(" in ast.unparse(method) for method in methods)
+    if importlib.util.find_spec("torchtitan") is None:
+        pytest.skip("torchtitan is not installed: the example was parsed only")
+    spec = importlib.util.spec_from_file_location("torchtitan_trainer", example)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert isinstance(module.llama3_debugmodel(), module.AtollTrainer.Config)
 
 
 def hunks(diff: str) -> Iterator[tuple[str, str]]:
