@@ -205,6 +205,25 @@ def test_the_trainer_of_torchtitan_calls_what_it_inherits() -> None:
     assert isinstance(module.llama3_debugmodel(), module.AtollTrainer.Config)
 
 
+@pytest.mark.processes
+def test_the_notebook_compares_the_methods(tmp_path: Path) -> None:
+    nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel, of atoll[dev]")
+    nbformat = pytest.importorskip("nbformat")
+    notebook = nbformat.read(EXAMPLES / "compare.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in cells), "it is stored without outputs"
+    assert cells[0].source.count("STEPS, WORKERS = 200, 4") == 1
+    cells[0].source = cells[0].source.replace("= 200, 4", "= 16, 4")
+    nbclient.NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    told = "".join(output.get("text", "") for cell in cells for output in cell.outputs)
+    ends = re.findall(r"^(\S+) +held-out loss ([0-9.]+), +([0-9.]+) MB", told, re.MULTILINE)
+    assert [name for name, _, _ in ends] == ["data-parallel", "DiLoCo", "Streaming", "Eager"]
+    assert all(float(loss) < 4.5 for _, loss, _ in ends), "ln 256 is 5.55"
+    assert float(ends[0][2]) > 7 * float(ends[1][2]) > 40 * float(ends[2][2])
+    assert [output.data for output in cells[-1].outputs if "image/png" in output.get("data", {})]
+
+
 def hunks(diff: str) -> Iterator[tuple[str, str]]:
     """Yield the lines of every hunk of a diff, before and after."""
     for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE)[1:]:
