@@ -4,7 +4,7 @@
     python examples/lora_home_line.py 0 10.0.0.1:29500 --keys runs/x/keys/worker-0 --model Qwen/Qwen3-0.6B
     python examples/lora_home_line.py 1 10.0.0.1:29500 --keys runs/x/keys/worker-1 --model Qwen/Qwen3-0.6B
 
-Without --model it makes a small one; --emulate slows the link down. Peers receive what others send: 5 Mbit/s decide.
+Each worker receives what the other sends, so the 5 Mbit/s up decide. To try it: no --model (a small one), --emulate.
 """
 
 import argparse
