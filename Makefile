@@ -69,7 +69,7 @@ $(READY): pyproject.toml constraints.txt
 
 # The papers' statements at small scale, each with its figure; about a quarter of an hour on two cores.
 studies: $(READY)
-	for study in examples/*.toml; do $(BIN)/atoll compare $$study || exit 1; done
+	for study in src/atoll/studies/*.toml; do $(BIN)/atoll compare $$study || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache .coverage

@@ -49,16 +49,15 @@ def main() -> None:
 
     link = atoll.connect(given.address, worker=given.worker, workers=2, keys=given.keys)
     folder = f"{given.out}/worker-{given.worker}/checkpoints"
-    step = atoll.checkpoint.common_step(link.gather("saved", list(atoll.checkpoint.steps(folder))))
-    saved = None if step is None else atoll.checkpoint.load(folder, step)[1]
-    if saved is not None:  # the newest that both have; later ones are no longer part of the run
-        atoll.checkpoint.drop_after(folder, step)
-        model.load_state_dict(saved["model"])  # the model first, then the outer loop around it
-        inner.load_state_dict(saved["inner"])
-        batches.set_state(saved["batches"])
+    found = atoll.checkpoint.load_common(folder, link)  # the newest that both have
+    if found is not None:
+        _, state = found
+        model.load_state_dict(state["model"])  # the model first, then the outer loop around it
+        inner.load_state_dict(state["inner"])
+        batches.set_state(state["batches"])
     outer = atoll.OuterLoop(model, atoll.Streaming(period=given.steps // 10, fragments=atoll.Blocks(each=2)), link)
-    if saved is not None:
-        outer.load_state_dict(saved["outer"])
+    if found is not None:
+        outer.load_state_dict(state["outer"])
 
     while outer.steps < given.steps:
         if outer.steps % (given.steps // 5) == 0:  # also before the first step: a checkpoint that both have

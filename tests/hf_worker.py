@@ -2,8 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 import atoll
 from atoll.integrations.transformers import AtollCallback
 from fleet import Me
+from pair import METHODS
 
 STEPS, SAVED, EPOCH, RATE = 14, 5, 20, 3e-3
-METHODS: dict[str, Callable[[], atoll.Sync]] = {
-    "diloco": partial(atoll.DiLoCo, period=4),
-    "streaming": partial(atoll.Streaming, period=4, delay=1, fragments=atoll.Blocks(each=1)),
-    "eager": partial(atoll.Eager, period=4),
-}
 Batch = dict[str, Tensor]
 
 

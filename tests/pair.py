@@ -3,11 +3,24 @@
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import pytest
+
+import atoll
 from fleet import Fleet, Me, free_port
+
+METHODS: dict[str, Callable[[], atoll.Sync]] = {
+    "diloco": partial(atoll.DiLoCo, period=4),
+    "streaming": partial(atoll.Streaming, period=4, delay=1, fragments=atoll.Blocks(each=1)),
+    "eager": partial(atoll.Eager, period=4),
+}
+EVERY = [pytest.param(method, accumulate, id=f"{method}-{accumulate}") for method in METHODS for accumulate in (1, 3)]
+every_method = pytest.mark.parametrize(("method", "accumulate"), EVERY)
+"""Runs a test with each method, without and with gradient accumulation."""
 
 
 class Pair:

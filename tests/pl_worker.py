@@ -3,8 +3,7 @@
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import atoll
 from atoll.integrations.lightning import AtollCallback
 from fleet import Me
+from pair import METHODS
 
 STEPS, SAVED, EPOCH, RATE = 14, 5, 20, 3e-3
-METHODS: dict[str, Callable[[], atoll.Sync]] = {
-    "diloco": partial(atoll.DiLoCo, period=4),
-    "streaming": partial(atoll.Streaming, period=4, delay=1, fragments=atoll.Blocks(each=1)),
-    "eager": partial(atoll.Eager, period=4),
-}
 warnings.filterwarnings("ignore", module="lightning")
 
 

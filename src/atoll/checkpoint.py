@@ -28,7 +28,7 @@ from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -145,11 +145,41 @@ def _surplus(root: Path, step: int, keep: int, ahead: int) -> list[Path]:
     return [folder for folder in good[keep:] if not common <= _step_of(folder) <= step]
 
 
+class Gathers(Protocol):
+    """Gathers a value from every process of a run, as links do."""
+
+    def gather(self, key: str, value: Any) -> Mapping[Any, Any]:
+        """Publish a JSON value under a key and return that of every process."""
+
+
+def load_common(root: Path | str, link: Gathers) -> tuple[int, dict[str, Any]] | None:
+    """Load the newest checkpoint that every worker has, and delete later ones: the run makes these again.
+
+    Every worker calls it with its own folder, before its `OuterLoop` joins the others.
+
+    Args:
+        root: The folder of this worker's checkpoints; it may be missing.
+        link: This worker's link, made by `atoll.connect(...)`; in a run of one worker, any. Several workers in one
+            process compare their `steps` with `common_step`.
+
+    Returns:
+        Its step and state; None if all workers are at their beginning.
+
+    Raises:
+        CheckpointError: Workers have checkpoints, but none in common, or it cannot be loaded.
+    """
+    step = common_step(link.gather("checkpoints", list(steps(root))))
+    if step is None:
+        return None
+    drop_after(root, step)
+    return load(root, step)
+
+
 def common_step(saved: Mapping[Any, Collection[int]]) -> int | None:
     """Return the newest step that every worker has saved; None if all are at their beginning.
 
-    Between machines, `link.gather("saved", checkpoint.steps(folder))` collects the steps. Once a step is chosen, every
-    worker calls `drop_after(folder, step)`: the run does not continue from later ones.
+    `load_common` asks the workers of a link. Once a step is chosen, every worker calls `drop_after(folder, step)`: the
+    run does not continue from later ones.
 
     Args:
         saved: Worker -> its `steps`.

@@ -21,7 +21,7 @@ MUTANTS = [
     Mutant("rounds that touch are apart", "plan/cost.py", "or delay < gap", "or delay <= gap", tests=STEADY),
     Mutant("Eager's own momentum takes no memory", "plan/cost.py", "method.velocities * (1 + method.eager)",
            "method.velocities"),
-    Mutant("feedback takes no memory", "plan/cost.py", " + method.codec.feedback\n", "\n"),
+    Mutant("feedback takes no memory", "plan/cost.py", " + bool(method.codec.feedback)\n", "\n"),
     Mutant("payloads of others take no memory", "plan/cost.py", "workers if workers <= ONE_SHOT_MEMBERS else 2", "1"),
     Mutant("Adam has one moment", "plan/cost.py", "return 4 * FP32_BYTES", "return 3 * FP32_BYTES"),
     Mutant("the peak has a step more", "plan/cost.py", "(max(method.delay, 1) * model.step_s)",

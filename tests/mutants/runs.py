@@ -27,6 +27,7 @@ EXPORT = tuple(
 HUB = tuple(
     f"tests/unit/test_hub.py::test_{name}"
     for name in (
+        "a_hub_that_cannot_be_reached_is_one_error",
         "logits_and_loss_are_those_of_transformers",
         "a_router_loss_is_descended_if_the_config_asks_for_it_and_never_reported",
         "generated_tokens_follow_the_generator_and_may_pass_the_context",
@@ -155,11 +156,13 @@ MUTANTS = [
            "            old.rename(new)\n", tests=EXPORT),
     Mutant("weights of another shape are loaded", "train/model/export.py",
            "if tensor is None or tensor.shape != parameter.shape or", "if tensor is None or", tests=EXPORT),
-    Mutant("a newer format is read", "train/model/export.py", 'if (version := config.get("version")) != VERSION:',
+    Mutant("a newer format is read", "train/model/export.py", 'if (version := config.get("version")) != known_version:',
            "if False:", tests=EXPORT),
     Mutant("an export that was cut short is not found", "train/model/export.py",
            "    if not folder.exists():  # a replacement died", "    if False:  # a replacement died", tests=EXPORT),
     # Hugging Face models
+    Mutant("every attempt at the hub is told", "train/model/hub.py", "    hub_log.set_verbosity(logging.ERROR)", "    pass", tests=HUB),
+    Mutant("the hub's log stays silent", "train/model/hub.py", "        hub_log.set_verbosity(hub_verbosity)\n", "", tests=HUB),
     Mutant("a model learns to copy", "train/model/hub.py", "tokens[:, 1:].flatten())", "tokens[:, :-1].flatten())",
            tests=HUB),
     Mutant("routers weigh as much as the rest", "train/model/hub.py", "total + self._router_weight * routers",

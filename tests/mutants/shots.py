@@ -16,7 +16,7 @@ MUTANTS = [
            tests=ORACLE),
     Mutant("shots counted by who could be there", "link/local.py", "shots(len(members)) == 2",
            "shots(self.workers) == 2", tests=LOOP),
-    Mutant("parts across blocks", "core/allreduce.py", "BLOCK * (blocks * edge // count)", "numel * edge // count"),
+    Mutant("parts across blocks", "core/allreduce.py", "grain * (grains * edge // count)", "numel * edge // count"),
     Mutant("one noise for all parts of a mean", "core/allreduce.py", "return codec.encode(mean, self.seed + part)",
            "return codec.encode(mean, self.seed)"),
     Mutant("a mean rounded with a member's noise", "outer/exchange.py", "seed = 2**31 + ", "seed = 2**32 + ",

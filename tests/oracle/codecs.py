@@ -56,6 +56,8 @@ def round_trip(x, name, block=128):
     """Nearest level (in log space for e3m0) in the smallest power-of-two unit in which the largest value has one."""
     if name == "lloyd4":
         return lloyd4(x, block)
+    if name in ("lloyd2", "top64"):
+        return {"lloyd2": lloyd2, "top64": top64}[name](x)
     out = np.zeros_like(x, dtype=np.float64)
     levels = LEVELS[name]
     edges = boundaries(levels, log=name == "e3m0")
@@ -71,4 +73,51 @@ def round_trip(x, name, block=128):
         else:
             level = np.searchsorted(edges, np.abs(values) / unit, side="right")  # halves away from zero
         out[start : start + block] = np.sign(values) * levels[level] * unit
+    return out
+
+
+def lloyd2(x, block=128):
+    """Sign and the nearer of 3 and 10 units, from halfway on the higher. The unit is 2 or 3 times a power of two: the
+    smallest in which all are below the higher level, or one of the next four smaller ones, whichever has the least
+    squared error (values counted in whole sixteenths of the power in the smallest), the largest of equals. A block that
+    is all below the smallest units is zero."""
+    out = np.zeros_like(x, dtype=np.float64)
+    ladder = [0.0, *((2.0 + b % 2) * 2.0 ** (b // 2 - 80) for b in range(1, 256))]
+    for start in range(0, len(x), block):
+        values = np.abs(x[start : start + block].astype(np.float32).astype(np.float64))
+        signs = 1 - 2.0 * np.signbit(x[start : start + block])
+        at = next(b for b in range(1, 256) if values.max() < 10 * ladder[b])
+        if at < 5:
+            continue
+        grain = 2.0 ** ((at - 4) // 2 - 80) / 16
+        best, least = None, np.inf
+        for unit in ladder[at : at - 5 : -1]:
+            decoded = np.where(np.floor(values / grain) * grain >= 6.5 * unit, 10.0, 3.0) * unit
+            lost = np.square(np.floor(values / grain) - decoded / grain).sum()
+            if lost < least:
+                best, least = decoded, lost
+        out[start : start + block] = signs * best
+    return out
+
+
+def top64(x, chunk=4096, one_in=64):
+    """Of every chunk the largest, one for every 64 values, the first of equals; each becomes the mean of those below
+    the mean magnitude, or of those from it on, whichever is nearer (from halfway on the higher). Magnitudes are counted
+    in whole 2^-15ths of the power of two in the largest, and means in whole 2^-7ths."""
+    out = np.zeros_like(x, dtype=np.float64)
+    for start in range(0, len(x), chunk):
+        values = x[start : start + chunk].astype(np.float32).astype(np.float64)
+        order = np.argsort(-np.abs(values), kind="stable")[: -(-len(values) // one_in)]
+        kept = [i for i in order if values[i] != 0]
+        if not kept:
+            continue
+        power = 2.0 ** max(np.floor(np.log2(np.abs(values).max())), 16 - 127)
+        counted = {i: int(abs(values[i]) / power * 2**15) for i in kept}
+        mean = sum(counted.values()) / len(kept)
+        groups = [c for c in counted.values() if c < mean], [c for c in counted.values() if c >= mean]
+        low, high = (min(255, (2 * sum(g) + 256 * len(g)) // (512 * len(g))) if g else None for g in groups)
+        low = high if low is None else low
+        for i, c in counted.items():
+            level = high if 2 * c >= 256 * (low + high) else low
+            out[start + i] = np.sign(values[i]) * level * power / 2**7
     return out

@@ -11,7 +11,7 @@ They share nothing with the library and, on purpose, next to nothing with each o
                         and, where more than three are there, wire.mean of the mean of what arrived (`agreed`)
     weights             one per worker
     slices              one slice of [n] per fragment
-    feedback            what rounding lost of one delta, or of one mean, is added to the next
+    feedback            the share of what the codec lost of one delta, or of one mean, that is added to the next
 
 Inner steps are plain SGD with rate `inner`. Each returns (per worker: live parameters, anchor, velocity).
 """
@@ -21,13 +21,13 @@ import numpy as np
 
 def agreed(deltas, weights, present, wire, memory=None):
     """The mean of what has arrived; between more than three it crosses the wire too, whoever was lost on the way.
-    With a `memory`, what that rounding lost is added to the next mean, if the same workers are present then.
+    With a `memory`, a share of what that lost is added to the next mean, if the same workers are present then.
     """
     mean = np.average(deltas, axis=0, weights=weights)
     if len(present) <= 3:
         return mean
     if memory is not None and memory.get("present") == present:
-        mean = mean + memory["lost"]
+        mean = mean + memory["share"] * memory["lost"]
     rounded = getattr(wire, "mean", wire)(mean)
     if memory is not None:
         memory.update(present=present, lost=mean - rounded)
@@ -76,7 +76,7 @@ def streaming(
     workers = range(len(weights))
     xs, anchors, velocities, held = ([v.copy() for _ in workers] for v in (x0, x0, 0 * x0, 0 * x0))
     rounds, since = {}, [0 for _ in workers]
-    memories = [{} if feedback else None for _ in slices]
+    memories = [{"share": feedback} if feedback else None for _ in slices]
     for t in range(1, steps + 1):
         for m in workers:
             if trains(m, t):
@@ -86,9 +86,9 @@ def streaming(
             if t - offset in range(period, steps + 1, period):
                 arrived, deltas, kept = [], [], {}
                 for m in (m for m in workers if there(m, t)):
-                    delta = anchors[m][s] - xs[m][s] + held[m][s]
+                    delta = anchors[m][s] - xs[m][s] + feedback * held[m][s]
                     kept[m] = delta - wire(delta) - held[m][s]
-                    held[m][s] += kept[m] * feedback
+                    held[m][s] += kept[m] * bool(feedback)
                     if not lost(m, t, p):
                         arrived, deltas = [*arrived, m], [*deltas, wire(delta)]
                 mean = arrived and agreed(deltas, [weights[w] for w in arrived], list(kept), wire, memories[p])
@@ -101,7 +101,7 @@ def streaming(
                     anchors[m][s] -= lr * (delta + momentum * velocities[m][s])
                 lost_work = m in kept and m not in arrived and since[m] <= t - delays[m]
                 if lost_work:
-                    held[m][s] -= kept[m] * feedback  # the parameters still hold the work
+                    held[m][s] -= kept[m] * bool(feedback)  # the parameters still hold the work
                 elif arrived:  # whoever was away when it was sent, or has been since, has nothing to wait for
                     xs[m][s] = alpha * xs[m][s] + (1 - alpha) * anchors[m][s]
             if there(m, t + 1) and not there(m, t):
@@ -177,7 +177,7 @@ def eager_with_faults(
     anchor, velocity = x0.copy(), np.zeros_like(x0)
     history = [[[] for _ in slices] for _ in workers]
     held = [0 * x0 for _ in workers]
-    rounds, memories = {}, [{} if feedback else None for _ in slices]
+    rounds, memories = {}, [{"share": feedback} if feedback else None for _ in slices]
 
     def travelled(deltas):
         position, v = 0.0, 0.0
@@ -194,10 +194,10 @@ def eager_with_faults(
             offset = (p * period) // len(slices)
             if t - offset not in range(period, steps + 1, period):
                 continue
-            full = {m: starts[m][s] - xs[m][s] + held[m][s] for m in workers if there(m, t)}
+            full = {m: starts[m][s] - xs[m][s] + feedback * held[m][s] for m in workers if there(m, t)}
             now = {m: wire(delta) for m, delta in full.items()}
             for m in now:
-                held[m][s] = (full[m] - now[m]) * feedback
+                held[m][s] = (full[m] - now[m]) * bool(feedback)
             arrived = {m: d for m, d in now.items() if not lost(m, t, p)}
             rounds[p, t] = arrived, list(now)
             old, present = rounds.get((p, t - period), ({}, []))

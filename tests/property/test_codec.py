@@ -9,7 +9,8 @@ from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
 from amount import examples
-from atoll.core.codec import BLOCK, Codec, nearest_limit
+from atoll.core.blocks import BLOCK
+from atoll.core.codec import Codec, nearest_limit
 from atoll.core.flat import PIECE
 from atoll.errors import ConfigError, NonFiniteError
 from oracle import codecs
@@ -196,9 +197,17 @@ def test_the_largest_and_smallest_floats_survive(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"format": "fp8"}, "codec must be one of fp64, fp32, bf16, fp16, int8, int4, e3m0, e2m1, lloyd4; got 'fp8'"),
+        (
+            {"format": "fp8"},
+            "codec must be one of fp64, fp32, .*, e3m0, e2m1, lloyd4, lloyd2, top64; got 'fp8'",
+        ),
         ({"format": "bf16", "stochastic": True}, "stochastic rounding is for"),
+        ({"format": "lloyd2", "stochastic": True}, "stochastic rounding is for"),
         ({"format": "fp32", "feedback": True}, "feedback is for codecs that lose something"),
+        ({"format": "e3m0", "feedback": 1.5}, "feedback must be True, False or a number from 0 to 1, got 1.5"),
+        ({"format": "e3m0", "feedback": float("nan")}, "feedback must be True, False or a number"),
+        ({"format": "top64"}, r"feedback must keep the others for later rounds: Codec\('top64', feedback=0.95\)"),
+        ({"format": "top64", "feedback": 0.9, "stochastic": True}, "stochastic rounding is for"),
     ],
 )
 def test_refusals(arguments: dict[str, object], message: str) -> None:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from amount import examples
 from atoll import DataParallel, Delayed, DiLoCo, Eager, Nesterov, OuterLoop, Streaming
-from atoll.core.codec import BLOCK, Codec
+from atoll.core.blocks import BLOCK
+from atoll.core.codec import Codec
 from atoll.core.outer_step import Blend
 from atoll.link.local import Absence, Faults
 from harness import Problem, by_part, snapshot, train, train_data_parallel, train_in_threads
@@ -159,11 +160,16 @@ def test_data_parallel(problem: Problem, drop: float) -> None:
     agree(loops, reference.data_parallel(**problem.oracle_arguments(without="there trains")))
 
 
-@given(st.data(), problems(), st.integers(1, 9), st.sampled_from(["int8", "e3m0", "e2m1", "lloyd4"]), st.booleans())
+LOSSY = st.tuples(st.sampled_from(["int8", "e3m0", "e2m1", "lloyd4", "lloyd2"]), st.sampled_from([0.0, 1.0, 0.7]))
+LOSSY |= st.tuples(st.just("top64"), st.sampled_from([1.0, 0.9]))
+
+
+@given(st.data(), problems(), st.integers(1, 9), LOSSY)
 @examples(50)
 def test_streaming_with_a_lossy_wire(
-    data: st.DataObject, problem: Problem, period: int, name: str, feedback: bool
+    data: st.DataObject, problem: Problem, period: int, lossy: tuple[str, float]
 ) -> None:
+    name, feedback = lossy
     delays = data.draw(st.tuples(*[st.integers(0, period)] * problem.workers), label="delays")
     codec = Codec(name, feedback=feedback)
     loops = problem.loops(Streaming(period=period, fragments=by_part(len(problem.sizes)), delay=delays, codec=codec))
@@ -181,9 +187,10 @@ def test_streaming_with_a_lossy_wire(
     agree(loops, expected)
 
 
-@given(problems(), st.integers(1, 9), st.sampled_from(["int8", "e3m0", "e2m1", "lloyd4"]), st.booleans())
+@given(problems(), st.integers(1, 9), LOSSY)
 @examples(40)
-def test_eager_with_a_lossy_wire(problem: Problem, period: int, name: str, feedback: bool) -> None:
+def test_eager_with_a_lossy_wire(problem: Problem, period: int, lossy: tuple[str, float]) -> None:
+    name, feedback = lossy
     codec = Codec(name, feedback=feedback)
     loops = problem.loops(Eager(period=period, fragments=by_part(len(problem.sizes)), codec=codec))
     train(loops, problem.steps, problem.inner)

@@ -20,6 +20,7 @@ from atoll.cli import main as cli
 from atoll.cli.errors import Commands
 from atoll.errors import ConfigError, DataError
 from atoll.settings.config import RunConfig, load
+from atoll.settings.study import shipped
 
 COMMANDS = ["demo", "init", "plan", "train", "launch", "compare", "report", "sample", "keys", "registry"]
 
@@ -123,7 +124,15 @@ def test_a_missing_run_file_says_how_to_get_one(tmp_path: Path) -> None:
     text = complaint("train", tmp_path / "typo", "--resume", code=2)
     assert text == f"error: {tmp_path / 'typo'}: no such run or run file\n"
     text = complaint("compare", tmp_path / "absent.toml", code=2)
-    assert text == f"error: {tmp_path / 'absent.toml'}: no such study; see examples/\n"
+    names = f"its studies are {', '.join(shipped())}"
+    assert text == f"error: {tmp_path / 'absent.toml'}: no such file, and no study of atoll has this name; {names}\n"
+
+
+def test_compare_without_a_study_lists_those_that_come_with_atoll() -> None:
+    result = atoll("compare")
+    lines = [line.split(maxsplit=3) for line in result.stdout.splitlines()]
+    assert result.exit_code == 0 and {line[2] for line in lines} == shipped().keys()
+    assert ["atoll", "compare", "drops", "What do lost messages cost?"] in lines
 
 
 def test_all_problems_of_a_run_file_are_lines(tmp_path: Path) -> None:

@@ -1,17 +1,20 @@
 """A worker dies while the others go on and save: a step that all have saved is still there on every one of them."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from atoll import DataParallel, DiLoCo, Eager, OuterLoop, Streaming, checkpoint, local, run_local
+from atoll import DataParallel, DiLoCo, Eager, OuterLoop, Streaming, checkpoint, connect, local, run_local
 from atoll.core.fragments import Balanced
 from atoll.errors import CheckpointError, LinkError
 from atoll.link.local import LocalLink
 from atoll.outer.presets import Gradients, Sync
+from fleet import free_port
 
 START = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
 PERIOD = 4
@@ -80,6 +83,37 @@ def test_the_newest_common_step_is_found() -> None:
     assert checkpoint.common_step({0: (0,), 1: ()}) is None
     with pytest.raises(CheckpointError, match="from: 0 has steps 1, 3; 1 has step 2; 2 has none"):
         checkpoint.common_step({0: (3, 1), 1: (2,), 2: ()})
+
+
+def saved(root: Path, *steps: int) -> Path:
+    for step in steps:
+        checkpoint.save(root, step, {"made": torch.tensor(step)}, keep=9)
+    return root
+
+
+def test_workers_of_a_link_load_the_newest_step_that_all_have(tmp_path: Path) -> None:
+    roots = [saved(tmp_path / "0", 0, 2, 4, 6), saved(tmp_path / "1", 0, 2, 4)]
+    address = f"127.0.0.1:{free_port()}"
+
+    def load(worker: int) -> Any:
+        link = connect(address, worker=worker, workers=2, keys="none", join_s=60.0)
+        try:
+            return checkpoint.load_common(roots[worker], link)
+        finally:
+            link.gather("done", True)  # worker 0 hosts the meeting point
+            link.close()
+
+    with ThreadPoolExecutor(2) as both:
+        assert list(both.map(load, range(2))) == [(4, {"made": torch.tensor(4)})] * 2
+    assert checkpoint.steps(roots[0]) == (0, 2, 4), "the run makes step 6 again"
+
+
+def test_one_worker_loads_its_newest_step_and_none_at_the_beginning(tmp_path: Path) -> None:
+    link = local(1)[0]
+    assert checkpoint.load_common(tmp_path / "missing", link) is None
+    assert checkpoint.load_common(saved(tmp_path / "here", 0, 1, 3), link) == (3, {"made": torch.tensor(3)})
+    with pytest.raises(LinkError, match=r"LocalLink cannot gather 'checkpoints' from 2 workers: .*atoll.connect"):
+        checkpoint.load_common(tmp_path / "here", local(2)[0])
 
 
 def test_later_steps_of_an_abandoned_past_are_dropped_by_name(tmp_path: Path) -> None:

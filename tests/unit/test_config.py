@@ -186,7 +186,7 @@ def test_broken_toml_shows_the_line() -> None:
         ('"a\\nb" = 3', '"a\\nb": unknown key; a run file has name, out'),
         (
             '[sync]\ncodec = "e3m1"',
-            "sync.codec: must be one of fp64, fp32, bf16, fp16, int8, int4, e3m0, e2m1, lloyd4, got",
+            "sync.codec: must be one of fp64, fp32, bf16, fp16, int8, int4, e3m0, e2m1, lloyd4, lloyd2, top64, got",
         ),
         ('[sync]\ncodec = "e3m1"', 'got "e3m1"; did you mean "e3m0"?'),
         ('[sync]\nmethod = "dilocco"', 'did you mean "diloco"?'),
@@ -286,6 +286,9 @@ NOT_ELASTIC = {
         ("sync.codec=bf16 sync.stochastic=true", "sync.stochastic: rounding is for 4 and 8 bits"),
         ("sync.method=diloco sync.stochastic=true", "sync.stochastic: rounding is for"),
         ("sync.method=diloco sync.feedback=true", "sync.feedback: is for codecs that lose something, and fp32"),
+        ("sync.method=diloco sync.codec=top64", "sync.feedback: must be set, for top64 sends one value in 64"),
+        ("sync.method=data-parallel sync.codec=top64", "sync.codec: top64 is for deltas"),
+        ("sync.codec=top64 sync.feedback=0.9 sync.stochastic=true", "sync.stochastic: rounding is for"),
         ("sync.method=none sync.workers=1 faults.drop=0.1", 'faults.drop: cannot be set with sync.method = "none"'),
         ("sync.method=none sync.workers=1 faults.speeds.0=0.5", "faults.speeds: cannot be set"),
         ("sync.method=data-parallel faults.absences=[{worker=1}]", "DataParallel has no anchor to come back to"),
@@ -433,7 +436,7 @@ def test_fragments_have_a_small_language() -> None:
 
 def test_the_codecs_are_those_that_exist() -> None:
     for name in get_args(CodecName):
-        Codec(name)
+        Codec(name, feedback=0.9 if name == "top64" else False)
     with pytest.raises(ConfigError, match=f"one of {', '.join(get_args(CodecName))};"):
         Codec("none of them")
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.link.net.seat import Seat
+from atoll.link.seat import Seat
 from atoll.settings.config import RunConfig, parse
 from atoll.train.ranks import cpu_threads as cores
 from atoll.train.ranks.control import ControlPlane

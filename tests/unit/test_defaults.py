@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import atoll
-from atoll.core import codec as codec_module
+from atoll.core import blocks
 from atoll.core.codec import Codec
 from atoll.core.flat import fingerprint
 from atoll.core.fragments import Whole
@@ -20,14 +20,14 @@ CODECS = [
     for name in ("fp64", "fp32", "bf16", "fp16", "int8", "int4", "e3m0", "e2m1", "lloyd4")
     for stochastic in (False, True)
     if not stochastic or name not in ("fp64", "fp32", "bf16", "fp16")
-]
+] + [Codec("lloyd2"), Codec("top64", feedback=0.9)]
 
 
 @contextmanager
 def defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
     """Set torch's defaults, and forget the tables that were made under others."""
     before = torch.get_default_dtype()
-    for table in (codec_module._pairs, codec_module._lloyd_tables):
+    for table in (blocks._levels_of_bytes, blocks._lloyd_tables):
         table.cache_clear()
     torch.set_default_dtype(dtype)
     torch.set_default_device(device)
@@ -36,7 +36,7 @@ def defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
     finally:
         torch.set_default_dtype(before)
         torch.set_default_device(None)
-        for table in (codec_module._pairs, codec_module._lloyd_tables):
+        for table in (blocks._levels_of_bytes, blocks._lloyd_tables):
             table.cache_clear()
 
 

@@ -1,5 +1,6 @@
 """Exports: the same bits and the same text come back, at any moment one is whole, and faults are one line."""
 
+import hashlib
 import itertools
 import json
 import multiprocessing
@@ -10,7 +11,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -117,11 +118,11 @@ def test_what_is_in_the_folder(tmp_path: Path) -> None:
         os.umask(before)
     folder = tmp_path / "run" / "model"
     assert names(tmp_path / "run") == {"model"}
-    assert names(folder) == {"config.json", "model.safetensors", "tokenizer.json"}
+    jsons = {"atoll.json", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert names(folder) == jsons | {"model.safetensors"}
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o644}
-    config = json.loads((folder / "config.json").read_text())
-    assert (config["format"], config["version"], config["layers"], config["tied"]) == ("atoll decoder", 1, 2, True)
-    assert load_file(folder / "model.safetensors").keys() == nano().state_dict().keys()
+    own = json.loads((folder / "atoll.json").read_text())
+    assert (own["format"], own["version"], own["layers"], own["tied"]) == ("atoll decoder", 2, 2, True)
 
 
 def test_a_hugging_face_model_is_one_that_transformers_loads(tmp_path: Path) -> None:
@@ -309,10 +310,42 @@ def test_a_killed_export_leaves_the_old_one_or_the_new_one(tmp_path: Path) -> No
 # --- faults
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    export(nano(), Bytes(), tmp_path / "model")
+@pytest.fixture(params=["now", "earlier"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """An export of this version, or of the one before transformers could read them."""
+    if request.param == "now":
+        export(nano(), Bytes(), tmp_path / "model")
+    else:
+        export_as_earlier(nano(), tmp_path / "model")
     return tmp_path / "model"
+
+
+def export_as_earlier(model: Decoder, folder: Path) -> None:
+    """Write the parameters under the decoder's names, and the shape into config.json."""
+    folder.mkdir()
+    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    about = {"format": "atoll decoder", "version": 1, **asdict(model.config), "sha256": digest}
+    (folder / "config.json").write_text(json.dumps(about))
+    (folder / "tokenizer.json").write_text('{"atoll": "bytes"}\n')
+
+
+def described(folder: Path) -> Path:
+    """The file with the shape of a decoder."""
+    own = folder / "atoll.json"
+    return own if own.exists() else folder / "config.json"
+
+
+def told_of(folder: Path, message: str) -> str:
+    """The message as it is said of this folder."""
+    return message.replace("config.json", described(folder).name)
+
+
+def test_an_earlier_export_comes_back(folder: Path) -> None:
+    model, tokenizer = load_export(folder)
+    assert isinstance(model, Decoder) and model.config == NANO and same_bits(model, nano())
+    assert isinstance(tokenizer, Bytes)
+    assert sample(folder, "def ", tokens=9)
 
 
 def refused(folder: Path) -> str:
@@ -324,7 +357,7 @@ def refused(folder: Path) -> str:
 
 
 def change_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
+    path = described(folder)
     config = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}, default=str))
 
@@ -355,15 +388,23 @@ def test_nothing_to_load(folder: Path, tmp_path: Path) -> None:
         ("[]", "config.json is damaged: it must hold a JSON object"),
         ("{}", "describes neither an atoll decoder nor a Hugging Face model"),
         (
-            '{"format": "atoll decoder", "version": 2}',
-            "is of format version 2, written by a newer atoll; this one reads",
+            '{"format": "atoll decoder", "version": 3}',
+            "is of format version 3, written by a newer atoll; this one reads",
         ),
-        ('{"model_type": "nonsense"}', "describes no model that transformers knows"),
     ],
 )
 def test_a_config_that_cannot_be_read(folder: Path, text: str, expected: str) -> None:
-    (folder / "config.json").write_bytes(text.encode("latin-1"))
-    assert expected in refused(folder)
+    described(folder).write_bytes(text.encode("latin-1"))
+    assert told_of(folder, expected) in refused(folder)
+
+
+def test_a_config_that_is_neither_ours_nor_of_transformers(tmp_path: Path) -> None:
+    export_as_earlier(nano(), tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "nonsense"}')
+    assert "describes no model that transformers knows" in refused(tmp_path / "model")
+    export(nano(), Bytes(), tmp_path / "model")
+    (tmp_path / "model" / "atoll.json").write_text('{"model_type": "apertus"}')
+    assert "atoll.json describes neither an atoll decoder nor" in refused(tmp_path / "model")
 
 
 @pytest.mark.parametrize(
@@ -385,7 +426,7 @@ def test_a_config_that_cannot_be_read(folder: Path, text: str, expected: str) ->
 )
 def test_a_config_that_does_not_fit(folder: Path, changes: dict[str, Any], expected: str) -> None:
     change_config(folder, **changes)
-    assert expected in refused(folder)
+    assert told_of(folder, expected) in refused(folder)
 
 
 def test_weights_that_cannot_be_read(folder: Path) -> None:
@@ -405,16 +446,32 @@ def test_weights_that_cannot_be_read(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda t: t.update({"norm.weight": t["norm.weight"].view(2, 8)}), "norm.weight of shape (16,), in floating"),
-        (lambda t: t.update({"norm.weight": t["norm.weight"].long()}), "it has torch.int64 (16,)"),
-        (lambda t: t.update({"norm.bias": t.pop("norm.weight")}), "point; it has none"),
-        (lambda t: t.pop("norm.weight"), "values where config.json asks for "),
-        (lambda t: t.update({"more": torch.ones(1)}), "values where config.json asks for "),
+        (
+            lambda t, n: t.update({n: t[n].view(2, 8)}),
+            "config.json, which asks for norm.weight of shape (16,)",
+        ),
+        (lambda t, n: t.update({n: t[n].long()}), "it has torch.int64 (16,)"),
+        (lambda t, n: t.update({"norm.bias": t.pop(n)}), "point; it has none"),
+        (lambda t, n: t.pop(n), "values where config.json asks for "),
+        (lambda t, n: t.update({"more": torch.ones(1)}), "values where config.json asks for "),
     ],
 )
-def test_weights_that_do_not_fit(folder: Path, change: Callable[[dict[str, Tensor]], object], expected: str) -> None:
-    change_weights(folder, change)
-    assert expected in refused(folder)
+def test_weights_that_do_not_fit(
+    folder: Path, change: Callable[[dict[str, Tensor], str], object], expected: str
+) -> None:
+    norm = "norm.weight" if described(folder).name == "config.json" else "model.norm.weight"
+    change_weights(folder, lambda tensors: change(tensors, norm))
+    assert told_of(folder, expected) in refused(folder)
+
+
+@pytest.mark.parametrize("part", ["q", "k", "v"])
+@pytest.mark.parametrize("change", [torch.Tensor.double, torch.Tensor.long, lambda t: t.view(16, 8)])
+def test_a_part_of_a_matrix_that_does_not_fit(tmp_path: Path, part: str, change: Callable[[Tensor], Tensor]) -> None:
+    name = f"model.layers.1.self_attn.{part}_proj.weight"
+    export(nano(), Bytes(), tmp_path / "model")
+    change_weights(tmp_path / "model", lambda tensors: tensors.update({name: change(tensors[name])}))
+    told = refused(tmp_path / "model")
+    assert "asks for blocks.1.qkv.weight of shape (24, 16), in floating point; it has none" in told
 
 
 def test_a_tokenizer_of_another_model(folder: Path) -> None:

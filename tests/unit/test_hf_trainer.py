@@ -19,8 +19,8 @@ import atoll
 from atoll.errors import ConfigError
 from atoll.integrations.transformers import AtollCallback
 from fleet import Fleet, Me
-from hf_worker import METHODS, STEPS, Recorder, Run, collate, digest, overflowing, plain_loop, rows, tiny
-from pair import Pair
+from hf_worker import STEPS, Recorder, Run, collate, digest, overflowing, plain_loop, rows, tiny
+from pair import METHODS, Pair, every_method
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("hf_trainer")]
 
@@ -39,8 +39,7 @@ def trained(me: Me, folder: Path, method: str, accumulate: int) -> Any:
     return run.digest, seen.evaluated, run.batches
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("method", METHODS)
+@every_method
 def test_a_run_has_the_bits_of_a_plain_loop(pair: Pair, tmp_path: Path, method: str, accumulate: int) -> None:
     (first, evaluated, _), (second, others, _) = ran = pair.results(trained, tmp_path, method, accumulate)
     plain = pair.results(looped, method, [batches for *_, batches in ran], accumulate)
@@ -76,8 +75,7 @@ def resumed(me: Me, folder: Path, method: str, accumulate: int, to: int = STEPS)
     return run.digest, sorted(seen.live), seen.found
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("method", METHODS)
+@every_method
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
     pair: Pair, tmp_path: Path, method: str, accumulate: int
 ) -> None:
@@ -91,22 +89,23 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
     assert [first, second] == whole and first == second
 
 
-def test_a_worker_that_was_killed_is_started_again(tmp_path: Path) -> None:
+@every_method
+def test_a_worker_that_was_killed_is_started_again(pair: Pair, tmp_path: Path, method: str, accumulate: int) -> None:
     with Fleet(tmp_path / "fleet", 2, keys="none", join_s=120.0) as fleet:
-        fleet.add(0, killed, tmp_path / "run", [12, 0])
-        fleet.add(1, killed, tmp_path / "run", [0, 12])
+        fleet.add(0, killed, tmp_path / "run", method, accumulate, [12, 0])
+        fleet.add(1, killed, tmp_path / "run", method, accumulate, [0, 12])
         assert "RuntimeError" in fleet[0].error() or "LinkError" in fleet[0].error()
         fleet[1].process.join()
         assert fleet[1].process.exitcode == 9
-    with Pair(tmp_path / "pair", "hf_worker") as pair:
-        whole = pair.results(broken_off, tmp_path / "whole", "streaming", 1, 0)
-        ended = pair.results(resumed, tmp_path / "run", "streaming", 1)
+    whole = pair.results(broken_off, tmp_path / "whole", method, accumulate, 0)
+    ended = pair.results(resumed, tmp_path / "run", method, accumulate)
     assert [digest for digest, *_ in ended] == whole and ended[0][1][0] == 11
 
 
-def killed(me: Me, folder: Path, at: list[int]) -> None:
+def killed(me: Me, folder: Path, method: str, accumulate: int, at: list[int]) -> None:
     ends = Recorder(break_at=at[0], kill_at=at[1])
-    Run(me, folder, "streaming", dropout=0.1, callbacks=[ends]).trainer.train()
+    run = Run(me, folder, method, dropout=0.1, callbacks=[ends], gradient_accumulation_steps=accumulate)
+    run.trainer.train()
 
 
 def test_a_run_that_has_ended_can_be_made_longer(pair: Pair, tmp_path: Path) -> None:
@@ -125,13 +124,14 @@ def lengthened(me: Me, folder: Path, steps: int, options: dict[str, Any], resume
 # ---------------------------------------------------------------------- what is evaluated and saved
 
 
-def saved_best(me: Me, folder: Path) -> Any:
+def saved_best(me: Me, folder: Path, method: str, accumulate: int) -> Any:
     seen = Recorder()
     run = Run(
         me,
         folder,
-        "streaming",
+        method,
         callbacks=[seen],
+        gradient_accumulation_steps=accumulate,
         load_best_model_at_end=True,
         metric_for_best_model="eval_loss",
         greater_is_better=True,  # so that the first is the best
@@ -151,12 +151,17 @@ def saved_best(me: Me, folder: Path) -> Any:
         "scores": scores,
         "best": run.trainer.state.best_global_step,
         "after": run.trainer.evaluate()["eval_loss"],
+        "batches": run.batches,
     }
 
 
-def test_the_best_model_is_the_anchor_that_was_measured(pair: Pair, tmp_path: Path) -> None:
-    one, other = pair.results(saved_best, tmp_path)
-    assert one["files"] == one["evaluated"] == other["files"]
+@every_method
+def test_the_best_model_is_the_anchor_that_was_measured(
+    pair: Pair, tmp_path: Path, method: str, accumulate: int
+) -> None:
+    one, other = pair.results(saved_best, tmp_path, method, accumulate)
+    (_, plain), _ = pair.results(looped, method, [one["batches"], other["batches"]], accumulate)
+    assert one["files"] == one["evaluated"] == other["files"] == plain
     best = one["best"]
     assert best == max((5, 10, 14), key=one["scores"].get) != 14, "the last would prove nothing"
     assert one["model"] == other["model"] == one["files"][best]
@@ -164,11 +169,11 @@ def test_the_best_model_is_the_anchor_that_was_measured(pair: Pair, tmp_path: Pa
     assert one["live"][5] != other["live"][5] and one["live"][5] != one["files"][5]
 
 
-def evaluation_fails(me: Me, folder: Path) -> Any:
+def evaluation_fails(me: Me, folder: Path, method: str, accumulate: int) -> Any:
     seen = Recorder()
-    run = Run(me, folder, "diloco", callbacks=[seen], held=[] if me.worker == 1 else None)
-    if me.worker == 1:  # the first evaluation has nothing to read
-        run.trainer.eval_dataset = Broken()
+    run = Run(me, folder, method, dropout=0.1, callbacks=[seen], gradient_accumulation_steps=accumulate)
+    if me.worker == 1:
+        run.trainer.eval_dataset = Broken(run.trainer)
     try:
         run.trainer.train()
     except Exception as error:
@@ -177,22 +182,31 @@ def evaluation_fails(me: Me, folder: Path) -> Any:
 
 
 class Broken:
-    """Data that cannot be read."""
+    """Data that can be read once."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.rows = trainer, rows(99, 8)
 
     def __len__(self) -> int:
-        return 8
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
-        raise OSError("the disk is gone")
+        if self.trainer.state.global_step >= 10:
+            raise OSError("the disk is gone")
+        return self.rows[index]
 
 
+@every_method
 def test_an_evaluation_that_raises_gives_the_parameters_back_and_tells_the_others_why(
-    pair: Pair, tmp_path: Path
+    pair: Pair, tmp_path: Path, method: str, accumulate: int
 ) -> None:
-    (told, *_), (why, model, live, step) = pair.results(evaluation_fails, tmp_path)
-    assert why == "OSError: the disk is gone" and step == 5
-    assert model == live[5], "the model holds the worker's own parameters again, not the anchor"
+    (told, *_), (why, model, live, step) = pair.results(evaluation_fails, tmp_path / "run", method, accumulate)
+    assert why == "OSError: the disk is gone" and step == 10
+    assert model == live[10], "the model holds the worker's own parameters again, not the anchor"
     assert "LinkError" in told and "worker 1" in told and "the disk is gone" in told
+    whole = pair.results(broken_off, tmp_path / "whole", method, accumulate, 0)
+    (first, steps, _), (second, *_) = pair.results(resumed, tmp_path / "run", method, accumulate)
+    assert steps == list(range(6, STEPS + 1)) and [first, second] == whole
 
 
 def several_sets(me: Me, folder: Path) -> Any:
@@ -235,8 +249,7 @@ class Skips(TrainerCallback):
             self.skipped.append(state.global_step)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("method", METHODS)
+@every_method
 def test_skipped_steps_count_as_in_a_plain_loop(pair: Pair, tmp_path: Path, method: str, accumulate: int) -> None:
     (first, skipped, _, steps), (second, others, _, _) = ran = pair.results(scaled, tmp_path, method, accumulate)
     assert 0 < len(skipped) < STEPS and skipped != others and steps == STEPS

@@ -146,6 +146,11 @@ def tail(path: Path) -> object:
     return Tail(path).new()
 
 
+def decoder_of(path: Path) -> object:
+    (path.parent / "config.json").write_text("{}")
+    return load_export(path.parent)
+
+
 READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "run file": (config.load, "run.toml"),
     "study": (study_of, "study.toml"),
@@ -154,6 +159,7 @@ READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "tail": (tail, METRICS),
     "manifest of tokens": (lambda path: cache.check(path.parent, cache.no_progress), cache.MANIFEST),
     "exported model": (lambda path: load_export(path.parent), "config.json"),
+    "exported decoder": (decoder_of, "atoll.json"),
     "rows": (lambda path: list(documents(str(path))), "rows.jsonl"),
     "parquet": (lambda path: list(documents(str(path))), "rows.parquet"),
     "model of the hub": (hub_model, "config.json"),

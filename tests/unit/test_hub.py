@@ -2,8 +2,10 @@
 
 import copy
 import json
+import logging
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +23,7 @@ from atoll.core.fragments import Blocks, find_blocks, split
 from atoll.errors import ConfigError, DataError
 from atoll.train.model.decoder import Loss
 from atoll.train.model.hub import HubModel, load, save
+from fleet import free_port
 
 transformers: Any = import_module("transformers")  # its types are half there
 
@@ -364,6 +367,29 @@ def test_a_model_that_neither_a_folder_nor_the_hub_has(monkeypatch: pytest.Monke
         assert message.startswith(
             "ConfigError: model.hf: 'nobody/nothing' is not a folder here, and the Hugging Face hub"
         )
+
+
+def test_a_hub_that_cannot_be_reached_is_one_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", nowhere)
+    template = f"{nowhere}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    naps: list[float] = []
+    monkeypatch.setattr(time, "sleep", naps.append)
+    log = logging.getLogger("huggingface_hub")
+    log.addHandler(caplog.handler)  # its records are not handed on to the root
+    before = log.level
+    try:
+        message = refused("nobody/nothing")
+    finally:
+        log.removeHandler(caplog.handler)
+    assert "; check the name and the connection, or give the folder of a copy (" in message
+    assert naps and not caplog.records, "it tries again, and says nothing of it"
+    assert log.level == before
 
 
 @pytest.mark.thorough_after(2)

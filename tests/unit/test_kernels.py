@@ -19,7 +19,8 @@ from torch import Tensor, nn
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from atoll import Delayed, DiLoCo, Eager, Lockstep, OuterLoop, Streaming, Sync, local
-from atoll.core.codec import BLOCK, Codec
+from atoll.core.blocks import BLOCK
+from atoll.core.codec import Codec
 from atoll.core.flat import PIECE, fingerprint, joined_sums, words_of
 from atoll.core.fragments import Balanced
 from atoll.core.outer_step import SGD, Momentum, Nesterov, OuterOptimizer, blend, weighted_mean

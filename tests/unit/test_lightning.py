@@ -15,8 +15,8 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from atoll.errors import ConfigError
 from fleet import Fleet, Me
-from pair import Pair
-from pl_worker import EPOCH, METHODS, STEPS, Recorder, Run, Small, digest, plain_loop
+from pair import Pair, every_method
+from pl_worker import EPOCH, STEPS, Recorder, Run, Small, digest, plain_loop
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("lightning")]
 
@@ -38,8 +38,7 @@ def looped(me: Me, method: str, batches: Any, accumulate: int) -> Any:
     return plain_loop(me, method, batches[me.worker], accumulate)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("method", METHODS)
+@every_method
 def test_a_run_has_the_bits_of_a_plain_loop(pair: Pair, tmp_path: Path, method: str, accumulate: int) -> None:
     (first, validated, _), (second, others, _) = ran = pair.results(trained, tmp_path, method, accumulate)
     plain = pair.results(looped, method, [batches for *_, batches in ran], accumulate)
@@ -67,8 +66,7 @@ def resumed(me: Me, folder: Path, method: str, accumulate: int, step: int, steps
 
 
 @pytest.mark.parametrize("step", [5, 10])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("method", METHODS)
+@every_method
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
     pair: Pair, tmp_path: Path, method: str, accumulate: int, step: int
 ) -> None:
@@ -101,19 +99,23 @@ def epochs(me: Me, folder: Path, interval: int, resume: int | None) -> Any:
 # ---------------------------------------------------------------------- what is validated and saved
 
 
-def saved_best(me: Me, folder: Path) -> Any:
+def saved_best(me: Me, folder: Path, method: str, accumulate: int) -> Any:
     best = {"monitor": "val_loss", "mode": "max", "save_top_k": 1}  # so that an early one is the best
-    run = Run(me, folder, "streaming", checkpoints=best)
+    run = Run(me, folder, method, accumulate=accumulate, checkpoints=best)
     run.fit()
     saved = torch.load(run.saver.best_model_path, weights_only=True)
     step, model = saved["global_step"], Small()
     model.load_state_dict(saved["state_dict"])
-    return step, digest(model), run.model.validated, run.seen.live
+    return step, digest(model), run.model.validated, run.seen.live, run.digest, run.model.batches
 
 
-def test_a_checkpoint_saves_what_was_validated(pair: Pair, tmp_path: Path) -> None:
-    (step, saved, validated, live), (_, other, _, _) = pair.results(saved_best, tmp_path)
-    assert saved == other == validated[step] != live[step]
+@every_method
+def test_a_checkpoint_saves_what_was_validated(pair: Pair, tmp_path: Path, method: str, accumulate: int) -> None:
+    one, other = pair.results(saved_best, tmp_path, method, accumulate)
+    step, saved, validated, live, final, batches = one
+    plain = pair.results(looped, method, [batches, other[-1]], accumulate)
+    assert saved == other[1] == validated[step] != live[step]
+    assert final == other[4] == plain[0][0] and (accumulate > 1 or saved == plain[0][1][step])
 
 
 def saved_last(me: Me, folder: Path) -> Any:
@@ -141,8 +143,8 @@ def test_a_run_that_has_ended_can_be_made_longer(pair: Pair, tmp_path: Path) -> 
     assert pair.results(lengthened, tmp_path / "short", 15, 10) == whole
 
 
-def validation_fails(me: Me, folder: Path) -> Any:
-    run = Run(me, folder, "diloco", fail_at=5 * me.worker)
+def validation_fails(me: Me, folder: Path, method: str, accumulate: int) -> Any:
+    run = Run(me, folder, method, accumulate=accumulate, dropout=0.2, fail_at=10 * me.worker)
     try:
         run.fit()
     except Exception as error:
@@ -150,13 +152,17 @@ def validation_fails(me: Me, folder: Path) -> Any:
     raise AssertionError("it went well")
 
 
+@every_method
 def test_a_validation_that_raises_gives_the_parameters_back_and_tells_the_others_why(
-    pair: Pair, tmp_path: Path
+    pair: Pair, tmp_path: Path, method: str, accumulate: int
 ) -> None:
-    (told, *_), (why, model, live, step) = pair.results(validation_fails, tmp_path)
-    assert why == "OSError: the disk is gone" and step == 5
-    assert model == live[5], "the model holds the worker's own parameters again, not the anchor"
+    (told, *_), (why, model, live, step) = pair.results(validation_fails, tmp_path / "run", method, accumulate)
+    assert why == "OSError: the disk is gone" and step == 10
+    assert model == live[10], "the model holds the worker's own parameters again, not the anchor"
     assert "LinkError" in told and "worker 1" in told and "the disk is gone" in told
+    whole = pair.results(broken_off, tmp_path / "whole", method, accumulate, 0)
+    ended = pair.results(resumed, tmp_path / "run", method, accumulate, 5)
+    assert [final for final, *_ in ended] == [final for final, _ in whole]
 
 
 # ---------------------------------------------------------------------- steps that a loss scaler skips
@@ -174,8 +180,7 @@ def scaler() -> Any:
     return torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("method", METHODS)
+@every_method
 def test_skipped_steps_count_as_in_a_plain_loop(pair: Pair, tmp_path: Path, method: str, accumulate: int) -> None:
     (first, batches, steps), (second, others, _) = pair.results(scaled, tmp_path, method, accumulate)
     assert steps == STEPS and any(batch[0, 0] > 1.5 for batch in batches)
@@ -190,21 +195,21 @@ def scaled_loop(me: Me, method: str, batches: Any, accumulate: int) -> Any:
 # ---------------------------------------------------------------------- killed
 
 
-def test_a_worker_that_was_killed_is_started_again(tmp_path: Path) -> None:
+@every_method
+def test_a_worker_that_was_killed_is_started_again(pair: Pair, tmp_path: Path, method: str, accumulate: int) -> None:
     with Fleet(tmp_path / "fleet", 2, keys="none", join_s=120.0) as fleet:
-        fleet.add(0, killed, tmp_path / "run", [12, 0])
-        fleet.add(1, killed, tmp_path / "run", [0, 12])
+        fleet.add(0, killed, tmp_path / "run", method, accumulate, [12, 0])
+        fleet.add(1, killed, tmp_path / "run", method, accumulate, [0, 12])
         assert "Error" in fleet[0].error()
         fleet[1].process.join()
         assert fleet[1].process.exitcode == 9
-    with Pair(tmp_path / "pair", "pl_worker") as pair:
-        whole = pair.results(broken_off, tmp_path / "whole", "streaming", 1, 0)
-        ended = pair.results(resumed, tmp_path / "run", "streaming", 1, 10)
+    whole = pair.results(broken_off, tmp_path / "whole", method, accumulate, 0)
+    ended = pair.results(resumed, tmp_path / "run", method, accumulate, 10)
     assert [final for final, *_ in ended] == [final for final, _ in whole]
 
 
-def killed(me: Me, folder: Path, at: list[int]) -> None:
-    Run(me, folder, "streaming", dropout=0.2, callbacks=[Recorder(at[0], at[1])]).fit()
+def killed(me: Me, folder: Path, method: str, accumulate: int, at: list[int]) -> None:
+    Run(me, folder, method, accumulate=accumulate, dropout=0.2, callbacks=[Recorder(at[0], at[1])]).fit()
 
 
 # ---------------------------------------------------------------------- refused

@@ -59,6 +59,14 @@ def test_with_feedback_nearly_nothing_is_lost_after_twenty_rounds(workers: int, 
     assert (run.anchor() - work).norm() <= 0.05 * work.norm()
 
 
+@pytest.mark.parametrize("workers", [2, 5])
+def test_with_feedback_all_of_a_steady_delta_arrives_in_time_though_each_round_sends_little(workers: int) -> None:
+    run, delta = Workers(workers, Codec("top64", feedback=True)), torch.linspace(-0.01, 0.01, 2000)
+    for _ in range(400):
+        run.round([delta] * workers)
+    assert torch.cosine_similarity(run.anchor(), delta, dim=0) > 0.95
+
+
 @pytest.mark.parametrize(("workers", "least"), [(8, 0.99), (16, 0.992)])
 def test_the_direction_of_the_mean_of_many_is_kept(workers: int, least: float) -> None:
     given = deltas(workers, 200_000, torch.Generator().manual_seed(0))

@@ -21,7 +21,7 @@ from atoll.link.net.registry import Insecure
 from atoll.link.net.rendezvous import Rendezvous, Waiting, parse_address
 from atoll.link.net.root_cause import FailureReport, root_cause
 from atoll.link.net.run_keys import KeyRing, RunKeys, throw_away
-from atoll.link.net.seat import Seat
+from atoll.link.seat import Seat
 from fleet import free_port
 
 
@@ -179,6 +179,15 @@ def test_who_has_left_is_not_waited_for() -> None:
         )
         with pytest.raises(LinkError, match="worker 1 left: no text to train on"):
             list(there[0].collect("greeting", there[0].seat.peers()))
+
+
+def test_what_was_published_before_its_worker_left_is_heard() -> None:
+    def publish_and_leave() -> None:  # after the first look for the value
+        there[1].publish("greeting", "good-bye")
+        raise LinkError("worker 1 left")
+
+    with meetings(2, join_s=60.0) as there:
+        assert dict(there[0].collect("greeting", [Seat(1, 2)], publish_and_leave)) == {Seat(1, 2): "good-bye"}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "nonsense"])

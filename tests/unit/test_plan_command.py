@@ -19,6 +19,7 @@ from atoll.plan import planner
 from atoll.plan.line import GOODPUT, Line
 from atoll.plan.method import METHODS, RUN_FILE_METHOD, Model, methods_for
 from atoll.settings.config import load
+from atoll.settings.study import shipped
 from paper_table import PRINTED
 
 MAIN = ("--params", "10e9", "--layers", "48", "--step-time", "0.8", "--workers", "8", "--link", "1Gbit/s,40ms")
@@ -288,8 +289,9 @@ def test_a_run_file_has_as_many_layers_as_can_be_planned(run_file: Path) -> None
 
 
 def test_a_study_is_not_planned_but_what_to_do_is_said() -> None:
-    study = Path(__file__).parents[2] / "examples" / "drops.toml"
-    assert "this is a study, and a plan is for one run: atoll init run.toml" in complaint(study, "--step-time", "1")
+    assert "this is a study, and a plan is for one run: atoll init run.toml" in complaint(
+        shipped()["drops"], "--step-time", "1"
+    )
 
 
 def test_workers_and_periods_are_read_as_people_write_them() -> None:

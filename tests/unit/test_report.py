@@ -514,9 +514,13 @@ def test_the_training_loss_of_the_last_half_is_in_sight(records: list[report.Run
         steps = tuple(replace(s, loss=[y] * 4) for s, y in zip(record.steps, values, strict=True))
         return replace(record, steps=steps)
 
-    low, high = drawn([trained(records[0], 3.5, 1.1, 1.2, 1.3, 1.4)])["loss-tokens"](LIGHT).axes[0].get_ylim()
+    late = trained(records[0], 3.5, 1.1, 1.2, 1.3, 1.4)
+    low, high = drawn([late, records[1]])["loss-tokens"](LIGHT).axes[0].get_ylim()
     assert low < 1.1 < 3.5 < high < 9, "not the first half"
-    assert drawn([trained(records[0], 3, 3, 3, 3, 1e9)])["loss-tokens"](LIGHT).axes[0].get_ylim()[1] < 4
+    axes = drawn([late])["loss-tokens"](LIGHT).axes[0]
+    assert axes.get_ylim()[1] > 9, "a run alone is shown from its first step"
+    assert curves(axes)[0][0] == [late.steps[0].tokens, 9.0]
+    assert drawn([trained(records[0], 3, 3, 3, 3, 1e9)])["loss-tokens"](LIGHT).axes[0].get_ylim()[1] < 10
 
 
 def test_pictures_without_data_are_left_out(records: list[report.RunRecord]) -> None:

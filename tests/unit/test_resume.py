@@ -71,6 +71,23 @@ def test_resume_at_every_step_is_exact(name: str, problem: Problem, stops: Seque
             train(running, 1, problem.inner)
 
 
+@pytest.mark.parametrize("stop", [7, 12])
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_state_survives_ones_own_torch_save(name: str, stop: int, tmp_path: Path) -> None:
+    sync = preset(name, PROBLEM.workers)
+    whole = PROBLEM.loops(sync)
+    train(whole, stop, PROBLEM.inner)
+    continued = PROBLEM.loops(sync)
+    for old, new in zip(whole, continued, strict=True):
+        torch.save({"model": old.model.state_dict(), "outer": old.state_dict()}, tmp_path / "state.pt")
+        state = torch.load(tmp_path / "state.pt", weights_only=True)
+        new.model.load_state_dict(state["model"])
+        new.load_state_dict(state["outer"])
+    for loops in (whole, continued):
+        train(loops, PROBLEM.steps - stop, PROBLEM.inner)
+    assert [bits(loop) for loop in continued] == [bits(loop) for loop in whole]
+
+
 @pytest.mark.parametrize("workers", [3, 4])
 def test_resume_data_parallel(workers: int, tmp_path: Path) -> None:
     problem = Problem(workers=workers, steps=6)

@@ -149,7 +149,7 @@ def test_a_run_says_what_it_was_and_what_happened(make: Any) -> None:
     start = events[0]
     assert isinstance(start, Start) and start.workers == 3 and sum(start.fragments) == start.parameters
     steps = [event for event in events if isinstance(event, Step)]
-    assert [event.step for event in steps] == list(range(2, 21, 2))
+    assert [event.step for event in steps] == [1, *range(2, 21, 2)]
     assert steps[-1].tokens == 20 * 3 * 2 * 16
     assert all(loss is not None and 0 < loss < 7 for event in steps for loss in event.loss)
     evals = [event for event in events if isinstance(event, Eval)]

@@ -13,7 +13,7 @@ from atoll import checkpoint
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError
 from atoll.link.local import local
-from atoll.link.net.seat import Seat
+from atoll.link.seat import Seat
 from atoll.runs.events import End, Jsonl, Outcome, RoundApplied, Start, Step, read
 from atoll.runs.layout import CHECKPOINTS, METRICS, MODEL, RUN
 from atoll.settings import config

@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import ConfigError
-from atoll.settings.study import Claim, read
-
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
+from atoll.settings.study import Claim, read, shipped, titles
 
 STUDY = """
 [train]
@@ -129,8 +127,26 @@ def test_mistakes_of_several_files_are_told_file_by_file(tmp_path: Path) -> None
 
 
 def test_a_study_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.toml: no such study; see examples/$"):
-        read([tmp_path / "absent.toml"])
+    for path in (tmp_path / "absent.toml", Path("drop"), tmp_path / "drops"):
+        with pytest.raises(ConfigError) as error:
+            read([path])
+        assert str(error.value).startswith(f"{path}: no such file, and no study of atoll has this name; ")
+        assert str(error.value).endswith(
+            "; its studies are codecs, compute, drops, noniid, outer, overlap, period, workers"
+        )
+
+
+def test_a_study_that_comes_with_atoll_has_a_name_unless_a_file_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "drops").mkdir()  # such as the folder of its runs
+    study = read([Path("drops"), Path("period")], ["train.steps=20"])
+    assert {"drop-00", "drop-50", "period-004"} <= study.runs.keys()
+    assert {(run.out, run.train.steps) for run in study.runs.values()} == {("runs/drops-period", 20)}
+    assert titles()["drops"] == "What do lost messages cost?" == study.title.partition(";")[0]
+    (tmp_path / "period").write_text('name = "mine"')
+    assert list(read([Path("period")]).runs) == ["mine"]
 
 
 def test_a_claim_has_two_sides() -> None:
@@ -145,9 +161,9 @@ def test_a_claim_has_two_sides() -> None:
     ]
 
 
-@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
-def test_the_studies_we_ship_are_good(file: Path) -> None:
-    study = read([file])
+@pytest.mark.parametrize("name", shipped())
+def test_the_studies_we_ship_are_good(name: str) -> None:
+    study = read([Path(name)])
     assert study.title and study.claims and len(study.runs) >= 3
     for run in study.runs.values():
         assert run.synchronisation() is not None and run.faults_of_link() is not None and run.train.lr

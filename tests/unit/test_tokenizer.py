@@ -54,6 +54,19 @@ def test_what_is_saved_can_be_opened(tokenizer: Tokenizer, tmp_path: Path) -> No
         assert [again.encode(text).tolist() for text in ODD] == [tokenizer.encode(text).tolist() for text in ODD]
 
 
+def test_bytes_are_known_however_their_file_was_written(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"atoll": "bytes"}\n')  # as earlier versions did
+    assert isinstance(open_tokenizer(tmp_path), Bytes)
+    Bytes().save(tmp_path)
+    inner = tokenizers.Tokenizer.from_file(str(tmp_path / FILE))
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single="$A", special_tokens=[])
+    inner.save(str(tmp_path / FILE))  # as transformers does
+    assert isinstance(open_tokenizer(tmp_path), Bytes)
+    others = {str(number): number for number in range(255)} | {"</s>": 255}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(others, unk_token="0")).save(str(tmp_path / FILE))
+    assert open_tokenizer(tmp_path).separator == 255, "somebody else's 256 tokens"
+
+
 def test_bytes_need_no_setup() -> None:
     tokenizer = Bytes()
     assert (tokenizer.vocabulary, tokenizer.separator) == (256, 0)

@@ -26,6 +26,7 @@ from atoll.train.data.cache import MANIFEST
 from atoll.train.data.corpus import documents
 from atoll.train.data.token_files import TokenData, check_there, prepare
 from atoll.train.data.tokenizer import FILE, Bytes, Ids, train_bpe
+from atoll.train.ranks.control import tokenizer_terms
 
 
 @pytest.fixture
@@ -199,6 +200,15 @@ def test_a_tokenizer_file_is_known_by_its_content(corpus: str, tmp_path: Path) -
     folders = [made(corpus, tmp_path, tokenizer=str(tmp_path / name)).folder for name in "abc"]
     assert folders[0] == folders[2] != folders[1]
     assert made(corpus, tmp_path, tokenizer=str(tmp_path / "a" / FILE)).folder == folders[0]
+
+
+def test_workers_whose_tokens_are_bytes_agree_whichever_version_cached_them(corpus: str, tmp_path: Path) -> None:
+    data = made(corpus, tmp_path)
+    now = tokenizer_terms(data)
+    (data.folder / FILE).write_text('{"atoll": "bytes"}\n')
+    assert tokenizer_terms(data) == now == {"tokenizer": "bytes", "vocabulary": "256"}
+    one, other = (made(corpus, tmp_path, tokenizer="bpe", vocabulary=size) for size in (270, 280))
+    assert tokenizer_terms(one)["tokenizer"] != tokenizer_terms(other)["tokenizer"]
 
 
 def test_clusters_share_out_the_same_documents(corpus: str, tmp_path: Path) -> None:

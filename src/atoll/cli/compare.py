@@ -23,7 +23,7 @@ from atoll.runs.events import Tail
 from atoll.runs.events import read as read_events
 from atoll.runs.layout import LOG, METRICS
 from atoll.settings.config import RunConfig
-from atoll.settings.study import Claim, Study, read
+from atoll.settings.study import Claim, Study, read, titles
 from atoll.train.folder import RunFolder
 from atoll.train.model.sample import sample
 from atoll.train.progress.view import Board
@@ -44,7 +44,7 @@ def compare(
     """Trains every run of these study and run files, and prints a table, the claims and where the report is.
 
     Args:
-        files: Study and run files.
+        files: Names of studies that come with atoll, study files and run files; none lists the names.
         overrides: Settings of the form KEY=VALUE.
         jobs: Runs at the same time; None chooses by cores.
         out: Folder of the runs and the report; None takes the files'.
@@ -54,6 +54,9 @@ def compare(
     Returns:
         The exit status: 0, or 1 if a run failed.
     """
+    if not files:
+        print("\n".join(f"atoll compare {name:9} {title}" for name, title in titles().items()))
+        return 0
     study = read(files, overrides, out)
     slow = parse_line(link)
     console = Console()

@@ -125,7 +125,7 @@ def init(
     except FileExistsError:
         problem = f"{path}: exists already; give another path, or --force to overwrite it"
         raise ConfigError(problem, setting="path", value=path) from None
-    typer.echo(f"wrote {path}; to train: atoll train {path}")
+    typer.echo(f"wrote {path}; to train: atoll train {path} (as it stands, a few minutes on two cores)")
 
 
 @app.command()
@@ -252,7 +252,7 @@ def launch(
 
     Each worker writes to OUT/NAME/worker-K, and all it says to log.txt there.
     Ctrl-C lets all save and stop, a second one kills them; --resume continues.
-    For workers on several machines see examples/sites.
+    On several machines, start `atoll train --worker K` on each instead.
 
     [bold]Examples:[/]
       atoll launch run.toml --workers 4
@@ -283,8 +283,14 @@ def launch(
 
 @app.command()
 def compare(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE.toml...", help="Run files, or studies of several runs.")],
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="STUDY...", help="Names or files of studies, or run files; none lists the names."),
+    ] = None,
     changes: Set = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Inner steps of each worker, instead of the files'.")
+    ] = None,
     jobs: Jobs = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the runs and the report.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Train again what has been trained already.")] = False,
@@ -296,13 +302,14 @@ def compare(
     exit status is 0, also when a claim does not hold, and 1 when a run fails.
 
     [bold]Examples:[/]
-      atoll compare examples/drops.toml
+      atoll compare drops
       atoll compare diloco.toml streaming.toml --set train.steps=500 --jobs 2
     """
     with saying(f"stopped; the same command {'begins again' if fresh else 'goes on from there'}"):
         from atoll.cli.compare import compare as compare_runs
 
-        status = compare_runs(files, changes or [], jobs=jobs, out=out, fresh=fresh, link=link)
+        given = ([] if steps is None else [f"train.steps={steps}"]) + (changes or [])
+        status = compare_runs(files or [], given, jobs=jobs, out=out, fresh=fresh, link=link)
     raise typer.Exit(status)
 
 

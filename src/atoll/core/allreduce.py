@@ -3,7 +3,7 @@
 One shot: every member sends its payload to every other. Two shots: the vector is cut into parts, one or more per
 member; each member gets everybody's payload of its own parts, takes their mean, encodes that like a delta, and sends it
 to all (a reduce-scatter and an all-gather). It costs 2 (M-1)/M payloads instead of M-1, and all decode the same bytes.
-Parts end on block boundaries, so encoding a part gives the same bytes as cutting the encoded whole.
+Parts end where blocks or chunks do, so encoding a part gives the same bytes as cutting the encoded whole.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from atoll._util.checks import check_whole
-from atoll.core.codec import BLOCK, Codec
+from atoll.core.blocks import BLOCK
+from atoll.core.codec import Codec
 from atoll.core.flat import CPU, pieces
 from atoll.core.outer_step import weighted_mean
 
@@ -43,10 +44,10 @@ def sent_bytes(payload_bytes: int, members: int) -> int:
     return -(-2 * (members - 1) * payload_bytes // members)
 
 
-def part_of(numel: int, part: int, count: int) -> slice:
-    """Return one of `count` parts of a vector [numel]: whole blocks, as equal as can be; some may be empty."""
-    blocks = -(-numel // BLOCK)
-    start, end = (min(numel, BLOCK * (blocks * edge // count)) for edge in (part, part + 1))
+def part_of(numel: int, part: int, count: int, grain: int = BLOCK) -> slice:
+    """Return one of `count` parts of a vector [numel]: multiples of `grain`, as equal as can be; some may be empty."""
+    grains = -(-numel // grain)
+    start, end = (min(numel, grain * (grains * edge // count)) for edge in (part, part + 1))
     return slice(start, end)
 
 
@@ -132,14 +133,17 @@ class Reduction:
         """
         return members * max(1, min(MOST_PARTS_EACH, self.payload_bytes // (members * PART_BYTES)))
 
+    def _part(self, part: int, count: int) -> slice:
+        return part_of(self.numel, part, count, self.codec.grain)
+
     def part_bytes(self, part: int, count: int) -> int:
         """Return the bytes of one part of a payload, and of the mean of such parts."""
-        cut = part_of(self.numel, part, count)
+        cut = self._part(part, count)
         return self.codec.payload_bytes(cut.stop - cut.start)
 
     def cut(self, payload: Tensor, part: int, count: int) -> Tensor:
         """Return the payload of one part of the vector."""
-        return self.codec.cut(payload, self.numel, part_of(self.numel, part, count))
+        return self.codec.cut(payload, self.numel, self._part(part, count))
 
     def reduced(
         self,
@@ -155,7 +159,7 @@ class Reduction:
         With error feedback, it includes what the last round between the same `members` lost of this part. The inner
         products of what is behind the payloads are added to `inner`, fp64 [payloads, payloads].
         """
-        cut = part_of(self.numel, part, count)
+        cut = self._part(part, count)
         size = cut.stop - cut.start
         mean = torch.empty(size, dtype=self.dtype, device=payloads[0].device)
         for piece in pieces(size, mean.device):
@@ -168,14 +172,14 @@ class Reduction:
         if residual is None:
             return codec.encode(mean, self.seed + part)
         if (lost := residual.before(self.order, members, part)) is not None:
-            mean += lost.to(mean.device)
+            mean.add_(lost.to(mean.device), alpha=float(codec.feedback))
         payload = codec.encode(mean, self.seed + part)
         residual.keep(self.order, members, part, mean - codec.decode(payload, size, self.dtype))
         return payload
 
     def joined(self, reduced: Sequence[Tensor]) -> Tensor:
         """Return the payload of the whole vector from those of all its parts, in order."""
-        cuts = [part_of(self.numel, part, len(reduced)) for part in range(len(reduced))]
+        cuts = [self._part(part, len(reduced)) for part in range(len(reduced))]
         return self.codec.for_mean.joined(reduced, [cut.stop - cut.start for cut in cuts])
 
 

@@ -1,35 +1,20 @@
-"""Encodes vectors as bytes and back: the formats a delta can travel in, their exact sizes and their rounding.
+"""Encodes vectors as bytes and back: the formats a delta can travel in, and their exact sizes.
 
-A payload is a uint8 tensor. Plain formats are the values themselves, little-endian. Block formats share one
-unit among BLOCK consecutive values: first one byte per block (the unit: a power of two, in lloyd4 also half as much
-again), then the codes, two to a byte for 4-bit formats (the even value in the low half). `docs/wire.md` has the layout.
-
-Work goes in cache-sized pieces and on the bits of the floats, where a power of two is an integer shift and
-rounding is an integer addition: exact, the same on every processor, and an order faster than logarithms.
+A payload is a uint8 tensor. Plain formats are the values themselves, little-endian; `blocks` has the formats with 8 to
+2 bits a value, `sparse` the one that sends the largest values alone. `docs/wire.md` has the layout of all.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from atoll.core.flat import CPU, PIECE, pieces
-from atoll.errors import ConfigError, NonFiniteError
-
-BLOCK = 128
-"""Consecutive values that share one unit."""
-assert PIECE % BLOCK == 0, "a piece holds whole blocks"
-
-_EXPONENT = 23  # fp32: where the exponent starts
-_MAGNITUDE = 0x7FFF_FFFF  # fp32: all but the sign
-TOO_LARGE = 0x7F00_0000
-"""Bits of fp32 2 ** 127: in block formats, rounding what lies beyond could give infinity."""
-_SQRT2 = 1.4142136573791504  # the smallest fp32 number above the square root of 2
-_LOWEST_UNIT, _HIGHEST_UNIT = 7, 254  # biased exponents: every level of every format is then a normal number
+from atoll.core.blocks import BLOCK, BLOCK_FORMATS, Blocks, bits, refuse
+from atoll.core.flat import CPU, pieces
+from atoll.core.sparse import CHUNK, Largest
+from atoll.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +31,7 @@ class _Plain:
         for piece in pieces(vector.numel(), vector.device):
             low, high = torch.aminmax(cast[piece])
             if not math.isfinite(low) or not math.isfinite(high):
-                _refuse(vector[piece], f"exceeds {self.dtype}, which ends at {torch.finfo(self.dtype).max:.5g}")
+                refuse(vector[piece], f"exceeds {self.dtype}, which ends at {torch.finfo(self.dtype).max:.5g}")
         return cast.view(torch.uint8)
 
     def decode(self, payload: Tensor, numel: int, piece: slice) -> Tensor:
@@ -61,272 +46,23 @@ class _Plain:
         return slice(at, at + 1)
 
 
-Quantise = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""(values [rows, BLOCK] fp32, units [rows, 1] as biased exponents, uniform noise or None) -> codes uint8."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    """Gives BLOCK values one unit: the smallest power of two that keeps the largest of them in range."""
-
-    quantise: Quantise
-    levels: tuple[float, ...] | None
-    """What each 4-bit code stands for, in units; None for int8, whose codes are the numbers themselves."""
-    nearest_range: float
-    """Values below this many units round to a level; beyond, the unit must double."""
-    exact_range: float
-    """The highest level: stochastic rounding must not need a level above it."""
-
-    def payload_bytes(self, numel: int) -> int:
-        return -(-numel // BLOCK) + (numel if self.levels is None else -(-numel // 2))
-
-    def encode(self, vector: Tensor, generator: torch.Generator | None) -> Tensor:
-        numel, blocks = vector.numel(), -(-vector.numel() // BLOCK)
-        payload = torch.empty(self.payload_bytes(numel), dtype=torch.uint8, device=vector.device)
-        units, codes = payload[:blocks], payload[blocks:]
-        # Where rounding is random, pieces are the same on all devices, so that they draw the same numbers.
-        for piece in pieces(numel, vector.device if generator is None else CPU):
-            values = _rows(vector[piece])
-            noise = None
-            if generator is not None:
-                noise = torch.rand(values.shape, generator=generator, dtype=torch.float32, device=CPU).to(values.device)
-            unit = self._unit(vector[piece], values, stochastic=noise is not None)
-            units[_block_range(piece)] = unit.view(-1)
-            code = self.quantise(values, unit, noise).view(-1)
-            where = self._code_range(piece)
-            codes[where] = (code if self.levels is None else _pack(code))[: where.stop - where.start]
-        return payload
-
-    def sections(self, payload: Tensor, numel: int, cut: slice) -> list[Tensor]:
-        blocks = -(-numel // BLOCK)
-        return [payload[:blocks][_block_range(cut)], payload[blocks:][self._code_range(cut)]]
-
-    def largest(self, payload: Tensor, numel: int) -> slice:
-        first = BLOCK * int(payload[: -(-numel // BLOCK)].argmax())
-        return slice(first, min(first + BLOCK, numel))
-
-    def decode(self, payload: Tensor, numel: int, piece: slice) -> Tensor:
-        units, code = self.sections(payload, numel, piece)
-        unit = self.scale(units.view(-1, 1).int())
-        if self.levels is None:
-            values = code.view(torch.int8).to(torch.float32)
-        else:
-            values = _pairs(self.levels, payload.device).index_select(0, code.int()).view(torch.float32)
-        size = piece.stop - piece.start
-        padded = torch.nn.functional.pad(values[:size], (0, -size % BLOCK)) if size % BLOCK else values[:size]
-        return padded.view(-1, BLOCK).mul_(unit).view(-1)[:size]
-
-    def scale(self, unit: Tensor) -> Tensor:
-        """Return the units [rows, 1] as fp32 numbers, from the int32 bytes that stand for them."""
-        return _power_of_two(unit)
-
-    def _code_range(self, piece: slice) -> slice:
-        return piece if self.levels is None else slice(piece.start // 2, -(-piece.stop // 2))
-
-    def _unit(self, source: Tensor, values: Tensor, *, stochastic: bool) -> Tensor:
-        """Return biased exponents [rows, 1] int32 of the smallest unit with max |value| inside the range."""
-        peak = (values.view(torch.int32) & _MAGNITUDE).amax(1, keepdim=True)
-        if int(peak.max()) >= TOO_LARGE:
-            _refuse(source, "exceeds 4 and 8-bit formats, which end at 1.7e38")
-        # Bits of positive floats are ordered like the floats, and doubling adds 1 << _EXPONENT. So the number of
-        # doublings that bring `limit` above `peak` (for nearest) or up to it (for exact) is a subtraction and a shift.
-        limit = _bits(self.exact_range) + 1 if stochastic else _bits(self.nearest_range)
-        return ((peak - limit) >> _EXPONENT).add_(1 + 127).clamp_(_LOWEST_UNIT, _HIGHEST_UNIT)
-
-
-class _Lloyd(_Blocks):
-    """Uses levels that Lloyd's algorithm placed for bell-shaped values, in the unit that loses least.
-
-    The byte b of a unit stands for (2 + b % 2) * 2 ** (b // 2 - 80). It is the smallest in which all values are below
-    the highest level, or the one before, which clips some: errors are compared as integers, so all processors agree.
-    """
-
-    def scale(self, unit: Tensor) -> Tensor:
-        """Return the units [rows, 1] as fp32 numbers, from the int32 bytes that stand for them."""
-        return _lloyd_scale(unit)
-
-    def _unit(self, source: Tensor, values: Tensor, *, stochastic: bool) -> Tensor:
-        """Return the bytes [rows, 1] int32 of the unit in which the squared error is least."""
-        peak = (values.view(torch.int32) & _MAGNITUDE).amax(1, keepdim=True)
-        # In unit b the highest level, 64, is 1 or 1.5 times 2 ** (b // 2 - 80 + 7), which the peak must stay below.
-        whole = 2 * ((peak >> _EXPONENT) - 127 + 80 - 7) + 1 + ((peak & 0x7F_FFFF) >= 0x40_0000).int()
-        if int(whole.max()) > 255:
-            _refuse(source, "exceeds lloyd4, which ends at 2.7e16")
-        whole = whole.clamp_(min=1)
-        if stochastic:  # its expected value is exact only where nothing is clipped
-            return whole
-        smaller = whole - 1
-        exponent = smaller >> 1
-        sixteenths, (_, lost) = _sixteenths(values, exponent), _lloyd_tables(values.device)
-        losses = []
-        for unit in (whole, smaller):
-            multiple = (2 + (unit & 1)) << ((unit >> 1) - exponent)
-            losses.append(_looked_up(lost, sixteenths, multiple).sum(1, keepdim=True))
-        return torch.where(losses[1] < losses[0], smaller, whole)
-
-
-def _rows(values: Tensor) -> Tensor:
-    """Return values as fp32 [rows, BLOCK], the last row filled up with zeros."""
-    values = values.to(torch.float32)
-    fill = -values.numel() % BLOCK
-    return (torch.nn.functional.pad(values, (0, fill)) if fill else values).view(-1, BLOCK)
-
-
-def _block_range(piece: slice) -> slice:
-    return slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
-
-
-def _bits(value: float) -> int:
-    return int(torch.tensor(value, dtype=torch.float32, device=CPU).view(torch.int32))
-
-
-def _power_of_two(biased: Tensor) -> Tensor:
-    """Return fp32 2 ** (biased - 127) from int32 biased exponents 1 to 254."""
-    return (biased << _EXPONENT).view(torch.float32)
-
-
-def _pack(codes: Tensor) -> Tensor:
-    """Pack two 4-bit codes into a byte, the even one low: [n] uint8 -> [n / 2] uint8."""
-    both = codes.view(torch.int16)
-    return (both | (both >> 4)).to(torch.uint8)
-
-
-@cache
-def _pairs(levels: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return [256] int64: the two fp32 levels of each packed byte side by side, so that one look-up finds both."""
-    table = torch.tensor(levels, dtype=torch.float32, device=device)
-    return torch.stack([table.repeat(16), table.repeat_interleave(16)], dim=1).view(torch.int64).view(-1)
-
-
-def _sign(values: Tensor) -> Tensor:
-    """Return 8 where the sign bit is set and 0 elsewhere, uint8."""
-    return (values.view(torch.int32) >> 28).to(torch.uint8).bitwise_and_(8)
-
-
-def _to_e3m0(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
-    """Return the sign, and 0 or 1 + the exponent above the smallest of seven powers of two."""
-    magnitude = values.view(torch.int32) & _MAGNITUDE
-    smallest = unit - 6
-    if noise is None:
-        # Nearest in log space: the exponent goes up from mantissa sqrt(2) on.
-        exponent = magnitude.add_((1 << _EXPONENT) - (_bits(_SQRT2) & 0x7F_FFFF))
-        code = (exponent >> _EXPONENT).sub_(smallest - 1).clamp_(0, 7)
-    else:
-        # The mantissa is linear between two powers of two, so adding uniform bits carries with the right chance.
-        carried = magnitude + (noise * (1 << _EXPONENT)).int()
-        above = (carried >> _EXPONENT).sub_(smallest - 1).clamp_(max=7)
-        below = (values.abs() * _power_of_two(254 - smallest) + noise).int()
-        code = torch.where(magnitude >= smallest << _EXPONENT, above, below)
-    return _sign(values).bitwise_or_(code.to(torch.uint8))
-
-
-def _to_e2m1(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
-    """Return the sign and the number of the level among 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
-    scaled = values.abs().mul_(_power_of_two(254 - unit))
-    # min(2x, x + 2, x/2 + 4) turns the uneven levels into the whole numbers 0 to 7. Nearest is computed in quarters,
-    # on whose multiples all halfway points lie, so that no rounding of floats can move a value across one.
-    if noise is None:
-        quarters = scaled.mul_(4).to(torch.int8)
-        code = ((quarters + 1) >> 1).minimum(((quarters + 2) >> 2) + 2).minimum(((quarters + 4) >> 3) + 4)
-    else:
-        even = torch.minimum(torch.minimum(scaled * 2, scaled + 2), scaled.mul_(0.5).add_(4))
-        code = even.add_(noise).clamp_(max=7).to(torch.int8)
-    return _sign(values).bitwise_or_(code.view(torch.uint8))
-
-
-_E3M0 = (0.0, *(2.0**k for k in range(-6, 1)))
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_LLOYD = (0, 5, 11, 18, 26, 36, 48, 64)
-_TABLE = 16 * 4 * _LLOYD[-1] + 1  # sixteenths up to the highest level, where a unit is up to 4 times its power of two
-
-
-def _lloyd_scale(unit: Tensor) -> Tensor:
-    return _power_of_two((unit >> 1) + (127 - 80)) * (2 + (unit & 1))
-
-
-def _sixteenths(values: Tensor, exponent: Tensor) -> Tensor:
-    """Return magnitudes [rows, BLOCK] in sixteenths of 2 ** (exponent - 80), rounded down, int32."""
-    return (values.abs() * _power_of_two(127 + 4 + 80 - exponent)).int()
-
-
-@cache
-def _lloyd_tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return level numbers and squared errors, int32, by sixteenths, in units of 2, 3 and 4 powers of two."""
-    codes, lost = [], []
-    for multiple in (2, 3, 4):
-        levels = 16 * multiple * torch.tensor(_LLOYD, dtype=torch.int32, device=device)
-        value = torch.arange(_TABLE, dtype=torch.int32, device=device)
-        code = torch.bucketize(value, (levels[1:] + levels[:-1]) // 2, right=True)  # halves go up
-        codes.append(code.int())
-        lost.append((value - levels[code]).square())
-    return torch.cat(codes), torch.cat(lost)
-
-
-def _looked_up(table: Tensor, sixteenths: Tensor, multiple: Tensor) -> Tensor:
-    """Look up sixteenths [rows, BLOCK] in a table of _lloyd_tables; units are 2, 3 or 4 powers of two [rows, 1]."""
-    return table.index_select(0, (sixteenths + _TABLE * (multiple - 2)).view(-1)).view(sixteenths.shape)
-
-
-def _lloyd_at_random(values: Tensor, unit: Tensor, noise: Tensor) -> Tensor:
-    """Draw one of the two levels beside each magnitude, by a chance that makes the mean exact; its number, int32."""
-    scale, magnitude = _lloyd_scale(unit), values.abs()
-    code = torch.zeros(values.shape, dtype=torch.int32, device=values.device)
-    for low, high in pairwise(_LLOYD):
-        code += magnitude >= (low + (high - low) * (1 - noise)) * scale
-    return code
-
-
-def _to_lloyd4(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
-    """Return the sign and the number of the level among _LLOYD."""
-    if noise is None:
-        codes, _ = _lloyd_tables(values.device)
-        code = _looked_up(codes, _sixteenths(values, unit >> 1), 2 + (unit & 1))
-    else:
-        code = _lloyd_at_random(values, unit, noise)
-    return _sign(values).bitwise_or_(code.to(torch.uint8))
-
-
-def _to_integer(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
-    """Return the nearest whole number of units, as a two's complement byte."""
-    scaled = values * _power_of_two(254 - unit)
-    # Noise may round a sum up to the next whole number; the highest level must not.
-    whole = scaled.round_() if noise is None else scaled.add_(noise).floor_().clamp_(max=127)
-    return whole.to(torch.int8).view(torch.uint8)
-
-
-def _to_int4(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
-    return _to_integer(values, unit, noise).view(torch.int8).clamp_(max=7).view(torch.uint8) & 15
-
-
-def _with_signs(magnitudes: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(sign * float(m) for sign in (1, -1) for m in magnitudes)
-
-
-_FORMATS: dict[str, _Plain | _Blocks] = {
+_FORMATS: dict[str, _Plain | Blocks | Largest] = {
     "fp64": _Plain(torch.float64),
     "fp32": _Plain(torch.float32),
     "bf16": _Plain(torch.bfloat16),
     "fp16": _Plain(torch.float16),
-    "int8": _Blocks(_to_integer, None, nearest_range=127.5, exact_range=127.0),
-    "int4": _Blocks(_to_int4, (*map(float, range(8)), *map(float, range(-8, 0))), nearest_range=7.5, exact_range=7.0),
-    "e3m0": _Blocks(_to_e3m0, _with_signs(_E3M0), nearest_range=_SQRT2, exact_range=1.0),
-    "e2m1": _Blocks(_to_e2m1, _with_signs(_E2M1), nearest_range=7.0, exact_range=6.0),
-    "lloyd4": _Lloyd(_to_lloyd4, _with_signs(_LLOYD), nearest_range=64.0, exact_range=64.0),
+    **BLOCK_FORMATS,
+    "top64": Largest(),
 }
 
 
-def _refuse(values: Tensor, reason: str) -> None:
-    """Raise the NonFiniteError that says what is wrong with the first bad value of this piece."""
-    bad = values[~torch.isfinite(values)]
-    if bad.numel():
-        raise NonFiniteError(f"a value is {float(bad[0])}")
-    raise NonFiniteError(f"the value {float(values[values.abs().argmax()]):.5g} {reason}")
+_AT_RANDOM = ("int8", "int4", "e3m0", "e2m1", "lloyd4")  # formats with a level at zero, or next to it
 
 
 def nearest_limit(name: str) -> int | None:
     """Return below how many units a value rounds to a level, as fp32 bits; None for a plain format."""
     form = _FORMATS[name]
-    return _bits(form.nearest_range) if isinstance(form, _Blocks) else None
+    return bits(form.nearest_range) if isinstance(form, Blocks) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,17 +70,26 @@ class Codec:
     """Encodes deltas in a format; optionally rounds at random or feeds back what rounding lost."""
 
     format: str = "fp32"
-    """fp64, fp32, bf16, fp16, int8, int4, e3m0 (sign and exponent), e2m1 (one mantissa bit) or lloyd4 (4 bit each)."""
+    """fp64, fp32, bf16, fp16, int8, int4, e3m0 (sign and exponent), e2m1 (one mantissa bit), lloyd4 (4 bit each),
+    lloyd2 (2 bit), or top64 (the largest value of 64 and its place: 0.22 bit a value)."""
     stochastic: bool = False
     """Round up or down at random so that the expected value is exact; block formats only."""
-    feedback: bool = False
-    """Add what rounding lost in one round to the next (error feedback), at one more vector per fragment."""
+    feedback: float = False
+    """The share of what encoding lost in one round that the next one adds (error feedback), at one more vector per
+    fragment. True: all; 0.95 forgets slowly, for top64, which cannot do without."""
 
     def __post_init__(self) -> None:
         if self.format not in _FORMATS:
             raise ConfigError(f"codec must be one of {', '.join(_FORMATS)}; got {self.format!r}")
-        if self.stochastic and not isinstance(_FORMATS[self.format], _Blocks):
-            raise ConfigError(f"stochastic rounding is for int8, int4, e3m0, e2m1 and lloyd4; codec is {self.format!r}")
+        if self.stochastic and self.format not in _AT_RANDOM:
+            raise ConfigError(f"stochastic rounding is for {', '.join(_AT_RANDOM)}; codec is {self.format!r}")
+        if not 0 <= self.feedback <= 1:
+            raise ConfigError(f"feedback must be True, False or a number from 0 to 1, got {self.feedback!r}")
+        if self.feedback in (0, 1):
+            object.__setattr__(self, "feedback", bool(self.feedback))
+        if self.format == "top64" and not self.feedback:
+            problem = "top64 sends one value in 64, and feedback must keep the others for later rounds"
+            raise ConfigError(f"{problem}: Codec('top64', feedback=0.95)")
         if self.feedback and self.format in ("fp64", "fp32"):
             raise ConfigError(f"feedback is for codecs that lose something; {self.format!r} does not")
 
@@ -355,6 +100,11 @@ class Codec:
         In 4 bits that is lloyd4: a mean is bell-shaped, and there it loses a third of what e3m0 would.
         """
         return replace(self, format="lloyd4") if self.format in ("int4", "e3m0", "e2m1") else self
+
+    @property
+    def grain(self) -> int:
+        """Values of which a part of a vector must be a multiple to be encoded as in the whole."""
+        return CHUNK if self.format == "top64" else BLOCK
 
     def payload_bytes(self, numel: int) -> int:
         """Return the exact size of the payload of a vector [numel], bytes."""
@@ -370,7 +120,7 @@ class Codec:
         return _FORMATS[self.format].encode(vector, generator)
 
     def decode_piece(self, payload: Tensor, numel: int, piece: slice) -> Tensor:
-        """Return values [piece] of the vector [numel] behind a payload; `piece` begins on a block boundary."""
+        """Return values [piece] of the vector [numel] behind a payload; `piece` begins on a multiple of `grain`."""
         return _FORMATS[self.format].decode(payload, numel, piece)
 
     def largest(self, payload: Tensor, numel: int) -> slice:
@@ -381,13 +131,13 @@ class Codec:
         return _FORMATS[self.format].largest(payload, numel)
 
     def cut(self, payload: Tensor, numel: int, part: slice) -> Tensor:
-        """Return the payload of values [part] of the vector [numel]; `part` begins on a block boundary."""
+        """Return the payload of values [part] of the vector [numel]; `part` begins on a multiple of `grain`."""
         return torch.cat(_FORMATS[self.format].sections(payload, numel, part))
 
     def joined(self, payloads: Sequence[Tensor], numels: Sequence[int]) -> Tensor:
         """Join the payloads of vectors of `numels` values into that of all of them, end to end: the inverse of cuts.
 
-        All but the last that is not empty must be whole blocks.
+        All but the last that is not empty must be multiples of `grain`.
         """
         cuts = [_FORMATS[self.format].sections(p, n, slice(0, n)) for p, n in zip(payloads, numels, strict=True)]
         return torch.cat([section for sections in zip(*cuts, strict=True) for section in sections])

@@ -5,7 +5,6 @@ promises: what is evaluated, and saved for use, are the outer parameters (the an
 the worker's own parameters and the outer state; and the last step ends with `finish()`, before anything is reloaded.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypedDict
@@ -17,7 +16,6 @@ from atoll.core.flat import local_part, plain_name, trainable
 from atoll.errors import AtollError, ConfigError
 from atoll.link.base import Link
 from atoll.link.ranks import RankGroup, ReplicatedLink, ShardedLink
-from atoll.link.shaped import ShapedLink
 from atoll.outer.loop import OuterLoop
 from atoll.outer.presets import Gradients, Sync
 from atoll.outer.roll_back import Guard
@@ -84,11 +82,6 @@ class Driver:
         """Whether the model holds the anchor."""
         return self._lent
 
-    @property
-    def _met(self) -> Link:
-        """The link through which workers compare settings; an emulated line in front of it delays rounds alone."""
-        return self._far.inner if isinstance(self._far, ShapedLink) else self._far
-
     # ------------------------------------------------------------------ before the first step
 
     def meet_ranks(self) -> None:
@@ -104,7 +97,7 @@ class Driver:
             why = "the trainer's DDP or FSDP would average their gradients at every step"
             advice = "start each worker by itself, or with a torchrun of its own"
             raise ConfigError(f"{problem}: {why}; {advice}", setting="link", value=workers)
-        seat = getattr(self._met, "seat", None)
+        seat = getattr(self._far, "seat", None)
         ranks, world = (1 if seat is None else seat.ranks), distributed.get_world_size()
         if ranks not in (1, world):
             problem = (
@@ -120,21 +113,7 @@ class Driver:
 
     def gather(self, key: str, value: Any, within_s: float | None = None) -> dict[int, Any]:
         """Publish a JSON value under a key and return that of every worker, by worker; all ranks call it."""
-        far: Any = self._met
-        if far.workers == 1:
-            return {far.worker: value}
-        if not hasattr(far, "gather"):
-            problem = f"link must be made by atoll.connect(...), got {type(far).__name__}"
-            raise ConfigError(f"{problem}: workers compare their settings through it", setting="link", value=far)
-        if not isinstance(self.link, ReplicatedLink):
-            return {seat.worker: told for seat, told in far.gather(key, value, within_s).items()}
-        assert self._rank_group is not None
-        if self._rank_group.rank == 0:
-            told = {seat.worker: said for seat, said in far.gather(key, value, within_s).items()}
-            text = self._rank_group.broadcast_text(json.dumps(list(told.items())))
-        else:
-            text = self._rank_group.broadcast_text(None)
-        return dict(json.loads(text))
+        return {seat.worker: told for seat, told in self.link.gather(key, value, within_s).items()}
 
     def start(self, model: nn.Module, saved: Mapping[str, Any] | None = None) -> None:
         """Make the outer loop and meet the other workers.
@@ -238,7 +217,7 @@ class Driver:
 
     def refuse_early_end(self, step: int, last: int) -> None:
         """Raise a ConfigError: training has ended before its last step, and the other workers do not know of it."""
-        problem = f"training ended at step {step} of {last}: all workers must make the same number of steps"
+        problem = f"all workers must make the same number of steps: training ended at step {step} of {last}"
         advice = "let a loader that ends begin again, and let no callback of one worker alone stop training"
         raise ConfigError(f"{problem}; {advice}", setting="max_steps", value=last)
 

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atoll.core.codec import BLOCK, TOO_LARGE, Codec, nearest_limit
+from atoll.core.blocks import BLOCK, TOO_LARGE
+from atoll.core.codec import Codec, nearest_limit
 from atoll.core.outer_step import shares_of
 from atoll.kernels.launch import TYPES, launch
 from atoll.kernels.live import Live, addresses

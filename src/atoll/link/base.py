@@ -3,13 +3,14 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from atoll.core.allreduce import Reduction
 from atoll.core.outliers import UNKNOWN, Size, outliers
 from atoll.errors import LinkError
+from atoll.link.seat import Seat
 
 LEFT_OUT = "left out"
 """Stands for a term that one of two workers does not have."""
@@ -205,6 +206,19 @@ class Link(Protocol):
     def on_any_rank(self, value: bool) -> bool:
         """Return whether `value` is true on any rank of this worker; a collective call of its ranks."""
         return value
+
+    def gather(self, key: str, value: Any, within_s: float | None = None) -> dict[Seat, Any]:
+        """Publish a value and return that of every process, in worker order; all processes call it.
+
+        Args:
+            key: A name that is used once.
+            value: JSON; the others' must be of the same type.
+            within_s: Seconds to wait for the others; None for the link's own patience.
+        """
+        if self.workers > 1:
+            problem = f"{type(self).__name__} cannot gather {key!r} from {self.workers} workers"
+            raise LinkError(f"{problem}: links of atoll.connect(...) can", worker=self.worker)
+        return {Seat(self.worker, 1): value}
 
     def check(self) -> None:
         """Raise the LinkError of a round that has failed since, so that no worker trains on in vain."""

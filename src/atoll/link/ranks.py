@@ -31,6 +31,7 @@ from atoll.link.base import (
     TransferStats,
     describe_differences,
 )
+from atoll.link.seat import Seat
 
 Value = TypeVar("Value")
 
@@ -181,6 +182,14 @@ class ReplicatedLink(Link):
         if self._link is not None:
             self._link.advanced(step, applied, save)
 
+    def gather(self, key: str, value: Any, within_s: float | None = None) -> dict[Seat, Any]:
+        """Publish rank 0's value and return that of every worker; all ranks call it."""
+
+        def gather_on(link: Link) -> list[Any]:
+            return [(astuple(seat), told) for seat, told in link.gather(key, value, within_s).items()]
+
+        return {Seat(*fields): told for fields, told in self._on_rank_0(gather_on)}
+
     def check(self) -> None:
         """Raise the LinkError of a round that has failed since, on all ranks; rank 0 broadcasts a few bytes."""
         self._on_rank_0(lambda link: link.check())
@@ -312,6 +321,10 @@ class ShardedLink(Link):
     def on_any_rank(self, value: bool) -> bool:
         """Return whether `value` is true on any rank of this worker; an all-reduce of a few bytes."""
         return self._rank_group.any(value)
+
+    def gather(self, key: str, value: Any, within_s: float | None = None) -> dict[Seat, Any]:
+        """Publish this rank's value and return that of every rank of every worker."""
+        return self._rank_group.raise_on_all(lambda: self._link.gather(key, value, within_s))
 
     def check(self) -> None:
         """Raise the LinkError of a round that has failed since, on this rank or another."""

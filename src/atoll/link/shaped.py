@@ -20,6 +20,7 @@ from atoll._util.checks import check_number, check_whole, config_error
 from atoll.core.allreduce import Reduction, sent_bytes, shots
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Admission, Contribution, FragmentState, Link, Offer, Pending, Round, RoundId, TransferStats
+from atoll.link.seat import Seat
 
 PACKET_BYTES = 1500
 """Size of a packet, the unit of loss."""
@@ -297,7 +298,7 @@ class ShapedLink(Link):
         self.workers = inner.workers
         self.elastic = inner.elastic
         self.shape = shape
-        self.inner = inner
+        self._inner = inner
         self._line_thread: _LineThread | None = None
         self._closed: Future[str | None] = Future()  # its result is the reason
 
@@ -307,7 +308,7 @@ class ShapedLink(Link):
         if self._line_thread is not None:
             problem = f"worker {self.worker} has joined already: each OuterLoop needs its own link, from a new shaped()"
             raise LinkError(problem, worker=self.worker)
-        line_thread = _LineThread(self.inner, self.shape)
+        line_thread = _LineThread(self._inner, self.shape)
         try:
             admission = self._outcome(line_thread.start(terms, weight, start))
         except BaseException:
@@ -321,19 +322,19 @@ class ShapedLink(Link):
         """Join the inner link again after an ExcludedError."""
         if self._line_thread is not None:
             self._line_thread.failed = None
-        return self.inner.rejoin()
+        return self._inner.rejoin()
 
     def present(self, step: int) -> bool:
         """Return whether this worker is a member during this inner step."""
-        return self.inner.present(step)
+        return self._inner.present(step)
 
     def trains(self, step: int) -> bool:
         """Return whether this worker makes this inner step: not if it is absent, or slower and skips it."""
-        return self.inner.trains(step)
+        return self._inner.trains(step)
 
     def weights(self, step: int) -> Mapping[int, float]:
         """Return worker -> weight of all workers that are present at this step."""
-        return self.inner.weights(step)
+        return self._inner.weights(step)
 
     def open(self, round_id: RoundId, offer: Offer | None, reduction: Reduction) -> Pending:
         """Queue a round for the line, which delays it by its shape; returns at once."""
@@ -349,17 +350,21 @@ class ShapedLink(Link):
 
     def advanced(self, step: int, applied: int, save: Callable[[int], FragmentState]) -> None:
         """Note that this worker has applied all rounds up to a step."""
-        self.inner.advanced(step, applied, save)
+        self._inner.advanced(step, applied, save)
 
     def on_any_rank(self, value: bool) -> bool:
         """Return whether `value` is true on any rank of this worker."""
-        return self.inner.on_any_rank(value)
+        return self._inner.on_any_rank(value)
+
+    def gather(self, key: str, value: Any, within_s: float | None = None) -> dict[Seat, Any]:
+        """Publish a value and return that of every process, past the emulated line."""
+        return self._inner.gather(key, value, within_s)
 
     def check(self) -> None:
         """Raise the error of a round that has failed since, on its line or in the inner link."""
         if self._line_thread is not None and self._line_thread.failed is not None:
             raise self._line_thread.failed
-        self.inner.check()
+        self._inner.check()
 
     def close(self, reason: str | None = None) -> None:
         """Leave for good; callers that wait here get a LinkError.
@@ -373,8 +378,8 @@ class ShapedLink(Link):
             return
         if self._line_thread is not None:
             self._line_thread.stop()
-        self.inner.unfinished = self.unfinished
-        self.inner.close(reason)
+        self._inner.unfinished = self.unfinished
+        self._inner.close(reason)
 
     def _outcome(self, future: Future[Result]) -> Result:
         """Return the result of the line's thread; LinkError if the link is or gets closed."""

@@ -151,7 +151,7 @@ class FragmentReplica:
         self.slots = {name: torch.zeros_like(anchor) for name in sync.outer.slot_names}
         """The outer optimizer's vectors, such as the velocity."""
         self.residual = torch.zeros_like(anchor) if sync.codec.feedback else None
-        """Error feedback: what rounding has lost, for the next delta to carry."""
+        """Error feedback: what encoding has lost, for the next delta to carry."""
         self.merge = BlendMerger(sync.merge.alpha) if isinstance(sync.merge, Blend) else self._eager(sync)
         """How applied rounds reach the live parameters."""
         self.version = 0
@@ -174,13 +174,18 @@ class FragmentReplica:
     def delta(self) -> Tensor:
         """Return where the worker started minus where it is, plus what rounding has kept back."""
         delta = self.window.subtract_from(self.merge.start(self.anchor, copy=True))
-        return delta if self.residual is None else delta.add_(self.residual)
+        return delta if self.residual is None else delta.add_(self.residual, alpha=self._feedback)
+
+    @property
+    def _feedback(self) -> float:
+        """The share of the residual that the next delta carries."""
+        return float(self.backend.codec.feedback)
 
     def unsent(self) -> Tensor:
         """Return `delta`, also for a worker that was cut off between a send and what follows from it."""
         if self.merge.begun:
             return self.delta()
-        return torch.zeros_like(self.anchor) if self.residual is None else self.residual.clone()
+        return torch.zeros_like(self.anchor) if self.residual is None else self._feedback * self.residual
 
     def prepare(self, member: Member, seed: int, *, wait: bool) -> tuple[Tensor | None, Offer]:
         """Measure and encode what the worker has to send.

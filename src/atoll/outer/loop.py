@@ -214,8 +214,8 @@ class OuterLoop:
     def finish(self) -> None:
         """Bring every worker to the same final model.
 
-        Rounds in flight are applied; what was trained since the last send is exchanged once more and plainly
-        averaged, so that no work is lost and no momentum overshoots; the live parameters become the anchor.
+        Rounds in flight are applied; what was trained since the last send is exchanged once more and plainly averaged:
+        no work is lost, no momentum overshoots. The live parameters become the anchor. Save again afterwards.
         """
         for phase in self.FINISH:
             phase(self)

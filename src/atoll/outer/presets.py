@@ -91,6 +91,11 @@ class Gradients:
     codec: Codec = Codec("fp32")
     """How a gradient travels."""
 
+    def __post_init__(self) -> None:
+        if self.codec.format == "top64":
+            problem = "codec cannot be top64 under DataParallel, whose gradients are used at once"
+            raise ConfigError(f"{problem}: take int8, or a preset that exchanges parameters", setting="codec")
+
     @property
     def ahead(self) -> int:
         """Inner steps that a worker can be ahead of another."""

@@ -120,7 +120,7 @@ def extra_bytes(model: Model, method: Method, workers: int, *, offload: bool = F
     """
     if method.gradients:
         return sum(_payloads(size, workers) for size in method.payload_bytes(model))
-    vectors = 1 + method.velocities * (1 + method.eager) + method.codec.feedback
+    vectors = 1 + method.velocities * (1 + method.eager) + bool(method.codec.feedback)
     values, payloads = method.values(model), method.payload_bytes(model)
     if offload:
         return vectors * FP32_BYTES * max(values) + _payloads(max(payloads), workers)

@@ -231,7 +231,8 @@ def label(method: Method) -> str:
         "data-parallel" if method.gradients else "Eager" if method.eager else "Streaming" if method.each else "DiLoCo"
     )
     when = ", hidden" if method.delay else ", waiting" if kind == "Streaming" else ""
-    return f"{kind}, {8 * method.codec.payload_bytes(1024) // 1024} bits{when}"
+    bits = 8 * method.codec.payload_bytes(4096) / 4096
+    return f"{kind}, {int(bits) or round(bits, 2)} bits{when}"
 
 
 def methods_for(

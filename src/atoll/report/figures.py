@@ -70,14 +70,14 @@ def _held_out(record: RunRecord, x: Place) -> Points:
 
 
 def _training(record: RunRecord, x: Place) -> Points:
-    """Returns training losses, mean over the workers that trained and over neighbouring events."""
+    """Returns training losses, mean over the workers that trained; after the first over neighbouring events too."""
     points = []
     for event in record.steps:
         losses = [loss for loss in event.loss if loss is not None and math.isfinite(loss)]
         if losses:
             points.append((x(event), sum(losses) / len(losses)))
     size = _stride(points)
-    groups = [points[at : at + size] for at in range(0, len(points), size)]
+    groups = [points[:1], *(points[at : at + size] for at in range(1, len(points), size))] if points else []
     return [(group[-1][0], sum(y for _, y in group) / len(group)) for group in groups]
 
 
@@ -131,12 +131,13 @@ def _draw_losses(rows: Sequence[Row], places: Sequence[Place], palette: Palette)
 
 
 def _loss_range(records: Sequence[RunRecord]) -> tuple[float, float]:
-    """Returns the losses to show: every end and the last half of training, without the steep beginning."""
+    """Returns the losses to show: of one run all, of several what tells them apart, without the steep beginning."""
     curves = [points for r in records if (points := _held_out(r, _TOKENS))]
     lowest = min(y for points in curves for _, y in points)
     early = [next((y for x, y in points if x >= 0.12 * points[-1][0]), points[-1][1]) for points in curves]
     trained = [points for r in records if (points := _training(r, _TOKENS))]
-    late = [y for points in trained for x, y in points if x >= 0.5 * points[-1][0]]
+    shown_from = 0.0 if len(records) == 1 else 0.5
+    late = [y for points in trained for x, y in points if x >= shown_from * points[-1][0]]
     tops = [*early, *(points[-1][1] for points in curves), *late, lowest]
     highest = max(top for top in tops if top <= 4 * abs(lowest) + 4)  # what no training has is far below
     lowest = min(lowest, *late, highest)

@@ -39,7 +39,7 @@ _TITLE = """\
 # A run of atoll, with every setting at its default: delete what you do not change.
 # A setting with "#" before it is left out; remove the "#" to set it.
 #
-#   atoll train run.toml                           train
+#   atoll train run.toml                           train: a tiny model, a few minutes on two cores
 #   atoll train run.toml --set sync.period=50      with another value for once
 #   atoll train run.toml --resume                  continue after an interruption"""
 

@@ -172,7 +172,7 @@ class TrainSection(Section):
     eval_tokens: Count = 65536
     """Held-out tokens per evaluation."""
     log_every: Count = 10
-    """Inner steps between two lines of metrics."""
+    """Inner steps between two lines of metrics, after that of the first step."""
     save_every: Count | None = Field(default=None, examples=[500])
     """Inner steps between checkpoints; left out: chosen from steps."""
     keep: Count = 2
@@ -197,11 +197,11 @@ class SyncSection(Section):
     delay: Steps | Delays | None = Field(default=None, examples=[1])
     """Inner steps between a send and its apply, or a list, one per worker; left out: 1 for streaming, 0 for diloco."""
     codec: CodecName | None = Field(default=None, examples=["e3m0"])
-    """How a delta travels; e3m0, e2m1 and lloyd4 are 4 bit; left out: e3m0, or fp32 for diloco and data-parallel."""
+    """How a delta travels; 4 bit: e3m0, e2m1, lloyd4; fewer: lloyd2, top64; left out: e3m0, fp32 for diloco."""
     stochastic: bool = False
     """Round up or down at random, right on average; for 4 and 8 bits."""
-    feedback: bool = False
-    """Add what rounding lost to the next round."""
+    feedback: bool | Part = False
+    """Add what the codec lost to the next round; a number adds that share, 0.95 for top64, which needs it."""
     alpha: Chance | None = Field(default=None, examples=[0.5])
     """How much of its own progress a worker keeps at an apply; left out: 0.5 for streaming, else 0."""
     outlier_ratio: Annotated[float, Field(gt=1, le=1e9), Allowed("a number above 1, up to 10^9")] = 10.0

@@ -33,6 +33,8 @@ from atoll.settings.value_types import Allowed, Text
 
 OUTPUTS = ("pictures", "report.html")
 """Names of files and folders that `atoll compare` writes beside the folders of the runs."""
+STUDIES = Path(__file__).parents[1] / "studies"
+"""Folder of the studies that come with atoll."""
 Number = Annotated[float, Allowed("a number")]
 Tables = Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
 
@@ -93,11 +95,22 @@ class Study:
     claims: tuple[Claim, ...] = ()
 
 
+def shipped() -> dict[str, Path]:
+    """Returns the files of the studies that come with atoll, by name."""
+    return {path.stem: path for path in sorted(STUDIES.glob("*.toml"))}
+
+
+def titles() -> dict[str, str]:
+    """Returns the titles of the studies that come with atoll, by name."""
+    return {name: read([path]).title for name, path in shipped().items()}
+
+
 def read(files: Sequence[Path], overrides: Sequence[str] = (), out: Path | None = None) -> Study:
     """Reads study files and run files as one study.
 
     Args:
-        files: study files and run files; the names of all their runs must differ.
+        files: study files, run files and names of studies that come with atoll; the names of all their runs must
+            differ. A file that is there comes before a study of its name.
         overrides: settings like "sync.period=50" for all runs.
         out: folder of the study; None: runs/NAME, where "runs" is what the first file says and NAME is the files'.
 
@@ -139,7 +152,11 @@ class _File:
 
     @staticmethod
     def read(path: Path, overrides: Sequence[runfile.Override]) -> "_File":
-        table = runfile.parse_toml(runfile.read(path, "no such study; see examples/"), str(path))
+        ours = shipped()
+        if not path.is_file():
+            path = ours.get(str(path), path)
+        missing = f"no such file, and no study of atoll has this name; its studies are {', '.join(ours)}"
+        table = runfile.parse_toml(runfile.read(path, missing), str(path))
         file = _File(path)
         if "study" not in table:
             named = {"name": run_config.name_of(path)} | table

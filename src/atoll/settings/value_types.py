@@ -125,6 +125,6 @@ Delays = Annotated[tuple[Steps, ...], Field(strict=False, min_length=1), Allowed
 
 Method = Literal["none", "data-parallel", "diloco", "streaming", "eager", "delayed"]
 Outer = Literal["nesterov", "momentum", "sgd", "adam"]
-CodecName = Literal["fp64", "fp32", "bf16", "fp16", "int8", "int4", "e3m0", "e2m1", "lloyd4"]
+CodecName = Literal["fp64", "fp32", "bf16", "fp16", "int8", "int4", "e3m0", "e2m1", "lloyd4", "lloyd2", "top64"]
 Compute = Literal["constant", "doubling", "halving", "ramp-up", "ramp-down"]
 View = Literal["auto", "live", "lines", "none"]

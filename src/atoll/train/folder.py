@@ -18,7 +18,7 @@ import torch
 from atoll import checkpoint
 from atoll._util.disk import locked, write_atomically
 from atoll.errors import AtollError, CheckpointError, ConfigError, printable
-from atoll.link.net.seat import Seat
+from atoll.link.seat import Seat
 from atoll.runs.events import End, read
 from atoll.runs.layout import ABOUT, CHECKPOINTS, METRICS, MODEL, RUN, rank_folder, worker_folder, worker_folders
 from atoll.settings import config as run_config

@@ -14,7 +14,7 @@ from atoll._util.signals import Interrupts, interruptible
 from atoll._util.units import count_text
 from atoll.errors import AtollError, ConfigError
 from atoll.link.base import Link
-from atoll.link.net.seat import Seat
+from atoll.link.seat import Seat
 from atoll.runs.events import Jsonl, Resumed, Saved, Sink, read
 from atoll.runs.evidence import Began
 from atoll.runs.layout import ANCHORS, BEST, METRICS, MODEL, worker_folder

@@ -194,7 +194,7 @@ class Trainer:
                 self._follow(since=self.steps)
             self._report_faults(before)
         self.reporter.add_step(self.steps, losses, norms, before)
-        if self.steps % self.config.train.log_every == 0 or self.done:
+        if self.steps == 1 or self.steps % self.config.train.log_every == 0 or self.done:
             self.check_finite()
             self.reporter.write_step(self.steps, rate)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll.errors import ConfigError
+from atoll.plan.chips import CHIPS
 
 if TYPE_CHECKING:
     from atoll.cli.plan.options import PlanOptions
@@ -49,8 +50,8 @@ def plan(
         str | None, _option(_TRAINED, "N", "Instead of steps: tokens of all workers, 200B.")
     ] = None,
     step_time: Annotated[str | None, _option(_TIME, "TIME", "Given: 0.8 (seconds) or 800ms.")] = None,
-    tokens: Annotated[str | None, _option(_TIME, "N", "Estimated: tokens of a worker's step.")] = None,
-    chip: Annotated[str | None, _option(_TIME, "NAME", "Estimated: h100, a100, tpu-v5e ...")] = None,
+    tokens: Annotated[str | None, _option(_TIME, "N", "Estimated: tokens of a worker's step, 500e3.")] = None,
+    chip: Annotated[str | None, _option(_TIME, "NAME", f"Estimated: {', '.join(CHIPS)}.")] = None,
     flops: Annotated[str | None, _option(_TIME, "N", "Or the peak FLOP/s of a chip: 989e12.")] = None,
     chips: Annotated[str | None, _option(_TIME, "N", "Chips of a worker; left out: 1.")] = None,
     mfu: Annotated[str | None, _option(_TIME, "SHARE", "The part of the peak that is reached: 0.4.")] = None,

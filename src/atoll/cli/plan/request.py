@@ -77,7 +77,9 @@ def _known_step(options: PlanOptions, request: PlanRequest) -> tuple[float, str]
             "with --chip h100 or --flops 989e12; or --probe, to measure it here with a run file or --preset"
         )
     if request.tokens is None:
-        raise ConfigError("tokens: give --tokens, those of a step of one worker; its time follows from them")
+        raise ConfigError(
+            "with --chip or --flops, give --tokens of a step of one worker (batch x sequence length), like 500e3"
+        )
     mfu = _DEFAULT_MFU if options.mfu is None else number("mfu", options.mfu, "a share above 0 and at most 1")
     if not 0 < mfu <= 1:
         raise ConfigError(f"mfu must be a share above 0 and at most 1, got {mfu:g}")

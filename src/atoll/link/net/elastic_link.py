@@ -30,9 +30,9 @@ from atoll.link.net.own_address import addresses_of
 from atoll.link.net.peers import Peers
 from atoll.link.net.protocol import Protocol
 from atoll.link.net.registry import Insecure
-from atoll.link.net.seat import Seat
 from atoll.link.net.views import Decision, Process
 from atoll.link.net.worker_keys import load_keys
+from atoll.link.seat import Seat
 from atoll.version import __version__
 
 CONNECTIONS: Final = 8

@@ -13,7 +13,7 @@ from atoll.errors import AtollError, LinkError
 from atoll.link.net.fixed_member import Fault
 from atoll.link.net.rendezvous import Rendezvous
 from atoll.link.net.root_cause import FailureReport, root_cause
-from atoll.link.net.seat import Seat
+from atoll.link.seat import Seat
 
 _CLOSED_TOGETHER_S = 0.3  # between connections that close at the same moment, each noticed by itself
 _REPORTS_S = 1.0  # for the reports of the others, which notice a failure at once
@@ -86,6 +86,6 @@ class Failure:
         found = {}
         for seat, last in rendezvous.poll("end", silent).items():
             if isinstance(last, str) and last.removeprefix("after ") != position.removeprefix("after "):
-                why = f"has finished and left, {last[:100]}: all workers must make the same number of steps"
-                found[seat.worker] = FailureReport(seat.worker, why, position)
+                at = f"all workers must make the same number of steps: {position}"
+                found[seat.worker] = FailureReport(seat.worker, f"has finished and left, {last[:100]}", at)
         return found

@@ -32,10 +32,10 @@ from atoll.link.net.own_address import addresses_of
 from atoll.link.net.registry import Insecure
 from atoll.link.net.rendezvous import Rendezvous, Waiting, parse_address
 from atoll.link.net.root_cause import FailureReport
-from atoll.link.net.seat import Seat
 from atoll.link.net.torchrun import refuse_a_group_of_workers, torchrun_place, torchrun_rank
 from atoll.link.net.views import Process
 from atoll.link.net.worker_keys import load_keys
+from atoll.link.seat import Seat
 from atoll.version import __version__
 
 _BEFORE = "before the first round"

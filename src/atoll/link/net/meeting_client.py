@@ -25,7 +25,7 @@ from atoll.link.net.meeting_point import (
 from atoll.link.net.registry import INSECURE, Insecure
 from atoll.link.net.registry_messages import Message, parse
 from atoll.link.net.revocation_watch import list_of
-from atoll.link.net.seat import Seat
+from atoll.link.seat import Seat
 
 ASK_S = 1.0
 """Seconds for an answer of a meeting point that may be gone."""

@@ -21,7 +21,7 @@ from atoll.link.net.listening import listen_on, server_options
 from atoll.link.net.registry import INSECURE, Insecure
 from atoll.link.net.registry_messages import Message, parse
 from atoll.link.net.revocation_watch import list_of, watch_revocations
-from atoll.link.net.seat import Seat
+from atoll.link.seat import Seat
 
 SERVICE: Final = "atoll.MeetingPoint"
 MESSAGE_BYTES: Final = 16 << 20

@@ -25,7 +25,7 @@ from atoll.link.net.identity import Identity
 from atoll.link.net.meeting_client import ASK_S, MeetingClient
 from atoll.link.net.meeting_point import MISFIT, MeetingPoint
 from atoll.link.net.registry import Insecure
-from atoll.link.net.seat import Seat
+from atoll.link.seat import Seat
 
 _HOLD_S = 0.2  # that a question waits at the meeting point; in between, interrupts and failures are looked for
 _SOON_S = 2.0  # of waiting, after which the user is told for which worker
@@ -210,13 +210,19 @@ class Rendezvous:
         while missing:
             left_s = max(ASK_S, min(until - time.monotonic(), self._join_s))  # for an answer, never busy
             here = self._found(key, missing, left_s, min(_HOLD_S, max(0.0, until - time.monotonic())))
+            if len(here) < len(missing):
+                try:
+                    self._check_failures([seat for seat in missing if seat not in here], left_s)
+                    check()
+                except LinkError:  # one that has left may have published its value first
+                    late = self._found_if_there(key, [seat for seat in missing if seat not in here], left_s)
+                    if not late:
+                        raise
+                    here |= late
             yield from here.items()
             missing = [seat for seat in missing if seat not in here]
-            for seat, report in self._found("failure", missing, left_s).items():
-                self._check_left(seat, report)
             if not missing:
                 break
-            check()
             self._waiting.check_interrupts()
             if not self._all_here and (misfit := self._client.look([MISFIT], left_s)):
                 raise LinkError(misfit[MISFIT][:500])
@@ -227,6 +233,18 @@ class Rendezvous:
                 told = True
                 self._report_waiting(self._absent(missing), until - began)
         self._all_here |= set(awaited) >= set(self.seat.all())
+
+    def _check_failures(self, seats: Sequence[Seat], within_s: float) -> None:
+        """Raise a LinkError if one of these processes reports that it left."""
+        for seat, report in self._found("failure", seats, within_s).items():
+            self._check_left(seat, report)
+
+    def _found_if_there(self, key: str, seats: Sequence[Seat], within_s: float) -> dict[Seat, Any]:
+        """Return what these processes have published so far, nothing if the meeting point is gone."""
+        try:
+            return self._found(key, seats, within_s)
+        except LinkError:
+            return {}
 
     def _check_left(self, seat: Seat, report: Any) -> None:
         """Raise a LinkError if a process reports that it left; one that blames another is noticed otherwise."""

@@ -3,7 +3,6 @@
 Special tokens inside a text are plain text: only atoll puts the separator between documents.
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -76,8 +75,30 @@ class Bytes:
         return bytes(i if 0 <= i < 256 else 0xFF for i in map(int, ids)).decode(errors="replace")
 
     def save(self, folder: Path) -> None:
-        """Write a tokenizer.json that says {"atoll": "bytes"}."""
-        (folder / FILE).write_text(json.dumps({"atoll": "bytes"}) + "\n", encoding="utf-8")
+        """Write a tokenizer.json in the package's format, with the same ids: a BPE without merges."""
+        inner = _byte_level(tokenizers.models.BPE(vocab=_byte_vocabulary(), merges=[]))
+        inner.add_special_tokens(["\0"])
+        (folder / FILE).write_text(inner.to_str(pretty=True), encoding="utf-8")
+
+
+def _byte_level(model: Any) -> Any:
+    """Return a tokenizer of the package that gives the bytes of a text to this model."""
+    inner: Any = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    return inner
+
+
+def _byte_vocabulary() -> dict[str, int]:
+    """Return a token for every byte: the letter that `tokenizers` writes for it, and NUL for itself.
+
+    As its own token, NUL can be special without taking the letter for it out of texts.
+    """
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    own = {ord(letter): letter for letter in letters if ord(letter) < 256}
+    others = iter(letter for letter in letters if ord(letter) >= 256)
+    spelled = [own.get(byte) or next(others) for byte in range(256)]
+    return {letter: byte for byte, letter in enumerate(["\0", *spelled[1:]])}
 
 
 class Subwords:
@@ -113,12 +134,10 @@ class Subwords:
 
 def train_bpe(documents: Iterable[str], vocabulary: int) -> Subwords:
     """Train a byte-level BPE of 257 to `vocabulary` tokens; the same text gives the same BPE."""
-    byte_level: Any = tokenizers.pre_tokenizers.ByteLevel
-    inner: Any = tokenizers.Tokenizer(tokenizers.models.BPE())
-    inner.pre_tokenizer = byte_level(add_prefix_space=False)
-    inner.decoder = tokenizers.decoders.ByteLevel()
+    inner = _byte_level(tokenizers.models.BPE())
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=[END], initial_alphabet=byte_level.alphabet(), show_progress=False
+        vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
     inner.train_from_iterator(documents, trainer)
     return Subwords(inner, separator=0)
@@ -136,7 +155,7 @@ def open_tokenizer(folder_or_file: Path) -> Tokenizer:
         path = path / FILE
     try:
         text = read_limited(path, MOST_BYTES).decode()
-        if len(text) < 64 and parse_json(text) == {"atoll": "bytes"}:
+        if len(text) < 64 and parse_json(text) == {"atoll": "bytes"}:  # as earlier versions wrote it
             return Bytes()
     except FileNotFoundError as error:
         raise DataError(f"the tokenizer cannot be read: {missing(path)}") from error
@@ -147,6 +166,8 @@ def open_tokenizer(folder_or_file: Path) -> Tokenizer:
         inner: Any = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the package raises nothing more exact
         raise DataError(f"{path} is not a tokenizer.json of the package tokenizers: {error}") from error
+    if inner.get_vocab_size() == 256 and inner.get_vocab() == _byte_vocabulary():
+        return Bytes()
     separators = [inner.token_to_id(token) for token in SEPARATORS if inner.token_to_id(token) is not None]
     if not separators:
         known = " ".join(SEPARATORS)

@@ -48,11 +48,15 @@ def rotary_tables(context: int, head_width: int, base: float, device: torch.devi
         return RotaryTables(context, head_width, base, device, torch.promote_types(dtype, torch.float32))
 
 
+NORM_EPS = 1e-6
+"""Added to the mean square under the root of a norm. (Torch's own depends on the dtype and is 0.008 in bf16.)"""
+
+
 class Norm(nn.RMSNorm):
     """Computes RMSNorm in the dtype of its weight: fp32 under autocast, also for bf16 inputs."""
 
     def __init__(self, width: int) -> None:
-        super().__init__(width, eps=1e-6)  # torch's own eps depends on the dtype and is 0.008 in bf16
+        super().__init__(width, eps=NORM_EPS)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., width]; return the same shape."""

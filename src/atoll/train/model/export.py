@@ -1,9 +1,12 @@
 """Exports a trained model as a folder that does not depend on its run, and loads it again.
 
 model/
-  config.json          the shape: atoll's own, or for a Hugging Face model the one transformers writes
-  model.safetensors    the parameters
-  tokenizer.json       bytes, or a file of the package tokenizers
+  config.json            the model as transformers describes it
+  generation_config.json where generated text begins and ends
+  model.safetensors      the parameters, under the names of transformers
+  tokenizer.json         the tokenizer, in the format of the package tokenizers
+  tokenizer_config.json  what transformers needs besides
+  atoll.json             for a decoder: its shape as atoll describes it, and the checksum of the parameters
 .model.old/            the earlier export while model/ is replaced; read if that was interrupted
 .model.new/            an export under way, or what a crash left of one; the next export deletes it
 """
@@ -25,13 +28,17 @@ from atoll._util.disk import parse_json, read_limited, sha256_of, whole_folder
 from atoll.errors import ConfigError, DataError
 from atoll.settings.model_presets import ModelConfig
 from atoll.train.data.tokenizer import Tokenizer, open_tokenizer
-from atoll.train.model import hub
+from atoll.train.model import architecture, hub
 from atoll.train.model.decoder import Decoder
 from atoll.train.model.hub import HubModel
 
 FORMAT: Final = "atoll decoder"
-VERSION: Final = 1
+VERSION: Final = 2
+"""Version of atoll.json. In version 1, the shape is in config.json, and parameters have the decoder's names."""
 CONFIG: Final = "config.json"
+OWN: Final = "atoll.json"
+NO_ARCHITECTURE: Final = "no_architecture"
+"""The key under which config.json says why transformers cannot read a decoder."""
 WEIGHTS: Final = "model.safetensors"
 
 
@@ -41,7 +48,7 @@ def export(
     """Write the model as a folder, replacing an earlier export once the new one is whole on disk.
 
     Killed at any moment, it leaves the old or the new export for `load_export`. Only one process at a time may export
-    to a folder. transformers reads the folder of a HubModel, and its tokenizer.json unless tokens are bytes.
+    to a folder. transformers reads it, unless no architecture fits a decoder: config.json then says why, in version 1.
 
     Args:
         model: The model to export.
@@ -62,10 +69,10 @@ def export(
             if isinstance(model, HubModel):
                 hub.save(model, new, tensors=tensors, end=tokenizer.separator)
             else:
-                _save_decoder(model, model.state_dict() if tensors is None else tensors, new)
+                full = model.state_dict() if tensors is None else tensors
+                _save_decoder(model.config, full, tokenizer.separator, new)
             tokenizer.save(new)
-            if isinstance(model, HubModel):
-                _write_tokenizer_config(new, tokenizer.separator, model.context)
+            _write_tokenizer_config(new, tokenizer.separator, model.context)
             for path in new.iterdir():
                 shutil.copymode(new / CONFIG, path)  # safetensors hides its file from other users, whatever the umask
     except (OSError, SafetensorError) as error:
@@ -84,16 +91,15 @@ def load_export(folder: Path) -> tuple[Decoder | HubModel, Tokenizer]:
         raise DataError(f"{folder} holds no exported model: there is no {CONFIG}")
     if not folder.exists():  # a replacement died between its two renames
         folder = _aside(folder, "old")
-    config = _read_config(folder / CONFIG)
+    described = folder / (OWN if os.path.lexists(folder / OWN) else CONFIG)
+    config = _read_config(described)
     model: Decoder | HubModel
     if config.get("format") == FORMAT:
-        model = _load_decoder(folder, config)
-    elif "model_type" in config:
+        model = _load_decoder(described, config)
+    elif described.name == CONFIG and "model_type" in config:
         model = hub.load(str(folder), weights=True)
     else:
-        raise DataError(
-            f"{folder / CONFIG} describes neither an {FORMAT} nor a Hugging Face model: its keys are others"
-        )
+        raise DataError(f"{described} describes neither an {FORMAT} nor a Hugging Face model: its keys are others")
     tokenizer = open_tokenizer(folder)
     if tokenizer.vocabulary > model.vocabulary:
         sizes = f"{tokenizer.vocabulary} tokens, the model knows {model.vocabulary}"
@@ -109,31 +115,42 @@ def exists(folder: Path) -> bool:
 # --- atoll's own decoder
 
 
-def _save_decoder(model: Decoder, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    dense = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+def _save_decoder(config: ModelConfig, tensors: Mapping[str, Tensor], end: int, folder: Path) -> None:
+    why_none = architecture.why_none(config)
+    stored = tensors if why_none else architecture.to_architecture(config, tensors)
+    dense = {name: tensor.detach().cpu().contiguous() for name, tensor in stored.items()}
     save_file(dense, folder / WEIGHTS, metadata={"format": "pt"})
-    config = {"format": FORMAT, "version": VERSION, **asdict(model.config), "sha256": sha256_of(folder / WEIGHTS)}
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    own = {"format": FORMAT, "version": VERSION, **asdict(config), "sha256": sha256_of(folder / WEIGHTS)}
+    if why_none:
+        _write_json(folder / CONFIG, {**own, "version": 1, NO_ARCHITECTURE: why_none})
+        return
+    _write_json(folder / OWN, own)
+    dtype = tensors["embedding.weight"].dtype
+    _write_json(folder / CONFIG, architecture.describe(config, dtype, end))
+    _write_json(folder / "generation_config.json", dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end))
 
 
-def _load_decoder(folder: Path, config: Mapping[str, Any]) -> Decoder:
-    shape, weights = _shape(folder / CONFIG, config), folder / WEIGHTS
+def _load_decoder(described: Path, config: Mapping[str, Any]) -> Decoder:
+    shape, weights = _shape(described, config), described.with_name(WEIGHTS)
     try:
         if config.get("sha256", digest := sha256_of(weights)) != digest:
-            hint = f"if it was changed on purpose, take sha256 out of {CONFIG}"
-            raise DataError(f"{weights} is damaged: its SHA-256 is not the one in {CONFIG}; {hint}")
+            hint = f"take sha256 out of {CONFIG}" if described.name == CONFIG else f"delete {OWN}"
+            problem = f"{weights} is damaged: its SHA-256 is not the one in {described.name}"
+            raise DataError(f"{problem}; if it was changed on purpose, {hint}")
         # Cloned: load_file maps the file, which may change or be deleted.
         tensors = {name: tensor.clone() for name, tensor in load_file(weights).items()}
     except (OSError, SafetensorError) as error:
         raise DataError(f"{weights} cannot be read: {error}") from error
-    return _assemble(shape, tensors, weights)
-
-
-def _assemble(shape: ModelConfig, tensors: dict[str, Tensor], weights: Path) -> Decoder:
-    """Return a decoder of this shape with these parameters; DataError if they do not fit."""
     found = sum(tensor.numel() for tensor in tensors.values())
     if found != shape.parameters:  # before making a model, which could have any size
-        raise DataError(f"{weights} holds {found:,} values where {CONFIG} asks for {shape.parameters:,}")
+        raise DataError(f"{weights} holds {found:,} values where {described.name} asks for {shape.parameters:,}")
+    if config["version"] == VERSION:
+        tensors = architecture.from_architecture(shape, tensors)
+    return _assemble(shape, tensors, f"{weights} does not fit {described.name}")
+
+
+def _assemble(shape: ModelConfig, tensors: dict[str, Tensor], misfit: str) -> Decoder:
+    """Return a decoder of this shape with these parameters; DataError if they do not fit."""
     with torch.device("meta"):
         model = Decoder(shape)
     for name, parameter in model.state_dict().items():
@@ -141,16 +158,18 @@ def _assemble(shape: ModelConfig, tensors: dict[str, Tensor], weights: Path) -> 
         if tensor is None or tensor.shape != parameter.shape or not tensor.is_floating_point():
             have = "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
             wanted = f"{name} of shape {tuple(parameter.shape)}, in floating point"
-            raise DataError(f"{weights} does not fit {CONFIG}, which asks for {wanted}; it has {have}")
+            raise DataError(f"{misfit}, which asks for {wanted}; it has {have}")
     model.load_state_dict({name: tensors[name] for name in model.state_dict()}, assign=True)
     return model
 
 
 def _shape(path: Path, config: Mapping[str, Any]) -> ModelConfig:
-    if (version := config.get("version")) != VERSION:
+    known_version = 1 if path.name == CONFIG else VERSION
+    if (version := config.get("version")) != known_version:
         problem = f"{path} is of format version {version!r}, written by a newer atoll"
-        raise DataError(f"{problem}; this one reads version {VERSION}: upgrade it")
-    settings = {name: value for name, value in config.items() if name not in ("format", "version", "sha256")}
+        raise DataError(f"{problem}; this one reads version {known_version}: upgrade it")
+    others = ("format", "version", "sha256", NO_ARCHITECTURE)
+    settings = {name: value for name, value in config.items() if name not in others}
     known = {field.name: field.type for field in fields(ModelConfig)}
     if wrong := sorted(settings.keys() ^ known.keys()):
         raise DataError(f"{path} is damaged: {wrong[0]!r} is {'missing' if wrong[0] in known else 'no setting'}")
@@ -177,14 +196,16 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _write_tokenizer_config(folder: Path, separator: int, context: int | None) -> None:
-    """Write what `transformers.AutoTokenizer` needs besides tokenizer.json, unless tokens are bytes."""
-    added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")).get("added_tokens")
-    if added is None:
-        return  # bytes, which transformers does not support
+    """Write what `transformers.AutoTokenizer` needs besides tokenizer.json."""
+    added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
     end = next((token["content"] for token in added if token["id"] == separator), None)
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "model_max_length": context}
     known = {name: value for name, value in about.items() if value is not None}
-    (folder / "tokenizer_config.json").write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+    _write_json(folder / "tokenizer_config.json", known)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 # --- one folder in place of another

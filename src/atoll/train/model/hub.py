@@ -3,6 +3,7 @@
 Only config.json and safetensors are read: no code that comes with a model is run, and nothing is unpickled.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -151,16 +152,20 @@ def save(model: HubModel, folder: Path, *, end: int | None = None, tensors: Mapp
 
 @contextmanager
 def _quiet(transformers: Any, *, bars: bool) -> Iterator[None]:
-    """Silence transformers' log, and its progress bars unless something may be downloaded."""
+    """Silence the logs of transformers and the hub, and progress bars unless something may be downloaded."""
+    from huggingface_hub.utils import logging as hub_log  # comes with tokenizers
+
     log = transformers.logging
-    verbosity, had_bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    verbosity, hub_verbosity, had_bars = log.get_verbosity(), hub_log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
+    hub_log.set_verbosity(logging.ERROR)  # it warns at each of several attempts before it fails
     if not bars:
         log.disable_progress_bar()
     try:
         yield
     finally:
         log.set_verbosity(verbosity)
+        hub_log.set_verbosity(hub_verbosity)
         if had_bars:
             log.enable_progress_bar()
 
@@ -184,7 +189,9 @@ def _config_problem(where: str, local: bool, error: Exception) -> str:
         return f"{where}: the model comes with code, which is never run: use one that transformers knows"
     if local:
         return f"{Path(where) / 'config.json'} describes no model that transformers knows: {_one_line(error)}"
-    return f"model.hf: {where!r} is not a folder here, and the Hugging Face hub did not provide it: {_one_line(error)}"
+    problem = f"model.hf: {where!r} is not a folder here, and the Hugging Face hub did not provide it"
+    advice = "check the name and the connection, or give the folder of a copy"
+    return f"{problem}; {advice} ({_one_line(error)})"
 
 
 def _make(transformers: Any, place: str, config: Any, *, weights: bool, local: bool) -> nn.Module:

@@ -10,8 +10,8 @@ from atoll.link.base import Link
 from atoll.link.local import local
 from atoll.link.net.fixed_link import Limits, NetLink, NetOptions
 from atoll.link.net.registry import INSECURE
-from atoll.link.net.seat import Seat
 from atoll.link.net.torchrun import torchrun_place
+from atoll.link.seat import Seat
 from atoll.link.shaped import Outage, Shape, shaped
 from atoll.plan.line import parse_line
 from atoll.settings.config import RunConfig

@@ -12,10 +12,10 @@ from atoll._util.signals import Interrupts
 from atoll.errors import LinkError
 from atoll.link.base import LEFT_OUT, describe_differences
 from atoll.link.net.fixed_link import NetLink
-from atoll.link.net.seat import Seat
+from atoll.link.seat import Seat
 from atoll.settings.config import RunConfig, settings_of
 from atoll.train.data.token_files import TokenData
-from atoll.train.data.tokenizer import FILE
+from atoll.train.data.tokenizer import FILE, Bytes
 from atoll.train.ranks.worker_ranks import WorkerRanks
 
 FREE_TO_DIFFER = (
@@ -120,7 +120,8 @@ def settings_terms(config: RunConfig) -> dict[str, str]:
 
 def tokenizer_terms(data: TokenData) -> dict[str, str]:
     """Return what all workers must have alike of their tokens."""
-    tokenizer = sha256_of(data.folder / FILE)[:16] if (data.folder / FILE).exists() else "bytes"
+    by_bytes = isinstance(data.tokenizer, Bytes)  # whichever version wrote their tokenizer.json
+    tokenizer = "bytes" if by_bytes else sha256_of(data.folder / FILE)[:16]
     return {"tokenizer": tokenizer, "vocabulary": str(data.tokenizer.vocabulary)}
 
 

@@ -9,7 +9,7 @@ from atoll._util.signals import Interrupts
 from atoll.errors import LinkError
 from atoll.link.base import Link
 from atoll.link.net.elastic_link import ElasticHooks, ElasticLink, ElasticOptions
-from atoll.link.net.seat import Seat
+from atoll.link.seat import Seat
 from atoll.settings.config import RunConfig
 from atoll.train.data.token_files import TokenData
 from atoll.train.progress.members import MembershipLog

@@ -24,8 +24,8 @@ from atoll.errors import AtollError, CheckpointError, ConfigError, LinkError
 from atoll.link.base import Link
 from atoll.link.elastic_ranks import ElasticRanksLink
 from atoll.link.elastic_shards import ElasticShardsLink
-from atoll.link.net.seat import Seat
 from atoll.link.ranks import RankGroup, ReplicatedLink, ShardedLink
+from atoll.link.seat import Seat
 from atoll.settings.config import RunConfig
 from atoll.train.model.decoder import Decoder, Loss
 from atoll.train.model.hub import HubModel

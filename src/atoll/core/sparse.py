@@ -1,0 +1,148 @@
+"""Encodes the largest values of a vector alone: one in 64, its place in 12 bits and its value in 2.
+
+Of every CHUNK consecutive values the largest are kept, one for every KEEP_ONE_IN that there are. A kept value is its
+sign and one of two levels, which are the means of the chunk's smaller and larger kept magnitudes. A payload has first
+three bytes per chunk (the exponent of its largest magnitude, and the two levels as whole numbers), then of all kept
+values the low eight bits of their places, the high four, two to a byte, and the codes, four to a byte.
+
+Sums are of integers, so all processors agree.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atoll.core.blocks import TOO_LARGE, refuse
+from atoll.core.flat import PIECE, pieces
+
+CHUNK = 4096
+"""Consecutive values of which the largest are kept; a place in a chunk takes 12 bits."""
+KEEP_ONE_IN = 64
+"""Of so many values one is kept."""
+assert PIECE % CHUNK == 0, "a piece holds whole chunks"
+
+_KEPT = CHUNK // KEEP_ONE_IN
+_HEAD = 3  # bytes of a chunk: exponent, lower and higher level
+_FINEST = 15  # bits below the largest magnitude's leading one with which magnitudes are counted
+_LOWEST = 1 + _FINEST  # biased exponent: smaller magnitudes are counted as if the largest had it
+_NOWHERE = 1 << 20  # sorts after every place
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """Keeps the largest values of every chunk, in 2 bits each."""
+
+    def payload_bytes(self, numel: int) -> int:
+        """Return the bytes of a payload of `numel` values."""
+        kept = -(-numel // KEEP_ONE_IN)
+        return _HEAD * -(-numel // CHUNK) + kept + -(-kept // 2) + -(-kept // 4)
+
+    def encode(self, vector: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Return the payload of a vector, uint8; rounding is never random."""
+        numel = vector.numel()
+        payload = torch.empty(self.payload_bytes(numel), dtype=torch.uint8, device=vector.device)
+        for piece in pieces(numel, vector.device):
+            for part, made in zip(self.sections(payload, numel, piece), _encoded(vector[piece]), strict=True):
+                part.copy_(made)
+        return payload
+
+    def sections(self, payload: Tensor, numel: int, cut: slice) -> list[Tensor]:
+        """Return what belongs to the values of a cut: heads, low and high bits of places, codes."""
+        chunks, kept = -(-numel // CHUNK), -(-numel // KEEP_ONE_IN)
+        lengths = [_HEAD * chunks, kept, -(-kept // 2), -(-kept // 4)]
+        heads, low, high, codes = payload.split(lengths)
+        first, last = cut.start // KEEP_ONE_IN, -(-cut.stop // KEEP_ONE_IN)
+        return [
+            heads[_HEAD * (cut.start // CHUNK) : _HEAD * -(-cut.stop // CHUNK)],
+            low[first:last],
+            high[first // 2 : -(-last // 2)],
+            codes[first // 4 : -(-last // 4)],
+        ]
+
+    def largest(self, payload: Tensor, numel: int) -> slice:
+        """Return the chunk with the largest exponent."""
+        first = CHUNK * int(payload[: _HEAD * -(-numel // CHUNK) : _HEAD].argmax())
+        return slice(first, min(first + CHUNK, numel))
+
+    def decode(self, payload: Tensor, numel: int, piece: slice) -> Tensor:
+        """Return the values of a piece, fp32; it begins on a chunk boundary."""
+        heads, low, high, codes = self.sections(payload, numel, piece)
+        size, kept = piece.stop - piece.start, low.numel()
+        chunk = torch.arange(kept, device=payload.device) // _KEPT
+        place = low.long() + (_unpacked(high, 4)[:kept].long() << 8)
+        code = _unpacked(codes, 2)[:kept]
+        head = heads.view(-1, _HEAD).int()[chunk]
+        level = torch.where((code & 1).bool(), head[:, 2], head[:, 1])
+        value = level * _power_of_two(head[:, 0] + (127 - 127 - _FINEST + 8))
+        value = torch.where((code & 2).bool(), -value, value)
+        vector = torch.zeros(-(-size // CHUNK) * CHUNK, dtype=torch.float32, device=payload.device)
+        # A chunk with fewer values than places repeats one of them; repeated writes are of the same value.
+        return vector.index_put_((chunk * CHUNK + place,), value)[:size]
+
+
+def _encoded(source: Tensor) -> list[Tensor]:
+    """Return heads, low and high bits of places, and codes of a piece, uint8."""
+    size = source.numel()
+    fill = -size % CHUNK
+    values = source.to(torch.float32)
+    rows = (torch.nn.functional.pad(values, (0, fill)) if fill else values).view(-1, CHUNK)
+    magnitude = (rows.view(torch.int32) & 0x7FFF_FFFF).long()
+    if int(magnitude.max()) >= TOO_LARGE:
+        refuse(source, "exceeds top64, which ends at 1.7e38")
+    behind = torch.arange(CHUNK - 1, -1, -1, device=source.device)  # of equal magnitudes the first is kept
+    best = ((magnitude << 12) | behind).topk(_KEPT, dim=1).values
+    place, bits = CHUNK - 1 - (best & (CHUNK - 1)), best >> 12
+    last = -(-(size - CHUNK * (len(rows) - 1)) // KEEP_ONE_IN)
+    within = torch.arange(_KEPT, device=source.device).expand(len(rows), -1) < _KEPT
+    within = within.clone()
+    within[-1, last:] = False
+    counts = within & (bits > 0)
+    exponent = (bits[:, :1] >> 23).clamp_(min=_LOWEST)
+    scale = _power_of_two(127 + 127 + _FINEST - exponent)
+    whole = (bits.int().view(torch.float32) * scale).long() * counts  # 0 to 2 ** 16 - 1
+    levels, high = _levels(whole, counts)
+    negative = rows.gather(1, place).signbit()
+    code = (negative.long() << 1) | high.long()
+    # A value of zero has no level, so the place and code of the largest one are written once more instead.
+    entry = torch.where(counts, (place << 2) | code, (place[:, :1] << 2) | code[:, :1])
+    entry = torch.where(within, entry, _NOWHERE).sort(dim=1).values.view(-1)[: -(-size // KEEP_ONE_IN)]
+    place = entry >> 2
+    heads = torch.cat([exponent, levels], dim=1).to(torch.uint8).view(-1)
+    return [heads, (place & 255).to(torch.uint8), _packed(place >> 8, 4), _packed(entry & 3, 2)]
+
+
+def _levels(whole: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two levels [rows, 2], 0 to 255, for magnitudes [rows, kept] that count, and which are nearer the higher.
+
+    The levels are the means of the magnitudes below and above the mean of all.
+    """
+    number, total = counts.sum(1, keepdim=True), whole.sum(1, keepdim=True)
+    above = counts & (whole * number >= total)
+    below = counts & ~above
+    means = []
+    for group in (below, above):
+        many = group.sum(1, keepdim=True)
+        means.append(((whole * group).sum(1, keepdim=True) + 128 * many) // (256 * many.clamp(min=1)))
+    low, high = (mean.clamp(max=255) for mean in means)
+    low = torch.where(below.any(1, keepdim=True), low, high)
+    return torch.cat([low, high], dim=1), 2 * whole >= 256 * (low + high)
+
+
+def _power_of_two(biased: Tensor) -> Tensor:
+    """Return fp32 2 ** (biased - 127) from biased exponents 1 to 254."""
+    return (biased.int() << 23).view(torch.float32)
+
+
+def _packed(codes: Tensor, width: int) -> Tensor:
+    """Pack codes of `width` bits into bytes, the first lowest: [n] -> [ceil(n * width / 8)] uint8."""
+    per_byte = 8 // width
+    filled = torch.nn.functional.pad(codes, (0, -codes.numel() % per_byte)).view(-1, per_byte)
+    shifts = width * torch.arange(per_byte, device=codes.device)
+    return (filled << shifts).sum(1).to(torch.uint8)
+
+
+def _unpacked(packed: Tensor, width: int) -> Tensor:
+    """Return the codes of `width` bits in bytes: the inverse of `_packed`, int32."""
+    shifts = width * torch.arange(8 // width, dtype=torch.int32, device=packed.device)
+    return ((packed.int()[:, None] >> shifts) & ((1 << width) - 1)).view(-1)
