@@ -106,9 +106,9 @@ class Site:
         """Let the line carry packets again."""
         _run("ip", "-n", self._hub, "link", "set", self._port, "up")
 
-    def rate(self, rate: str | None) -> None:
-        """Limit the line to this rate each way from now on; None lets it go as fast as the machine can."""
-        for namespace, device in ((self.namespace, LINE), (self._hub, self._port)):
+    def rate(self, up: str | None, down: str | None = None) -> None:
+        """Limit what the site sends from now on, and what it receives (by default alike); None lifts the limit."""
+        for namespace, device, rate in ((self.namespace, LINE, up), (self._hub, self._port, down or up)):
             if rate is None:
                 with contextlib.suppress(RuntimeError):  # no limit is there to be taken away
                     _run("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")

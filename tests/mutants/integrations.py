@@ -20,6 +20,8 @@ LIGHTNING = "integrations/lightning.py"
 FILE, DRIVER = "integrations/transformers.py", "integrations/driver.py"
 
 MUTANTS = [
+    Mutant("workers behind an emulated line cannot meet", "link/shaped.py", "return self._inner.gather(", "return super().gather(",
+           tests=("tests/unit/test_trainer_driver.py::test_workers_behind_an_emulated_line_compare_their_settings",)),
     Mutant("skipped steps are not counted", FILE, "self._driver.step(state",
            'kwargs["optimizer"].step_was_skipped or self._driver.step(state', tests=(TESTS[4],)),
     Mutant("each worker evaluates its own parameters", FILE, "with self._driver.anchor():\n                metrics",

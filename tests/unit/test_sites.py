@@ -86,8 +86,10 @@ def test_a_rate_may_change() -> None:
             site.rate(None)
         sites[0].rate("10mbit")
         assert seconds_for(sites, 500_000) > 0.3  # 0.4 but for what a burst lets through at once
-        sites[0].rate("100mbit")
+        sites[0].rate("100mbit", "10mbit")  # it sends
         assert min(seconds_for(sites, 500_000) for _ in range(5)) < 0.35
+        sites[1].rate("100mbit", "10mbit")  # and this one receives
+        assert seconds_for(sites, 500_000) > 0.3
 
 
 def test_a_cut_line_carries_nothing_until_it_is_mended() -> None:

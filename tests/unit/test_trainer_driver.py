@@ -116,6 +116,26 @@ def test_a_sharded_model_needs_a_link_for_every_rank(tmp_path: Path) -> None:
         assert fleet.results() == ["ranks", "ranks"]
 
 
+def behind_a_line(me: Me) -> Any:
+    (link,) = atoll.shaped([me.link()], atoll.Shape(latency_s=0.01))
+    driver = Driver(atoll.DiLoCo(period=3), link, {})
+    driver.meet_ranks()
+    told = driver.gather("told", me.worker)
+    driver.start(Blocks())
+    for step in range(1, 4):
+        driver.step(step, 3, keep=False)
+    assert driver.outer is not None and driver.outer.counters.rounds_applied == 1
+    driver.close()
+    return told
+
+
+def test_workers_behind_an_emulated_line_compare_their_settings(tmp_path: Path) -> None:
+    with Fleet(tmp_path / "fleet", 2, keys="none") as fleet:
+        for worker in range(2):
+            fleet.add(worker, behind_a_line)
+        assert fleet.results() == [{0: 0, 1: 1}] * 2
+
+
 def test_the_library_imports_no_trainer() -> None:
     code = "import atoll, sys; atoll.OuterLoop; atoll.connect; atoll.checkpoint; import atoll.integrations.driver; "
     code += "sys.exit(' '.join({'transformers', 'accelerate', 'lightning'} & set(sys.modules)) or 0)"
