@@ -1,6 +1,6 @@
 """Trains one GPT-2 on two machines with a Hugging Face Trainer; the callback is all that makes it a worker.
 
-    pip install atoll[hf]
+    pip install -e '.[hf]'
     python examples/hf_trainer.py 0 10.0.0.1:29500 --keys runs/x/keys/worker-0    # on 10.0.0.1
     python examples/hf_trainer.py 1 10.0.0.1:29500 --keys runs/x/keys/worker-1    # on another machine
 

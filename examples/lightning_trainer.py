@@ -1,6 +1,6 @@
 """Trains one small decoder on two machines with Lightning; the callback is all that makes it a worker.
 
-    pip install atoll[lightning]
+    pip install -e '.[lightning]'
     python examples/lightning_trainer.py 0 10.0.0.1:29500 --keys runs/x/keys/worker-0    # on 10.0.0.1
     python examples/lightning_trainer.py 1 10.0.0.1:29500 --keys runs/x/keys/worker-1    # on another machine
 

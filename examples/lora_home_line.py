@@ -1,6 +1,6 @@
 """Fine-tunes one model with LoRA (PEFT, TRL) on two machines with home lines: 20 Mbit/s down, 5 Mbit/s up.
 
-    pip install atoll[hf] peft trl
+    pip install -e '.[hf]' peft trl
     python examples/lora_home_line.py 0 10.0.0.1:29500 --keys runs/x/keys/worker-0 --model Qwen/Qwen3-0.6B
     python examples/lora_home_line.py 1 10.0.0.1:29500 --keys runs/x/keys/worker-1 --model Qwen/Qwen3-0.6B
 

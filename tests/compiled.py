@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compiled
 
-from atoll.core.blocks import BLOCK
+from atoll.core.block_formats import BLOCK
 from atoll.core.codec import nearest_limit
 from atoll.core.flat import PIECE
 from atoll.kernels import codec, cross_entropy, fingerprint, outer, products

@@ -1,6 +1,5 @@
 """One worker with a Hugging Face Trainer, and the same training as a plain loop: the oracle of `AtollCallback`."""
 
-import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 import atoll
 from atoll.integrations.transformers import AtollCallback
 from fleet import Me
-from pair import METHODS
+from pair import EPOCH, METHODS, RATE, SAVED, STEPS, digest
 
-STEPS, SAVED, EPOCH, RATE = 14, 5, 20, 3e-3
 Batch = dict[str, Tensor]
 
 
@@ -46,10 +44,6 @@ def rows(seed: int, count: int) -> list[Batch]:
 
 def collate(rows: Sequence[Batch]) -> Batch:
     return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
-
-
-def digest(model: nn.Module) -> str:
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
 
 
 class Recorder(TrainerCallback):

@@ -1,5 +1,9 @@
-"""Two processes that do one thing after another: a trainer's packages take seconds to import, its runs less."""
+"""Two processes that train by turns with a trainer and with a plain loop, and what they train with.
 
+They do one thing after another, for a trainer's packages take seconds to import, its runs less.
+"""
+
+import hashlib
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,10 +13,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import pytest
+from torch import nn
 
 import atoll
 from fleet import Fleet, Me, free_port
 
+STEPS, SAVED, EPOCH, RATE = 14, 5, 20, 3e-3
 METHODS: dict[str, Callable[[], atoll.Sync]] = {
     "diloco": partial(atoll.DiLoCo, period=4),
     "streaming": partial(atoll.Streaming, period=4, delay=1, fragments=atoll.Blocks(each=1)),
@@ -21,6 +27,10 @@ METHODS: dict[str, Callable[[], atoll.Sync]] = {
 EVERY = [pytest.param(method, accumulate, id=f"{method}-{accumulate}") for method in METHODS for accumulate in (1, 3)]
 every_method = pytest.mark.parametrize(("method", "accumulate"), EVERY)
 """Runs a test with each method, without and with gradient accumulation."""
+
+
+def digest(model: nn.Module) -> str:
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
 
 
 class Pair:
@@ -45,7 +55,7 @@ class Pair:
         return [told for _, told in outcomes]
 
     def errors(self, act: Callable[..., Any], *arguments: Any) -> list[str]:
-        """What `act` raises on both, with the trace."""
+        """The last line of what `act` raises on both."""
         outcomes = self.outcomes(act, *arguments)
         assert all(kind == "failed" for kind, _ in outcomes), outcomes
         return [told.strip().splitlines()[-1] for _, told in outcomes]

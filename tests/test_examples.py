@@ -209,7 +209,7 @@ def test_the_trainer_of_torchtitan_calls_what_it_inherits() -> None:
 def test_the_notebook_compares_the_methods(tmp_path: Path) -> None:
     nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel, of atoll[dev]")
     nbformat = pytest.importorskip("nbformat")
-    notebook = nbformat.read(EXAMPLES / "compare.ipynb", as_version=4)
+    notebook = nbformat.read(EXAMPLES / "four_methods.ipynb", as_version=4)
     nbformat.validate(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert not any(cell.outputs or cell.execution_count for cell in cells), "it is stored without outputs"

@@ -48,10 +48,10 @@ MUTANTS = [
            "            if False:\n                del", tests=_MEANS),
     Mutant("a part's loss is added to another cut", "core/allreduce.py", "if dealt == members else None",
            "if True else None", tests=_MEANS),
-    Mutant("lloyd4 never clips", "core/blocks.py", "torch.where(losses[1] < losses[0], smaller, whole)", "whole",
+    Mutant("lloyd4 never clips", "core/block_formats.py", "torch.where(losses[1] < losses[0], smaller, whole)", "whole",
            tests=_MEANS),
-    Mutant("a table in the default dtype", "core/blocks.py", "torch.tensor(levels, dtype=torch.float32, device=device)",
+    Mutant("a table in the default dtype", "core/block_formats.py", "torch.tensor(levels, dtype=torch.float32, device=device)",
            "torch.tensor(levels, device=device)", tests=("tests/unit/test_defaults.py",)),
-    Mutant("noise in the default dtype", "core/blocks.py", "generator=generator, dtype=torch.float32, device=CPU",
+    Mutant("noise in the default dtype", "core/block_formats.py", "generator=generator, dtype=torch.float32, device=CPU",
            "generator=generator, device=CPU", tests=("tests/unit/test_defaults.py",)),
 ]  # fmt: skip

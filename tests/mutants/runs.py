@@ -161,8 +161,8 @@ MUTANTS = [
     Mutant("an export that was cut short is not found", "train/model/export.py",
            "    if not folder.exists():  # a replacement died", "    if False:  # a replacement died", tests=EXPORT),
     # Hugging Face models
-    Mutant("every attempt at the hub is told", "_util/hub_log.py", "    hub_log.set_verbosity(logging.ERROR)", "    pass", tests=HUB),
-    Mutant("the hub's log stays silent", "_util/hub_log.py", "        hub_log.set_verbosity(verbosity)\n", "        pass\n", tests=HUB),
+    Mutant("every attempt at the hub is told", "_util/quiet_hub.py", "    hub_log.set_verbosity(logging.ERROR)", "    pass", tests=HUB),
+    Mutant("the hub's log stays silent", "_util/quiet_hub.py", "        hub_log.set_verbosity(verbosity)\n", "        pass\n", tests=HUB),
     Mutant("a model learns to copy", "train/model/hub.py", "tokens[:, 1:].flatten())", "tokens[:, :-1].flatten())",
            tests=HUB),
     Mutant("routers weigh as much as the rest", "train/model/hub.py", "total + self._router_weight * routers",

@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
 from amount import examples
-from atoll.core.blocks import BLOCK
+from atoll.core.block_formats import BLOCK
 from atoll.core.codec import Codec, nearest_limit
 from atoll.core.flat import PIECE
 from atoll.errors import ConfigError, NonFiniteError
@@ -206,6 +206,7 @@ def test_the_largest_and_smallest_floats_survive(name: str) -> None:
         ({"format": "fp32", "feedback": True}, "feedback is for codecs that lose something"),
         ({"format": "e3m0", "feedback": 1.5}, "feedback must be True, False or a number from 0 to 1, got 1.5"),
         ({"format": "e3m0", "feedback": float("nan")}, "feedback must be True, False or a number"),
+        ({"format": "e3m0", "feedback": "yes"}, "feedback must be True, False or a number from 0 to 1, got 'yes'"),
         ({"format": "top64"}, r"feedback must keep the others for later rounds: Codec\('top64', feedback=0.95\)"),
         ({"format": "top64", "feedback": 0.9, "stochastic": True}, "stochastic rounding is for"),
     ],

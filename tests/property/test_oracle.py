@@ -3,12 +3,12 @@
 from typing import Any
 
 import numpy as np
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from amount import examples
 from atoll import DataParallel, Delayed, DiLoCo, Eager, Nesterov, OuterLoop, Streaming
-from atoll.core.blocks import BLOCK
+from atoll.core.block_formats import BLOCK
 from atoll.core.codec import Codec
 from atoll.core.outer_step import Blend
 from atoll.link.local import Absence, Faults
@@ -170,6 +170,7 @@ def test_streaming_with_a_lossy_wire(
     data: st.DataObject, problem: Problem, period: int, lossy: tuple[str, float]
 ) -> None:
     name, feedback = lossy
+    assume(name != "lloyd2" or problem.workers <= 3)  # a mean's rounding error would decide the sign of a zero
     delays = data.draw(st.tuples(*[st.integers(0, period)] * problem.workers), label="delays")
     codec = Codec(name, feedback=feedback)
     loops = problem.loops(Streaming(period=period, fragments=by_part(len(problem.sizes)), delay=delays, codec=codec))
@@ -191,6 +192,7 @@ def test_streaming_with_a_lossy_wire(
 @examples(40)
 def test_eager_with_a_lossy_wire(problem: Problem, period: int, lossy: tuple[str, float]) -> None:
     name, feedback = lossy
+    assume(name != "lloyd2" or problem.workers <= 3)  # a mean's rounding error would decide the sign of a zero
     codec = Codec(name, feedback=feedback)
     loops = problem.loops(Eager(period=period, fragments=by_part(len(problem.sizes)), codec=codec))
     train(loops, problem.steps, problem.inner)

@@ -17,7 +17,7 @@ from amount import examples
 from atoll.core import allreduce as allreduce_module
 from atoll.core import allreduce as shots_module
 from atoll.core.allreduce import MOST_PARTS_EACH, PART_BYTES, Reduction, mean_between, part_of, sent_bytes, shots
-from atoll.core.blocks import BLOCK
+from atoll.core.block_formats import BLOCK
 from atoll.core.codec import Codec
 from atoll.core.flat import PIECE
 from atoll.core.outer_step import weighted_mean

@@ -286,7 +286,10 @@ NOT_ELASTIC = {
         ("sync.codec=bf16 sync.stochastic=true", "sync.stochastic: rounding is for 4 and 8 bits"),
         ("sync.method=diloco sync.stochastic=true", "sync.stochastic: rounding is for"),
         ("sync.method=diloco sync.feedback=true", "sync.feedback: is for codecs that lose something, and fp32"),
-        ("sync.method=diloco sync.codec=top64", "sync.feedback: must be set, for top64 sends one value in 64"),
+        (
+            "sync.method=diloco sync.codec=top64",
+            "sync.codec: top64 sends one value in 64 and keeps the others for later rounds: set sync.feedback",
+        ),
         ("sync.method=data-parallel sync.codec=top64", "sync.codec: top64 is for deltas"),
         ("sync.codec=top64 sync.feedback=0.9 sync.stochastic=true", "sync.stochastic: rounding is for"),
         ("sync.method=none sync.workers=1 faults.drop=0.1", 'faults.drop: cannot be set with sync.method = "none"'),

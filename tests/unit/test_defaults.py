@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import atoll
-from atoll.core import blocks
+from atoll.core import block_formats
 from atoll.core.codec import Codec
 from atoll.core.flat import fingerprint
 from atoll.core.fragments import Whole
@@ -27,7 +27,7 @@ CODECS = [
 def defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
     """Set torch's defaults, and forget the tables that were made under others."""
     before = torch.get_default_dtype()
-    for table in (blocks._levels_of_bytes, blocks._lloyd_tables):
+    for table in (block_formats._levels_of_bytes, block_formats._lloyd_tables):
         table.cache_clear()
     torch.set_default_dtype(dtype)
     torch.set_default_device(device)
@@ -36,7 +36,7 @@ def defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
     finally:
         torch.set_default_dtype(before)
         torch.set_default_device(None)
-        for table in (blocks._levels_of_bytes, blocks._lloyd_tables):
+        for table in (block_formats._levels_of_bytes, block_formats._lloyd_tables):
             table.cache_clear()
 
 

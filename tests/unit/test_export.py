@@ -386,10 +386,10 @@ def test_nothing_to_load(folder: Path, tmp_path: Path) -> None:
         ("\xff", "config.json cannot be read: "),
         ("[" * 10**5, "config.json cannot be read: "),
         ("[]", "config.json is damaged: it must hold a JSON object"),
-        ("{}", "describes neither an atoll decoder nor a Hugging Face model"),
+        ("{}", "describes no model: format must be"),
         (
             '{"format": "atoll decoder", "version": 3}',
-            "is of format version 3, written by a newer atoll; this one reads",
+            ", got 3: upgrade atoll, which wrote it",
         ),
     ],
 )
@@ -404,7 +404,7 @@ def test_a_config_that_is_neither_ours_nor_of_transformers(tmp_path: Path) -> No
     assert "describes no model that transformers knows" in refused(tmp_path / "model")
     export(nano(), Bytes(), tmp_path / "model")
     (tmp_path / "model" / "atoll.json").write_text('{"model_type": "apertus"}')
-    assert "atoll.json describes neither an atoll decoder nor" in refused(tmp_path / "model")
+    assert "atoll.json describes no model: format must be" in refused(tmp_path / "model")
 
 
 @pytest.mark.parametrize(

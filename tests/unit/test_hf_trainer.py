@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("accelerate", reason="needs transformers' Trainer: pip install atoll[hf]")
-pytest.importorskip("transformers", reason="needs transformers' Trainer: pip install atoll[hf]")
+pytest.importorskip("accelerate", reason="needs transformers' Trainer: pip install -e '.[hf]'")
+pytest.importorskip("transformers", reason="needs transformers' Trainer: pip install -e '.[hf]'")
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import EarlyStoppingCallback, GPT2LMHeadModel, Trainer, TrainerCallback
@@ -19,8 +19,8 @@ import atoll
 from atoll.errors import ConfigError
 from atoll.integrations.transformers import AtollCallback
 from fleet import Fleet, Me
-from hf_worker import STEPS, Recorder, Run, collate, digest, overflowing, plain_loop, rows, tiny
-from pair import METHODS, Pair, every_method
+from hf_worker import Recorder, Run, collate, overflowing, plain_loop, rows, tiny
+from pair import METHODS, STEPS, Pair, digest, every_method
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("hf_trainer")]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from atoll import Delayed, DiLoCo, Eager, Lockstep, OuterLoop, Streaming, Sync, local
-from atoll.core.blocks import BLOCK
+from atoll.core.block_formats import BLOCK
 from atoll.core.codec import Codec
 from atoll.core.flat import PIECE, fingerprint, joined_sums, words_of
 from atoll.core.fragments import Balanced

@@ -10,7 +10,7 @@ from torch import Tensor
 from atoll import DataParallel, DiLoCo, Eager, Lockstep, Nesterov, OuterLoop, Streaming, Sync
 from atoll.core import allreduce
 from atoll.core.allreduce import MOST_PARTS_EACH
-from atoll.core.blocks import BLOCK
+from atoll.core.block_formats import BLOCK
 from atoll.core.codec import Codec
 from atoll.core.outer_step import SGD, Blend, EagerMerge, Momentum
 from atoll.link.base import RoundId

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("lightning", reason="needs Lightning: pip install atoll[lightning]")
+pytest.importorskip("lightning", reason="needs Lightning: pip install -e '.[lightning]'")
 
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
@@ -15,15 +15,15 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from atoll.errors import ConfigError
 from fleet import Fleet, Me
-from pair import Pair, every_method
-from pl_worker import EPOCH, STEPS, Recorder, Run, Small, digest, plain_loop
+from lightning_worker import Recorder, Run, Small, plain_loop
+from pair import EPOCH, STEPS, Pair, digest, every_method
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("lightning")]
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with Pair(tmp_path_factory.mktemp("pair"), "pl_worker") as made:
+    with Pair(tmp_path_factory.mktemp("pair"), "lightning_worker") as made:
         yield made
 
 

@@ -470,7 +470,10 @@ class TestModels:
         (lambda: Streaming(delay=()), r"delay must be a number or one number per worker, got \(\)"),
         (lambda: DiLoCo(codec="fp4"), "codec must be one of"),
         (lambda: DataParallel(codec="fp4"), "codec must be one of"),
-        (lambda: DataParallel(codec=Codec("top64", feedback=0.9)), "codec cannot be top64 under DataParallel"),
+        (
+            lambda: DataParallel(codec=Codec("top64", feedback=0.9)),
+            "codec must be without feedback under DataParallel, got",
+        ),
         (lambda: DiLoCo(outer=Nesterov), r"outer must be SGD\(...\) or Momentum\(...\)"),  # type: ignore[arg-type]
         (lambda: DiLoCo(merge=None), "merge must be Blend"),  # type: ignore[arg-type]
         (lambda: OuterLoop([small_model()], DiLoCo(), local(1)[0]), r"model must be a torch\.nn\.Module, got list"),  # type: ignore[arg-type]

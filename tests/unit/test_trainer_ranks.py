@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("accelerate", reason="needs transformers' Trainer: pip install atoll[hf]")
-pytest.importorskip("transformers", reason="needs transformers' Trainer: pip install atoll[hf]")
+pytest.importorskip("accelerate", reason="needs transformers' Trainer: pip install -e '.[hf]'")
+pytest.importorskip("transformers", reason="needs transformers' Trainer: pip install -e '.[hf]'")
 
 from atoll.errors import ConfigError
 from fleet import Fleet, Me, as_rank, free_port

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("peft", reason="needs PEFT: pip install atoll[hf] peft trl")
-pytest.importorskip("trl", reason="needs TRL: pip install atoll[hf] peft trl")
+pytest.importorskip("peft", reason="needs PEFT: pip install -e '.[hf]' peft trl")
+pytest.importorskip("trl", reason="needs TRL: pip install -e '.[hf]' peft trl")
 
 import torch
 from datasets import Dataset

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from atoll._util.checks import check_whole
-from atoll.core.blocks import BLOCK
+from atoll.core.block_formats import BLOCK
 from atoll.core.codec import Codec
 from atoll.core.flat import CPU, pieces
 from atoll.core.outer_step import weighted_mean
@@ -45,7 +45,7 @@ def sent_bytes(payload_bytes: int, members: int) -> int:
 
 
 def part_of(numel: int, part: int, count: int, grain: int = BLOCK) -> slice:
-    """Return one of `count` parts of a vector [numel]: multiples of `grain`, as equal as can be; some may be empty."""
+    """Return one of `count` parts of a vector [numel], as equal as multiples of `grain` allow; some may be empty."""
     grains = -(-numel // grain)
     start, end = (min(numel, grain * (grains * edge // count)) for edge in (part, part + 1))
     return slice(start, end)

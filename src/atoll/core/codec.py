@@ -1,7 +1,7 @@
 """Encodes vectors as bytes and back: the formats a delta can travel in, and their exact sizes.
 
-A payload is a uint8 tensor. Plain formats are the values themselves, little-endian; `blocks` has the formats with 8 to
-2 bits a value, `sparse` the one that sends the largest values alone. `docs/wire.md` has the layout of all.
+A payload is a uint8 tensor. Plain formats are the values themselves, little-endian; `block_formats` has those of 8 to
+2 bits a value, `top64` the one that sends the largest values alone. `docs/wire.md` has the layout of all.
 """
 
 import math
@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from atoll.core.blocks import BLOCK, BLOCK_FORMATS, Blocks, bits, refuse
+from atoll.core.block_formats import BLOCK, BLOCK_FORMATS, BlockFormat, bits, refuse
 from atoll.core.flat import CPU, pieces
-from atoll.core.sparse import CHUNK, Largest
+from atoll.core.top64 import CHUNK, Top64
 from atoll.errors import ConfigError
 
 
@@ -46,13 +46,13 @@ class _Plain:
         return slice(at, at + 1)
 
 
-_FORMATS: dict[str, _Plain | Blocks | Largest] = {
+_FORMATS: dict[str, _Plain | BlockFormat | Top64] = {
     "fp64": _Plain(torch.float64),
     "fp32": _Plain(torch.float32),
     "bf16": _Plain(torch.bfloat16),
     "fp16": _Plain(torch.float16),
     **BLOCK_FORMATS,
-    "top64": Largest(),
+    "top64": Top64(),
 }
 
 
@@ -62,34 +62,34 @@ _AT_RANDOM = ("int8", "int4", "e3m0", "e2m1", "lloyd4")  # formats with a level 
 def nearest_limit(name: str) -> int | None:
     """Return below how many units a value rounds to a level, as fp32 bits; None for a plain format."""
     form = _FORMATS[name]
-    return bits(form.nearest_range) if isinstance(form, Blocks) else None
+    return bits(form.nearest_range) if isinstance(form, BlockFormat) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """Encodes deltas in a format; optionally rounds at random or feeds back what rounding lost."""
+    """Encodes deltas in a format; optionally rounds at random or feeds back what encoding lost."""
 
     format: str = "fp32"
     """fp64, fp32, bf16, fp16, int8, int4, e3m0 (sign and exponent), e2m1 (one mantissa bit), lloyd4 (4 bit each),
     lloyd2 (2 bit), or top64 (the largest value of 64 and its place: 0.22 bit a value)."""
     stochastic: bool = False
-    """Round up or down at random so that the expected value is exact; block formats only."""
+    """Round up or down at random so that the expected value is exact; for int8, int4, e3m0, e2m1 and lloyd4."""
     feedback: float = False
-    """The share of what encoding lost in one round that the next one adds (error feedback), at one more vector per
-    fragment. True: all; 0.95 forgets slowly, for top64, which cannot do without."""
+    """Add this share of what encoding lost in one round to the next (error feedback), at one more vector per fragment;
+    True adds all, 0.95 forgets slowly, for top64, which cannot do without."""
 
     def __post_init__(self) -> None:
         if self.format not in _FORMATS:
             raise ConfigError(f"codec must be one of {', '.join(_FORMATS)}; got {self.format!r}")
         if self.stochastic and self.format not in _AT_RANDOM:
             raise ConfigError(f"stochastic rounding is for {', '.join(_AT_RANDOM)}; codec is {self.format!r}")
-        if not 0 <= self.feedback <= 1:
+        if not isinstance(self.feedback, (int, float)) or not 0 <= self.feedback <= 1:
             raise ConfigError(f"feedback must be True, False or a number from 0 to 1, got {self.feedback!r}")
         if self.feedback in (0, 1):
             object.__setattr__(self, "feedback", bool(self.feedback))
         if self.format == "top64" and not self.feedback:
             problem = "top64 sends one value in 64, and feedback must keep the others for later rounds"
-            raise ConfigError(f"{problem}: Codec('top64', feedback=0.95)")
+            raise ConfigError(f"{problem}: Codec('top64', feedback=0.95), and not for DataParallel")
         if self.feedback and self.format in ("fp64", "fp32"):
             raise ConfigError(f"feedback is for codecs that lose something; {self.format!r} does not")
 
@@ -103,7 +103,7 @@ class Codec:
 
     @property
     def grain(self) -> int:
-        """Values of which a part of a vector must be a multiple to be encoded as in the whole."""
+        """Number of values: parts of multiples of it are encoded as they are in the whole."""
         return CHUNK if self.format == "top64" else BLOCK
 
     def payload_bytes(self, numel: int) -> int:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atoll.core.blocks import BLOCK, TOO_LARGE
+from atoll.core.block_formats import BLOCK, TOO_LARGE
 from atoll.core.codec import Codec, nearest_limit
 from atoll.core.outer_step import shares_of
 from atoll.kernels.launch import TYPES, launch

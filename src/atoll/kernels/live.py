@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atoll.core.blocks import BLOCK
+from atoll.core.block_formats import BLOCK
 
 _SHORTEST = 16  # below, the table would cost a good part of the traffic that it saves
 

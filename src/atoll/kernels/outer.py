@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atoll.core.blocks import BLOCK
+from atoll.core.block_formats import BLOCK
 from atoll.core.outer_step import SGD, Adam, Momentum, Nesterov, OuterOptimizer
 from atoll.kernels.launch import TYPES, launch
 from atoll.kernels.live import Live, addresses

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atoll.core.blocks import BLOCK
+from atoll.core.block_formats import BLOCK
 from atoll.core.codec import Codec
 from atoll.kernels.codec import codes_of, levels
 from atoll.kernels.launch import launch

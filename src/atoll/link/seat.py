@@ -28,12 +28,12 @@ class Seat:
 
     @property
     def key(self) -> str:
-        """Its key in the store, independent of the number of ranks."""
+        """Its key at the meeting point, independent of the number of ranks."""
         return f"{self.worker}.{self.rank}"
 
     @property
     def hosts(self) -> bool:
-        """Whether this process hosts the store."""
+        """Whether this process hosts the meeting point."""
         return self.worker == 0 and self.rank == 0
 
     def all(self) -> "Iterator[Seat]":

@@ -172,7 +172,7 @@ class FragmentReplica:
     # ------------------------------------------------------------------ send
 
     def delta(self) -> Tensor:
-        """Return where the worker started minus where it is, plus what rounding has kept back."""
+        """Return where the worker started minus where it is, plus what encoding has kept back."""
         delta = self.window.subtract_from(self.merge.start(self.anchor, copy=True))
         return delta if self.residual is None else delta.add_(self.residual, alpha=self._feedback)
 

@@ -57,8 +57,6 @@ class GradientAverage:
         if completed.members:
             for piece, part in self._backend.means(completed):
                 mean[piece] = part
-        for residual in self._exchange.mean_residuals:
-            residual.drop(None)
         window.write_gradients(mean)
         self._averaged = True
         self._met = self._met or self._exchange.is_complete(completed)

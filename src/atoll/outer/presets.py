@@ -92,9 +92,9 @@ class Gradients:
     """How a gradient travels."""
 
     def __post_init__(self) -> None:
-        if self.codec.format == "top64":
-            problem = "codec cannot be top64 under DataParallel, whose gradients are used at once"
-            raise ConfigError(f"{problem}: take int8, or a preset that exchanges parameters", setting="codec")
+        if self.codec.feedback:
+            problem = f"codec must be without feedback under DataParallel, got {self.codec}"
+            raise ConfigError(f"{problem}: gradients are used at once; take fp32, bf16 or int8", setting="codec")
 
     @property
     def ahead(self) -> int:

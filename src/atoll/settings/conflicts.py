@@ -117,11 +117,11 @@ def _codec_conflicts(sync: SyncSection) -> Iterator[Conflict]:
     if sync.method == "none" or not (sync.stochastic or sync.feedback or sync.codec == "top64"):
         return
     codec, keys = sync.codec or cast("Sync", sync.preset()).codec.format, ("sync.codec", "sync.method")
-    if codec == "top64" and not sync.feedback and sync.method != "data-parallel":
-        why = "must be set, for top64 sends one value in 64 and keeps the others for later rounds: 0.95"
-        yield Conflict(("sync.feedback", *keys), why)
     if codec == "top64" and sync.method == "data-parallel":
         yield Conflict(keys, "top64 is for deltas, which can wait for a later round: take another method or int8")
+    elif codec == "top64" and not sync.feedback:
+        why = "top64 sends one value in 64 and keeps the others for later rounds: set sync.feedback = 0.95 too"
+        yield Conflict(keys, why)
     if sync.stochastic and codec in ("fp64", "fp32", "bf16", "fp16", "lloyd2", "top64"):
         why = f"rounding is for 4 and 8 bits, and the codec is {codec}: turn it off or change sync.codec"
         yield Conflict(("sync.stochastic", *keys), why)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any, Final, cast
 
 from atoll._util.disk import lines_limited
-from atoll._util.hub_log import quiet_hub
+from atoll._util.quiet_hub import quiet_hub
 from atoll.errors import ConfigError, DataError
 
 WHOLE: Final = 2**22

@@ -28,7 +28,7 @@ from atoll._util.disk import parse_json, read_limited, sha256_of, whole_folder
 from atoll.errors import ConfigError, DataError
 from atoll.settings.model_presets import ModelConfig
 from atoll.train.data.tokenizer import Tokenizer, open_tokenizer
-from atoll.train.model import architecture, hub
+from atoll.train.model import hub, transformers_format
 from atoll.train.model.decoder import Decoder
 from atoll.train.model.hub import HubModel
 
@@ -99,7 +99,8 @@ def load_export(folder: Path) -> tuple[Decoder | HubModel, Tokenizer]:
     elif described.name == CONFIG and "model_type" in config:
         model = hub.load(str(folder), weights=True)
     else:
-        raise DataError(f"{described} describes neither an {FORMAT} nor a Hugging Face model: its keys are others")
+        found = f'format must be "{FORMAT}", got {config.get("format")!r}, and there is no model_type'
+        raise DataError(f"{described} describes no model: {found}; give the folder of an exported model")
     tokenizer = open_tokenizer(folder)
     if tokenizer.vocabulary > model.vocabulary:
         sizes = f"{tokenizer.vocabulary} tokens, the model knows {model.vocabulary}"
@@ -116,17 +117,17 @@ def exists(folder: Path) -> bool:
 
 
 def _save_decoder(config: ModelConfig, tensors: Mapping[str, Tensor], end: int, folder: Path) -> None:
-    why_none = architecture.why_none(config)
-    stored = tensors if why_none else architecture.to_architecture(config, tensors)
+    misfit = transformers_format.misfit(config)
+    stored = tensors if misfit else transformers_format.to_architecture(config, tensors)
     dense = {name: tensor.detach().cpu().contiguous() for name, tensor in stored.items()}
     save_file(dense, folder / WEIGHTS, metadata={"format": "pt"})
     own = {"format": FORMAT, "version": VERSION, **asdict(config), "sha256": sha256_of(folder / WEIGHTS)}
-    if why_none:
-        _write_json(folder / CONFIG, {**own, "version": 1, NO_ARCHITECTURE: why_none})
+    if misfit:
+        _write_json(folder / CONFIG, {**own, "version": 1, NO_ARCHITECTURE: misfit})
         return
     _write_json(folder / OWN, own)
     dtype = tensors["embedding.weight"].dtype
-    _write_json(folder / CONFIG, architecture.describe(config, dtype, end))
+    _write_json(folder / CONFIG, transformers_format.describe(config, dtype, end))
     _write_json(folder / "generation_config.json", dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end))
 
 
@@ -143,9 +144,11 @@ def _load_decoder(described: Path, config: Mapping[str, Any]) -> Decoder:
         raise DataError(f"{weights} cannot be read: {error}") from error
     found = sum(tensor.numel() for tensor in tensors.values())
     if found != shape.parameters:  # before making a model, which could have any size
-        raise DataError(f"{weights} holds {found:,} values where {described.name} asks for {shape.parameters:,}")
+        raise DataError(
+            f"{weights} holds {found:,} values where {described.name} asks for {shape.parameters:,}: export it again"
+        )
     if config["version"] == VERSION:
-        tensors = architecture.from_architecture(shape, tensors)
+        tensors = transformers_format.from_architecture(shape, tensors)
     return _assemble(shape, tensors, f"{weights} does not fit {described.name}")
 
 
@@ -166,8 +169,8 @@ def _assemble(shape: ModelConfig, tensors: dict[str, Tensor], misfit: str) -> De
 def _shape(path: Path, config: Mapping[str, Any]) -> ModelConfig:
     known_version = 1 if path.name == CONFIG else VERSION
     if (version := config.get("version")) != known_version:
-        problem = f"{path} is of format version {version!r}, written by a newer atoll"
-        raise DataError(f"{problem}; this one reads version {known_version}: upgrade it")
+        advice = "upgrade atoll, which wrote it in a newer version, or export the model again"
+        raise DataError(f"{path}: version must be {known_version}, got {version!r}: {advice}")
     others = ("format", "version", "sha256", NO_ARCHITECTURE)
     settings = {name: value for name, value in config.items() if name not in others}
     known = {field.name: field.type for field in fields(ModelConfig)}

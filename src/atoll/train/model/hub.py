@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
 
-from atoll._util.hub_log import quiet_hub
+from atoll._util.quiet_hub import quiet_hub
 from atoll._util.units import bytes_text
 from atoll.errors import ConfigError, DataError
 from atoll.train.data.corpus import need

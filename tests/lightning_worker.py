@@ -1,6 +1,5 @@
 """One worker with a Lightning Trainer, and the same training as a plain loop: the oracle of its `AtollCallback`."""
 
-import hashlib
 import os
 import warnings
 from collections.abc import Sequence
@@ -16,9 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import atoll
 from atoll.integrations.lightning import AtollCallback
 from fleet import Me
-from pair import METHODS
+from pair import EPOCH, METHODS, RATE, SAVED, STEPS, digest
 
-STEPS, SAVED, EPOCH, RATE = 14, 5, 20, 3e-3
 warnings.filterwarnings("ignore", module="lightning")
 
 
@@ -61,10 +59,6 @@ class Small(lightning.LightningModule):
 def rows(seed: int, count: int, *, infinite: bool = False) -> TensorDataset:
     x = torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
     return TensorDataset(x if infinite else x.clamp(max=1.5))
-
-
-def digest(model: nn.Module) -> str:
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
 
 
 class Recorder(Callback):

@@ -18,10 +18,10 @@ from amount import examples
 from atoll.settings.model_presets import PRESETS, ModelConfig
 from atoll.train.data.tokenizer import Bytes, open_tokenizer, train_bpe
 from atoll.train.model import hub
-from atoll.train.model.architecture import describe, to_architecture, why_none
 from atoll.train.model.decoder import Decoder
 from atoll.train.model.export import export, load_export
 from atoll.train.model.hub import HubModel
+from atoll.train.model.transformers_format import describe, misfit, to_architecture
 
 NANO = ModelConfig(layers=2, width=16, heads=2, head_width=6, feedforward=24, vocabulary=256, context=32)
 
@@ -106,7 +106,7 @@ def test_any_decoder_has_the_same_logits_in_transformers(
     model, folder = decoder(config, seed), tmp_path_factory.mktemp("any") / "model"
     export(model, Bytes(), folder)
     described = json.loads((folder / "config.json").read_text())
-    if why_none(config) is not None:
+    if misfit(config) is not None:
         assert not qk_norm and config.width % heads and "model_type" not in described
         return
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)

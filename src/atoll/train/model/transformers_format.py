@@ -14,7 +14,7 @@ from atoll.settings.model_presets import ModelConfig
 from atoll.train.model.decoder import NORM_EPS
 
 
-def why_none(config: ModelConfig) -> str | None:
+def misfit(config: ModelConfig) -> str | None:
     """Return why no architecture of transformers fits a decoder; None if one does."""
     if not config.qk_norm and config.width % config.heads:
         need = f"width ({config.width}) must be a multiple of heads ({config.heads})"
@@ -23,7 +23,7 @@ def why_none(config: ModelConfig) -> str | None:
 
 
 def describe(config: ModelConfig, dtype: torch.dtype, end: int) -> dict[str, Any]:
-    """Return the config.json of a decoder that `why_none` finds nothing against.
+    """Return the config.json of a decoder that `misfit` finds nothing against.
 
     Args:
         config: The decoder's shape.

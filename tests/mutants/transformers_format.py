@@ -2,8 +2,12 @@
 
 from mutants.seed import Mutant
 
-TESTS = ["tests/unit/test_architecture.py"]
-ARCHITECTURE, EXPORT, TOKENIZER = "train/model/architecture.py", "train/model/export.py", "train/data/tokenizer.py"
+TESTS = ["tests/unit/test_transformers_format.py"]
+ARCHITECTURE, EXPORT, TOKENIZER = (
+    "train/model/transformers_format.py",
+    "train/model/export.py",
+    "train/data/tokenizer.py",
+)
 DAMAGED = ("tests/unit/test_export.py::test_a_part_of_a_matrix_that_does_not_fit",)
 EITHER = ("tests/unit/test_export.py::test_a_config_that_is_neither_ours_nor_of_transformers",)
 BYTES = ("tests/unit/test_tokenizer.py",)
@@ -28,7 +32,7 @@ MUTANTS = [
     Mutant("parts of different shapes are put together", ARCHITECTURE, "{(part.dtype, part.shape) for part in parts}", "{part.dtype for part in parts}",
            tests=DAMAGED),
     Mutant("parameters lose their dtype", ARCHITECTURE, 'str(dtype).removeprefix("torch.")', '"float32"'),
-    Mutant("why no architecture fits is not said", EXPORT, ', NO_ARCHITECTURE: why_none}', "}"),
+    Mutant("why no architecture fits is not said", EXPORT, ', NO_ARCHITECTURE: misfit}', "}"),
     Mutant("text is generated past the end of its document", EXPORT, '("bos_token_id", "eos_token_id", "pad_token_id"), end)',
            '("bos_token_id", "pad_token_id"), end)'),
     Mutant("a damaged atoll.json is passed over", EXPORT, 'elif described.name == CONFIG and "model_type" in config:', 'elif "model_type" in config:',

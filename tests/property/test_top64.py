@@ -11,7 +11,7 @@ from amount import examples
 from atoll.core.allreduce import Reduction, part_of
 from atoll.core.codec import Codec
 from atoll.core.flat import PIECE
-from atoll.core.sparse import CHUNK, KEEP_ONE_IN
+from atoll.core.top64 import CHUNK, KEEP_ONE_IN
 from atoll.errors import NonFiniteError
 from oracle import codecs
 

@@ -1,4 +1,4 @@
-"""Encodes the largest values of a vector alone: one in 64, its place in 12 bits and its value in 2.
+"""Encodes one value in 64 of a vector, the largest: its place in 12 bits and its value in 2.
 
 Of every CHUNK consecutive values the largest are kept, one for every KEEP_ONE_IN that there are. A kept value is its
 sign and one of two levels, which are the means of the chunk's smaller and larger kept magnitudes. A payload has first
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atoll.core.blocks import TOO_LARGE, refuse
+from atoll.core.block_formats import TOO_LARGE, packed, power_of_two, refuse
 from atoll.core.flat import PIECE, pieces
 
 CHUNK = 4096
@@ -30,7 +30,7 @@ _NOWHERE = 1 << 20  # sorts after every place
 
 
 @dataclass(frozen=True, slots=True)
-class Largest:
+class Top64:
     """Keeps the largest values of every chunk, in 2 bits each."""
 
     def payload_bytes(self, numel: int) -> int:
@@ -70,11 +70,11 @@ class Largest:
         heads, low, high, codes = self.sections(payload, numel, piece)
         size, kept = piece.stop - piece.start, low.numel()
         chunk = torch.arange(kept, device=payload.device) // _KEPT
-        place = low.long() + (_unpacked(high, 4)[:kept].long() << 8)
-        code = _unpacked(codes, 2)[:kept]
+        place = low.long() + (_unpacked(high, 2)[:kept].long() << 8)
+        code = _unpacked(codes, 4)[:kept]
         head = heads.view(-1, _HEAD).int()[chunk]
         level = torch.where((code & 1).bool(), head[:, 2], head[:, 1])
-        value = level * _power_of_two(head[:, 0] + (127 - 127 - _FINEST + 8))
+        value = level * power_of_two(head[:, 0] + (8 - _FINEST))
         value = torch.where((code & 2).bool(), -value, value)
         vector = torch.zeros(-(-size // CHUNK) * CHUNK, dtype=torch.float32, device=payload.device)
         # A chunk with fewer values than places repeats one of them; repeated writes are of the same value.
@@ -94,12 +94,11 @@ def _encoded(source: Tensor) -> list[Tensor]:
     best = ((magnitude << 12) | behind).topk(_KEPT, dim=1).values
     place, bits = CHUNK - 1 - (best & (CHUNK - 1)), best >> 12
     last = -(-(size - CHUNK * (len(rows) - 1)) // KEEP_ONE_IN)
-    within = torch.arange(_KEPT, device=source.device).expand(len(rows), -1) < _KEPT
-    within = within.clone()
+    within = torch.ones_like(place, dtype=torch.bool)
     within[-1, last:] = False
     counts = within & (bits > 0)
     exponent = (bits[:, :1] >> 23).clamp_(min=_LOWEST)
-    scale = _power_of_two(127 + 127 + _FINEST - exponent)
+    scale = power_of_two((127 + 127 + _FINEST - exponent).int())
     whole = (bits.int().view(torch.float32) * scale).long() * counts  # 0 to 2 ** 16 - 1
     levels, high = _levels(whole, counts)
     negative = rows.gather(1, place).signbit()
@@ -109,7 +108,7 @@ def _encoded(source: Tensor) -> list[Tensor]:
     entry = torch.where(within, entry, _NOWHERE).sort(dim=1).values.view(-1)[: -(-size // KEEP_ONE_IN)]
     place = entry >> 2
     heads = torch.cat([exponent, levels], dim=1).to(torch.uint8).view(-1)
-    return [heads, (place & 255).to(torch.uint8), _packed(place >> 8, 4), _packed(entry & 3, 2)]
+    return [heads, (place & 255).to(torch.uint8), packed(_filled(place >> 8, 2), 2), packed(_filled(entry & 3, 4), 4)]
 
 
 def _levels(whole: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,20 +128,13 @@ def _levels(whole: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([low, high], dim=1), 2 * whole >= 256 * (low + high)
 
 
-def _power_of_two(biased: Tensor) -> Tensor:
-    """Return fp32 2 ** (biased - 127) from biased exponents 1 to 254."""
-    return (biased.int() << 23).view(torch.float32)
+def _filled(codes: Tensor, per_byte: int) -> Tensor:
+    """Return codes as uint8, with zeros at the end up to a multiple of `per_byte`."""
+    return torch.nn.functional.pad(codes.to(torch.uint8), (0, -codes.numel() % per_byte))
 
 
-def _packed(codes: Tensor, width: int) -> Tensor:
-    """Pack codes of `width` bits into bytes, the first lowest: [n] -> [ceil(n * width / 8)] uint8."""
-    per_byte = 8 // width
-    filled = torch.nn.functional.pad(codes, (0, -codes.numel() % per_byte)).view(-1, per_byte)
-    shifts = width * torch.arange(per_byte, device=codes.device)
-    return (filled << shifts).sum(1).to(torch.uint8)
-
-
-def _unpacked(packed: Tensor, width: int) -> Tensor:
-    """Return the codes of `width` bits in bytes: the inverse of `_packed`, int32."""
-    shifts = width * torch.arange(8 // width, dtype=torch.int32, device=packed.device)
-    return ((packed.int()[:, None] >> shifts) & ((1 << width) - 1)).view(-1)
+def _unpacked(bytes_: Tensor, per_byte: int) -> Tensor:
+    """Return the codes that `packed` put into bytes, int32."""
+    width = 8 // per_byte
+    shifts = width * torch.arange(per_byte, dtype=torch.int32, device=bytes_.device)
+    return ((bytes_.int()[:, None] >> shifts) & ((1 << width) - 1)).view(-1)

@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
 from amount import examples
-from atoll.core.blocks import BLOCK
+from atoll.core.block_formats import BLOCK
 from atoll.core.codec import Codec
 from atoll.core.flat import PIECE
 from atoll.errors import NonFiniteError

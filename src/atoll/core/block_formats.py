@@ -35,7 +35,7 @@ Quantise = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class BlockFormat:
     """Gives BLOCK values one unit: the smallest power of two that keeps the largest of them in range."""
 
     quantise: Quantise
@@ -52,7 +52,7 @@ class Blocks:
 
     @property
     def _per_byte(self) -> int:
-        """Codes in a byte."""
+        """Number of codes in a byte."""
         return 1 if self.levels is None else 2 if len(self.levels) == 16 else 4
 
     def encode(self, vector: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -70,7 +70,7 @@ class Blocks:
             units[_block_range(piece)] = unit.view(-1)
             code = self.quantise(values, unit, noise).view(-1)
             where = self._code_range(piece)
-            codes[where] = _packed(code, self._per_byte)[: where.stop - where.start]
+            codes[where] = packed(code, self._per_byte)[: where.stop - where.start]
         return payload
 
     def sections(self, payload: Tensor, numel: int, cut: slice) -> list[Tensor]:
@@ -98,7 +98,7 @@ class Blocks:
 
     def scale(self, unit: Tensor) -> Tensor:
         """Return the units [rows, 1] as fp32 numbers, from the int32 bytes that stand for them."""
-        return _power_of_two(unit)
+        return power_of_two(unit)
 
     def _code_range(self, piece: slice) -> slice:
         return slice(piece.start // self._per_byte, -(-piece.stop // self._per_byte))
@@ -107,14 +107,14 @@ class Blocks:
         """Return biased exponents [rows, 1] int32 of the smallest unit with max |value| inside the range."""
         peak = (values.view(torch.int32) & _MAGNITUDE).amax(1, keepdim=True)
         if int(peak.max()) >= TOO_LARGE:
-            refuse(source, "exceeds 4 and 8-bit formats, which end at 1.7e38")
+            refuse(source, "exceeds this codec, which ends at 1.7e38")
         # Bits of positive floats are ordered like the floats, and doubling adds 1 << _EXPONENT. So the number of
         # doublings that bring `limit` above `peak` (for nearest) or up to it (for exact) is a subtraction and a shift.
         limit = bits(self.exact_range) + 1 if stochastic else bits(self.nearest_range)
         return ((peak - limit) >> _EXPONENT).add_(1 + 127).clamp_(_LOWEST_UNIT, _HIGHEST_UNIT)
 
 
-class _Lloyd(Blocks):
+class _Lloyd(BlockFormat):
     """Uses levels that Lloyd's algorithm placed for bell-shaped values, in the unit that loses least.
 
     The byte b of a unit stands for (2 + b % 2) * 2 ** (b // 2 - 80). It is the smallest in which all values are below
@@ -195,12 +195,12 @@ def bits(value: float) -> int:
     return int(torch.tensor(value, dtype=torch.float32, device=CPU).view(torch.int32))
 
 
-def _power_of_two(biased: Tensor) -> Tensor:
+def power_of_two(biased: Tensor) -> Tensor:
     """Return fp32 2 ** (biased - 127) from int32 biased exponents 1 to 254."""
     return (biased << _EXPONENT).view(torch.float32)
 
 
-def _packed(codes: Tensor, per_byte: int) -> Tensor:
+def packed(codes: Tensor, per_byte: int) -> Tensor:
     """Pack codes of 8, 4 or 2 bits into bytes, the first lowest: [n] uint8 -> [n / per_byte] uint8."""
     if per_byte == 4:
         four = codes.view(torch.int32)
@@ -213,7 +213,7 @@ def _packed(codes: Tensor, per_byte: int) -> Tensor:
 
 @cache
 def _levels_of_bytes(levels: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return [256, n] int64: the fp32 levels of each packed byte side by side, so that one look-up finds them all."""
+    """Return [256, n] int64: the fp32 levels of each packed byte side by side."""
     table = torch.tensor(levels, dtype=torch.float32, device=device)
     count, width = (2, 16) if len(levels) == 16 else (4, 4)
     columns = [table.repeat_interleave(width**n).repeat(256 // width ** (n + 1)) for n in range(count)]
@@ -237,14 +237,14 @@ def _to_e3m0(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
         # The mantissa is linear between two powers of two, so adding uniform bits carries with the right chance.
         carried = magnitude + (noise * (1 << _EXPONENT)).int()
         above = (carried >> _EXPONENT).sub_(smallest - 1).clamp_(max=7)
-        below = (values.abs() * _power_of_two(254 - smallest) + noise).int()
+        below = (values.abs() * power_of_two(254 - smallest) + noise).int()
         code = torch.where(magnitude >= smallest << _EXPONENT, above, below)
     return _sign(values).bitwise_or_(code.to(torch.uint8))
 
 
 def _to_e2m1(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
     """Return the sign and the number of the level among 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
-    scaled = values.abs().mul_(_power_of_two(254 - unit))
+    scaled = values.abs().mul_(power_of_two(254 - unit))
     # min(2x, x + 2, x/2 + 4) turns the uneven levels into the whole numbers 0 to 7. Nearest is computed in quarters,
     # on whose multiples all halfway points lie, so that no rounding of floats can move a value across one.
     if noise is None:
@@ -263,12 +263,12 @@ _TABLE = 16 * 4 * _LLOYD[-1] + 1  # sixteenths up to the highest level, where a 
 
 
 def _lloyd_scale(unit: Tensor) -> Tensor:
-    return _power_of_two((unit >> 1) + (127 - 80)) * (2 + (unit & 1))
+    return power_of_two((unit >> 1) + (127 - 80)) * (2 + (unit & 1))
 
 
 def _sixteenths(values: Tensor, exponent: Tensor) -> Tensor:
     """Return magnitudes [rows, BLOCK] in sixteenths of 2 ** (exponent - 80), rounded down, int32."""
-    return (values.abs() * _power_of_two(127 + 4 + 80 - exponent)).int()
+    return (values.abs() * power_of_two(127 + 4 + 80 - exponent)).int()
 
 
 @cache
@@ -285,7 +285,7 @@ def _lloyd_tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _looked_up(table: Tensor, sixteenths: Tensor, multiple: Tensor) -> Tensor:
-    """Look up sixteenths [rows, BLOCK] in a table of _lloyd_tables; units are 2, 3 or 4 powers of two [rows, 1]."""
+    """Look up sixteenths [rows, BLOCK] in a table of _lloyd_tables; units are `multiple` powers of two [rows, 1]."""
     return table.index_select(0, (sixteenths + _TABLE * (multiple - 2)).view(-1)).view(sixteenths.shape)
 
 
@@ -310,14 +310,14 @@ def _to_lloyd4(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
 
 def _to_lloyd2(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
     """Return 2 for a negative value, and 1 for the higher level."""
-    # Compared in the sixteenths in which the unit was chosen; a block of zeros has code 0 but for signs.
+    # 6.5 units are whole sixteenths, so this is the comparison by which the unit was chosen.
     higher = values.abs() >= 6.5 * _lloyd_scale(unit)
     return (_sign(values) >> 2).bitwise_or_((higher & (unit > 0)).to(torch.uint8))
 
 
 def _to_integer(values: Tensor, unit: Tensor, noise: Tensor | None) -> Tensor:
     """Return the nearest whole number of units, as a two's complement byte."""
-    scaled = values * _power_of_two(254 - unit)
+    scaled = values * power_of_two(254 - unit)
     # Noise may round a sum up to the next whole number; the highest level must not.
     whole = scaled.round_() if noise is None else scaled.add_(noise).floor_().clamp_(max=127)
     return whole.to(torch.int8).view(torch.uint8)
@@ -331,11 +331,13 @@ def _with_signs(magnitudes: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(sign * float(m) for sign in (1, -1) for m in magnitudes)
 
 
-BLOCK_FORMATS: dict[str, Blocks] = {
-    "int8": Blocks(_to_integer, None, nearest_range=127.5, exact_range=127.0),
-    "int4": Blocks(_to_int4, (*map(float, range(8)), *map(float, range(-8, 0))), nearest_range=7.5, exact_range=7.0),
-    "e3m0": Blocks(_to_e3m0, _with_signs(_E3M0), nearest_range=_SQRT2, exact_range=1.0),
-    "e2m1": Blocks(_to_e2m1, _with_signs(_E2M1), nearest_range=7.0, exact_range=6.0),
+BLOCK_FORMATS: dict[str, BlockFormat] = {
+    "int8": BlockFormat(_to_integer, None, nearest_range=127.5, exact_range=127.0),
+    "int4": BlockFormat(
+        _to_int4, (*map(float, range(8)), *map(float, range(-8, 0))), nearest_range=7.5, exact_range=7.0
+    ),
+    "e3m0": BlockFormat(_to_e3m0, _with_signs(_E3M0), nearest_range=_SQRT2, exact_range=1.0),
+    "e2m1": BlockFormat(_to_e2m1, _with_signs(_E2M1), nearest_range=7.0, exact_range=6.0),
     "lloyd4": _Lloyd(_to_lloyd4, _with_signs(_LLOYD), nearest_range=64.0, exact_range=64.0),
     "lloyd2": _Lloyd2(_to_lloyd2, (3.0, 10.0, -3.0, -10.0), nearest_range=10.0, exact_range=10.0),
 }
