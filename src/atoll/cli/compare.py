@@ -19,6 +19,7 @@ from atoll.errors import AtollError, ConfigError, DataError, printable
 from atoll.plan.line import parse_line
 from atoll.report import load_all, rich_table, summary, write
 from atoll.report.table import Row
+from atoll.report.tasks import comparison_table
 from atoll.runs.events import Tail
 from atoll.runs.events import read as read_events
 from atoll.runs.layout import LOG, METRICS
@@ -66,6 +67,8 @@ def compare(
     if folders:
         rows = summary(load_all(folders), slow)
         console.print(rich_table(rows, slow))
+        if (tasks := comparison_table([row.record for row in rows])) is not None:
+            console.print(tasks)
         verdicts = [verdict(claim, rows) for claim in study.claims]
         for line in verdicts:
             console.print(Text(printable(line)), soft_wrap=True)

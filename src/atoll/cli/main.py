@@ -16,6 +16,7 @@ import typer
 
 from atoll._util.signals import exit_with_parent
 from atoll.cli.errors import Commands, saying
+from atoll.cli.evaluate import evaluate
 from atoll.cli.keys import keys
 from atoll.cli.plan.command import plan
 from atoll.cli.registry import registry
@@ -379,6 +380,7 @@ def sample(
     typer.echo(printable(text) if sys.stdout.isatty() else text)
 
 
+app.command("eval")(evaluate)
 app.command()(plan)
 app.add_typer(keys, name="keys")
 app.command()(registry)

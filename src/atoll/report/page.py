@@ -17,6 +17,7 @@ from atoll.report.load import plain_text
 from atoll.report.members import MOST_SEATS
 from atoll.report.record import RunRecord
 from atoll.report.table import Row, columns, notes
+from atoll.report.tasks import scores_by_task
 from atoll.report.timeline import MOST_WORKERS
 
 _MOST_FAULTS = 40  # listed one by one; the rest is counted
@@ -66,6 +67,7 @@ def page(
         pictures=drawn,
         differences=_differences(records),
         facts=_facts(records),
+        tasks=scores_by_task(records),
         faults=[_faults(record) for record in records if record.missed or record.faults],
         link=link,
     )

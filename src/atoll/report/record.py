@@ -26,10 +26,11 @@ from atoll.runs.events import (
     Totals,
     utilisation,
 )
+from atoll.runs.task_score import TaskScore
 
 _TOTALS = ("bytes_sent", "bytes_received", "wait_s", "hidden_s", "wire_sent", "wire_received")
 _LISTS = {"steps": Step, "rounds": RoundApplied, "evals": Eval, "faults": Fault, "saves": Saved, "resumes": Resumed}
-_LISTS |= {"views": Members, "losses": Lost, "joins": Joined}
+_LISTS |= {"views": Members, "losses": Lost, "joins": Joined, "scores": TaskScore}
 _SHARED = ("method", "workers", "steps", "parameters", "period", "codec", "fragments")
 
 
@@ -47,6 +48,7 @@ class EventLog:
     views: tuple[Members, ...] = ()
     losses: tuple[Lost, ...] = ()
     joins: tuple[Joined, ...] = ()
+    scores: tuple[TaskScore, ...] = ()
     end: End | None = None
     """None while the process trains, or if it was killed."""
 
@@ -227,6 +229,7 @@ def merge(logs: Sequence[EventLog]) -> EventLog:
         evals=tuple(evals[step] for step in sorted(evals)),
         faults=tuple(sorted(dict.fromkeys(f for p in logs for f in p.faults), key=lambda f: (f.step, f.worker))),
         views=tuple({view.view: view for log in reversed(logs) for view in log.views}.values()),
+        scores=tuple(score for log in logs for score in log.scores),
         end=_merged_end(logs),
     )
 

@@ -22,6 +22,7 @@ from pydantic import BeforeValidator, Discriminator, TypeAdapter, ValidationErro
 from atoll._util.disk import lines_limited, open_plain, writing
 from atoll.errors import DataError
 from atoll.runs.evidence import Evidence
+from atoll.runs.task_score import TaskScore
 
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """A float that may have been infinite or NaN when it was written: read back as NaN."""
@@ -246,7 +247,7 @@ def utilisation(waited_s: float, seconds: float) -> float | None:
     return min(1.0, max(0.0, 1 - waited_s / seconds)) if seconds > 0 and math.isfinite(waited_s) else None
 
 
-Event = Start | Step | RoundApplied | Eval | Fault | Members | Lost | Joined | Saved | Resumed | End | Evidence
+Event = Start | Step | RoundApplied | Eval | Fault | Members | Lost | Joined | Saved | Resumed | End | TaskScore | Evidence
 
 
 class Sink(Protocol):
@@ -353,8 +354,7 @@ class Tail:
 def _line(event: Event) -> bytes:
     """Returns an event as one line of JSON."""
     fields = {name: _finite(value) for name, value in asdict(event).items()}
-    text = json.dumps(fields, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    return text.encode(errors="replace") + b"\n"
+    return (json.dumps(fields, allow_nan=False, ensure_ascii=False, separators=(",", ":")) + "\n").encode(errors="replace")
 
 
 def _finite(value: Any) -> Any:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from atoll._util.disk import parse_json, read_limited, sha256_of, whole_folder
 from atoll.errors import ConfigError, DataError
+from atoll.runs.layout import BEST, MODEL, RUN, worker_folder, worker_folders, worker_of
 from atoll.settings.model_presets import ModelConfig
 from atoll.train.data.tokenizer import Tokenizer, open_tokenizer
 from atoll.train.model import hub, transformers_format
@@ -111,6 +112,38 @@ def load_export(folder: Path) -> tuple[Decoder | HubModel, Tokenizer]:
 def exists(folder: Path) -> bool:
     """Return whether there is an export to load, also if its replacement was interrupted."""
     return any((place / CONFIG).is_file() for place in (folder, _aside(folder, "old")))
+
+
+def find_export(folder: Path, *, best: bool, command: str) -> Path:
+    """Return the export in a run's folder, or the folder itself if it is one.
+
+    Args:
+        folder: A run, or an export.
+        best: Whether the run's best export is meant, instead of the final one.
+        command: The subcommand that asks, for messages.
+
+    Raises:
+        DataError: if there is none.
+    """
+    if not (folder / RUN).is_file():
+        if not exists(folder) and (workers := worker_folders(folder)):
+            raise DataError(f"{folder} holds the workers of a run: say whose model, as in `atoll {command} {workers[0]}`")
+        if not exists(folder):
+            raise DataError(f"{folder} is neither a run nor an exported model: it has no {RUN} and no config.json")
+        return folder
+    meant = folder / (BEST if best else MODEL)
+    if not exists(meant):
+        worker = worker_of(folder)
+        if best and worker:
+            first = folder.parent / worker_folder(0)
+            raise DataError(f"{folder} has no {BEST}/, for only worker 0 evaluates: `atoll {command} {first} --best`")
+        problem = (
+            f"the run in {folder} has not {'been evaluated' if best else 'finished'}, so it has no {meant.name}/ yet"
+        )
+        goes_on = f"`atoll train {folder}{'' if worker is None else f' --worker {worker}'} --resume` goes on with it"
+        hint = "" if best or worker else ", and --best takes the best so far"
+        raise DataError(f"{problem}: {goes_on}{hint}")
+    return meant
 
 
 # --- atoll's own decoder

@@ -7,9 +7,8 @@ import torch
 
 from atoll._util.checks import check_whole
 from atoll.errors import ConfigError, DataError
-from atoll.runs.layout import BEST, MODEL, RUN, worker_folder, worker_folders, worker_of
 from atoll.train.data.tokenizer import Tokenizer
-from atoll.train.model.export import exists, load_export
+from atoll.train.model.export import find_export, load_export
 
 
 def sample(
@@ -40,7 +39,7 @@ def sample(
     check_whole("count", count)
     if type(seed) is not int or not 0 <= seed < 2**63:
         raise ConfigError(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}: it names a random sequence")
-    model, tokenizer = load_export(_exported(Path(folder), best=best))
+    model, tokenizer = load_export(find_export(Path(folder), best=best, command="sample"))
     if not all(parameter.isfinite().all() for parameter in model.parameters()):
         raise DataError(f"the model in {folder} holds NaNs or infinities: its training diverged, sample another one")
     readable = prompt.encode(errors="replace").decode()  # a terminal may pass on invalid Unicode
@@ -49,29 +48,6 @@ def sample(
     generator = torch.Generator().manual_seed(seed)
     drawn = model.eval().generate(start, tokens, temperature=temperature, generator=generator)
     return [_text(tokenizer, row) for row in drawn.tolist()]
-
-
-def _exported(folder: Path, *, best: bool) -> Path:
-    """Return the export in a run's folder, or the folder itself if it is one."""
-    if not (folder / RUN).is_file():
-        if not exists(folder) and (workers := worker_folders(folder)):
-            raise DataError(f"{folder} holds the workers of a run: say whose model, as in `atoll sample {workers[0]}`")
-        if not exists(folder):
-            raise DataError(f"{folder} is neither a run nor an exported model: it has no {RUN} and no config.json")
-        return folder
-    meant = folder / (BEST if best else MODEL)
-    if not exists(meant):
-        worker = worker_of(folder)
-        if best and worker:
-            first = folder.parent / worker_folder(0)
-            raise DataError(f"{folder} has no {BEST}/, for only worker 0 evaluates: `atoll sample {first} --best`")
-        problem = (
-            f"the run in {folder} has not {'been evaluated' if best else 'finished'}, so it has no {meant.name}/ yet"
-        )
-        goes_on = f"`atoll train {folder}{'' if worker is None else f' --worker {worker}'} --resume` goes on with it"
-        hint = "" if best or worker else ", and --best takes the best so far"
-        raise DataError(f"{problem}: {goes_on}{hint}")
-    return meant
 
 
 def _text(tokenizer: Tokenizer, ids: list[int]) -> str:

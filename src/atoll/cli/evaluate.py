@@ -1,0 +1,68 @@
+"""Defines `atoll eval`, which evaluates a model on tasks of lm-evaluation-harness."""
+
+import json
+import logging
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atoll.cli.errors import saying
+
+if TYPE_CHECKING:  # torch and the harness are imported by the command alone
+    from atoll.evaluation.run import Evaluation
+
+
+def evaluate(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or of an exported model.")],
+    tasks: Annotated[str, typer.Option(metavar="NAME,...", help="Tasks, such as lambada_openai,blimp.")],
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Folder with a JSONL file for each task.")],
+    best: Annotated[
+        bool, typer.Option("--best", help="The weights with the lowest held-out loss, not the final ones.")
+    ] = False,
+    device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:1.")] = "auto",
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Requests of one forward pass.")] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Evaluate a model on tasks of lm-evaluation-harness, with local data.
+
+    Prompts, targets and metrics are the harness's own; pip install atoll\\[eval]
+    brings it. Scores of a run's model are kept in the run, for atoll report and
+    atoll compare. Nothing is downloaded; docs/evaluation.md says which files.
+
+    [bold]Examples:[/]
+      atoll eval runs/run --tasks lambada_openai,blimp --data data
+      atoll eval runs/run/model --tasks arc_easy --data data --json
+    """
+    # Read when the packages are imported: they are not to look for updates, and their bars would show other counts.
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    with saying("stopped; nothing was recorded"):
+        from atoll.evaluation.run import evaluate as evaluate_run
+
+        names = [name.strip() for name in tasks.split(",") if name.strip()]
+        found = evaluate_run(folder, names, data, best=best, device=device, batch=batch)
+    if as_json:
+        typer.echo(json.dumps(_as_json(found), indent=2))
+    else:
+        _print(found)
+
+
+def _as_json(found: "Evaluation") -> dict[str, object]:
+    scores = [asdict(score) for score in found.scores]
+    for score in scores:
+        del score["event"]
+    return {"model": str(found.model), "requests": found.requests, "cut": found.cut, "tasks": scores}
+
+
+def _print(found: "Evaluation") -> None:
+    from rich.console import Console
+
+    from atoll.report.tasks import score_table
+
+    Console().print(score_table(found.scores))
+    if found.cut:
+        cut = f"{found.cut:,} of {found.requests:,} requests were longer than the model's context of {found.context} tokens"
+        typer.echo(f"note: {cut}: their beginnings were cut off")

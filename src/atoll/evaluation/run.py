@@ -1,0 +1,110 @@
+"""Evaluates the model of a run, or any exported model, on tasks, and records the scores in the run's metrics."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from atoll._util.checks import check_whole
+from atoll._util.disk import locked
+from atoll.errors import AtollError, ConfigError, DataError
+from atoll.evaluation.tasks import find_tasks, read_task
+from atoll.runs.events import Jsonl
+from atoll.runs.layout import METRICS, RUN
+from atoll.runs.task_score import TaskScore
+from atoll.train.data.corpus import need
+from atoll.train.folder import LOCK
+from atoll.train.model.export import find_export, load_export
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Holds the scores of a model, and how many requests did not fit into its context."""
+
+    model: Path
+    """The folder of the export."""
+    scores: list[TaskScore]
+    requests: int
+    cut: int
+    """Requests whose beginning was cut off."""
+    context: int
+    """Tokens."""
+
+
+def evaluate(
+    folder: Path,
+    tasks: Sequence[str],
+    data: Path,
+    *,
+    best: bool = False,
+    device: str = "auto",
+    batch: int = 16,
+) -> Evaluation:
+    """Evaluates the model of a run, or an exported model, on tasks of lm-evaluation-harness.
+
+    The scores of a run's model become events of its metrics.jsonl, which reports show. Nothing is downloaded.
+
+    Args:
+        folder: Folder of a run, or of an exported model.
+        tasks: Names of tasks.
+        data: Folder with a JSONL file for each task.
+        best: Use the run's best parameters so far instead of its last.
+        device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1".
+        batch: Requests of one forward pass.
+
+    Raises:
+        AtollError: another process trains the run.
+        ConfigError: a task is unknown, or lm-evaluation-harness is not installed.
+        DataError: there is no model, it is not finite, or a file of data is missing or has another shape.
+    """
+    check_whole("batch", batch)
+    need("lm_eval", "evaluation on tasks", extra="eval")
+    from atoll.evaluation.causal_lm import CausalLM, encoder_of
+    from atoll.evaluation.harness import TASKS, score
+
+    found = find_tasks(tasks, TASKS)
+    export = find_export(folder, best=best, command="eval")
+    place = _device(device)
+    is_run = (folder / RUN).is_file()
+    with ExitStack() as held:
+        if is_run:  # training would replace the export, and cut the metrics
+            busy = f"{folder} is being trained: wait, or give {export}, whose scores are not recorded"
+            held.enter_context(locked(folder / LOCK, AtollError(busy)))
+        read = [read_task(task, data) for task in found]
+        model, tokenizer = load_export(export)
+        if not all(parameter.isfinite().all() for parameter in model.parameters()):
+            raise DataError(f"the model in {export} holds NaNs or infinities: its training diverged", path=export)
+        lm = CausalLM(model, encoder_of(export, model, tokenizer), place, batch)
+        scores = score(lm, read, "best" if best else "final")
+        if is_run:
+            _record(folder / METRICS, scores)
+    return Evaluation(model=export, scores=scores, requests=lm.requests, cut=lm.cut, context=lm.context)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda") or (device.index or 0) >= _count(device):
+        allowed = f'auto, cpu or one of the {torch.cuda.device_count()} GPUs here (cuda, cuda:1)'
+        raise ConfigError(f"--device must be {allowed}, got {name!r}", setting="device", value=name)
+    return device
+
+
+def _count(device: torch.device) -> int:
+    return torch.cuda.device_count() if device.type == "cuda" else 1
+
+
+def _record(metrics: Path, scores: Sequence[TaskScore]) -> None:
+    """Appends the scores to a run's events."""
+    file = Jsonl(metrics, at=metrics.stat().st_size)
+    try:
+        for each in scores:
+            file.write(each)
+    finally:
+        file.close()
