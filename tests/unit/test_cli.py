@@ -22,7 +22,7 @@ from atoll.errors import ConfigError, DataError
 from atoll.settings.config import RunConfig, load
 from atoll.settings.study import shipped
 
-COMMANDS = ["demo", "init", "plan", "train", "launch", "compare", "report", "sample", "keys", "registry"]
+COMMANDS = ["demo", "init", "plan", "train", "launch", "compare", "report", "sample", "eval", "keys", "registry"]
 
 
 def atoll(*arguments: str | Path) -> Result:
