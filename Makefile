@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test processes thorough slow check docs resolve mutants bench wan studies clean
+.PHONY: demo test processes thorough slow check docs evaluation resolve mutants bench wan studies clean
 
 demo: $(READY)
 	$(BIN)/atoll demo
@@ -26,6 +26,11 @@ docs: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
+# `atoll eval` against lm-evaluation-harness, which no other target needs; of its dependencies pip builds three.
+evaluation: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[eval]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q tests/unit/test_evaluation.py
+
 # Workers, trainers and savers as processes of their own, killed and interrupted: they wait more than they compute.
 processes: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup -m 'processes and not slow' -q
@@ -46,6 +51,7 @@ slow: $(READY)
 
 # Seeds known bugs one at a time; each must turn a test red.
 mutants: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[eval]'
 	$(BIN)/python tests/mutants
 
 bench: $(READY)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Rows = list[dict[str, Any]]
-WORDS = "the a cat dog house tree river stone bread light runs sees eats finds under over old small cold blue".split()
+WORDS = ["the", "a", "cat", "dog", "house", "tree", "river", "stone", "bread", "light", "runs", "sees", "old", "small"]
 BLIMP = ("adjunct_island", "wh_island")
 
 
@@ -79,5 +79,7 @@ def write_rows(path: Path, rows: Sequence[object]) -> Path:
 def write_data(folder: Path, tasks: dict[str, MadeTask]) -> Path:
     """Writes the tasks as llm-foundry and BLiMP do, in folders of several names."""
     for name, task in tasks.items():
-        write_rows(folder / ("data" if name.startswith("blimp") else "some/local_data") / f"{task.file}.jsonl", task.local)
+        write_rows(
+            folder / ("data" if name.startswith("blimp") else "some/local_data") / f"{task.file}.jsonl", task.local
+        )
     return folder

@@ -4,7 +4,7 @@
 
 No setting of this machine counts (an index of its own, find-links), but for how it reaches the network. uv resolves for
 Pythons and systems other than this one, from metadata alone: neither torch nor CUDA is downloaded. Every package must
-have a wheel there.
+have a wheel there, but for a few of pure Python.
 """
 
 import os
@@ -21,6 +21,8 @@ SYSTEMS = {
     "Linux on ARM": "aarch64-manylinux_2_28",
     "macOS": "aarch64-apple-darwin",
 }
+WITHOUT_WHEELS = ("rouge-score", "sqlitedict", "word2number")
+"""Dependencies of lm-eval that pip builds from source; uv would have to build them to know what they need."""
 LINUX_ONLY = re.compile(r"^(triton|nvidia-.*|cuda-.*)==", re.MULTILINE)
 NETWORK = re.compile(r"(?i:(https?|all|no)_proxy)|SSL_CERT_(FILE|DIR)")
 
@@ -43,7 +45,8 @@ def resolve(python: str, platform: str, constraints: Path, home: str) -> str | N
     command = [
         *(sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-config", "--no-build", "--no-annotate"),
         *("--python", sys.executable, "--python-version", python, "--python-platform", platform),
-        *("--constraint", str(constraints), "--extra", "dev", "--extra", "docs", str(ROOT / "pyproject.toml")),
+        *("--constraint", str(constraints), "--override", str(skipped(Path(home)))),
+        *("--extra", "dev", "--extra", "docs", "--extra", "eval", str(ROOT / "pyproject.toml")),
     ]
     done = subprocess.run(command, env=environment(home), capture_output=True, text=True, encoding="utf-8", check=False)
     if done.returncode:
@@ -51,6 +54,13 @@ def resolve(python: str, platform: str, constraints: Path, home: str) -> str | N
     if platform.endswith("darwin") and (found := LINUX_ONLY.search(done.stdout)):
         return f"{found[1]} is for Linux only"
     return None
+
+
+def skipped(home: Path) -> Path:
+    """Write a file of overrides that leaves out what has no wheels."""
+    path = home / "overrides.txt"
+    path.write_text("".join(f"{name}; python_version < '3'\n" for name in WITHOUT_WHEELS), encoding="utf-8")
+    return path
 
 
 def environment(home: str) -> dict[str, str]:

@@ -64,5 +64,5 @@ def _print(found: "Evaluation") -> None:
 
     Console().print(score_table(found.scores))
     if found.cut:
-        cut = f"{found.cut:,} of {found.requests:,} requests were longer than the model's context of {found.context} tokens"
-        typer.echo(f"note: {cut}: their beginnings were cut off")
+        longer = f"longer than the model's context of {found.context} tokens: their beginnings were cut off"
+        typer.echo(f"note: {found.cut:,} of {found.requests:,} requests were {longer}")

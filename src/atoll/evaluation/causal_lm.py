@@ -160,8 +160,7 @@ class CausalLM(TemplateLM):  # type: ignore[misc]
         tokens = pad_sequence(rows, batch_first=True).to(self._device)  # on the right, where no token looks
         logits = self._model(tokens)
         return [
-            each[len(row) - len(request[2]) : len(row)]
-            for each, row, request in zip(logits, rows, chunk, strict=True)
+            each[len(row) - len(request[2]) : len(row)] for each, row, request in zip(logits, rows, chunk, strict=True)
         ]
 
     def _row(self, request: Request) -> torch.Tensor:

@@ -15,7 +15,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from atoll.evaluation.tasks import BLIMP, TaskData
-from atoll.runs.task_score import TaskScore, Weights
+from atoll.runs.scored import Scored, Weights
 
 TASKS = Path(lm_eval.tasks.__file__).parent
 """The harness's folder of tasks."""
@@ -39,32 +39,30 @@ class HarnessTask(ConfigurableTask):  # type: ignore[misc]
         self.dataset = {_SPLIT: Dataset.from_list(self._documents)}
 
 
-def score(lm: LM, data: Sequence[TaskData], weights: Weights) -> list[TaskScore]:
+def score(lm: LM, data: Sequence[TaskData], weights: Weights) -> list[Scored]:
     """Returns the scores of a model on tasks, in their order; the score of a group comes before those of its tasks."""
     tasks = {each.task.name: HarnessTask(each) for each in data}
     groups = {BLIMP: _group(BLIMP, [tasks[each.task.name] for each in data if each.task.group == BLIMP])}
     groups = {name: group for name, group in groups.items() if len(group)}
     found = evaluate(lm=lm, task_dict={"tasks": tasks, "groups": groups}, log_samples=False)["results"]
-    scores: list[TaskScore] = []
+    scores: dict[str, Scored] = {}
     for each in data:
-        group = each.task.group
-        if group is not None and not any(known.task == group for known in scores):
-            members = [other for other in data if other.task.group == group]
-            chance = math.fsum(other.chance for other in members) / len(members)
-            count = sum(len(other.documents) for other in members)
-            scores.append(TaskScore(task=group, weights=weights, documents=count, chance=chance, **_values(found[group])))
-        scores.append(
-            TaskScore(
-                task=each.task.name,
-                weights=weights,
-                documents=len(each.documents),
-                chance=each.chance,
-                group=group,
-                sha256=each.sha256,
-                **_values(found[each.task.name]),
-            )
+        name, group = each.task.name, each.task.group
+        if group is not None and group not in scores:
+            parts = [other for other in data if other.task.group == group]
+            count = sum(len(part.documents) for part in parts)
+            chance = math.fsum(part.chance for part in parts) / len(parts)
+            scores[group] = Scored(task=group, weights=weights, documents=count, chance=chance, **_values(found[group]))
+        scores[name] = Scored(
+            task=name,
+            weights=weights,
+            documents=len(each.documents),
+            chance=each.chance,
+            group=group,
+            sha256=each.sha256,
+            **_values(found[name]),
         )
-    return scores
+    return list(scores.values())
 
 
 def _group(name: str, members: Sequence[HarnessTask]) -> Group:
@@ -76,8 +74,8 @@ def _group(name: str, members: Sequence[HarnessTask]) -> Group:
     return group
 
 
-def _values(metrics: dict[str, Any]) -> dict[str, float | None]:
-    """Returns the harness's metrics of a task by the names of `TaskScore`."""
+def _values(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Returns the harness's metrics of a task by the names of `Scored`."""
 
     def value(name: str) -> float | None:
         found = metrics.get(f"{name},none")

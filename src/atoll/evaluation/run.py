@@ -13,7 +13,7 @@ from atoll.errors import AtollError, ConfigError, DataError
 from atoll.evaluation.tasks import find_tasks, read_task
 from atoll.runs.events import Jsonl
 from atoll.runs.layout import METRICS, RUN
-from atoll.runs.task_score import TaskScore
+from atoll.runs.scored import Scored
 from atoll.train.data.corpus import need
 from atoll.train.folder import LOCK
 from atoll.train.model.export import find_export, load_export
@@ -25,7 +25,7 @@ class Evaluation:
 
     model: Path
     """The folder of the export."""
-    scores: list[TaskScore]
+    scores: list[Scored]
     requests: int
     cut: int
     """Requests whose beginning was cut off."""
@@ -91,7 +91,7 @@ def _device(name: str) -> torch.device:
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda") or (device.index or 0) >= _count(device):
-        allowed = f'auto, cpu or one of the {torch.cuda.device_count()} GPUs here (cuda, cuda:1)'
+        allowed = f"auto, cpu or one of the {torch.cuda.device_count()} GPUs here (cuda, cuda:1)"
         raise ConfigError(f"--device must be {allowed}, got {name!r}", setting="device", value=name)
     return device
 
@@ -100,7 +100,7 @@ def _count(device: torch.device) -> int:
     return torch.cuda.device_count() if device.type == "cuda" else 1
 
 
-def _record(metrics: Path, scores: Sequence[TaskScore]) -> None:
+def _record(metrics: Path, scores: Sequence[Scored]) -> None:
     """Appends the scores to a run's events."""
     file = Jsonl(metrics, at=metrics.stat().st_size)
     try:

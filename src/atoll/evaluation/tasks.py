@@ -272,8 +272,9 @@ def _rows(task: LocalTask, path: Path) -> Iterator[tuple[Document, float]]:
                     row = task.row.model_validate(parse_json(line.decode()))
                     yield row.document(), row.chance
                 except ValueError as error:  # pydantic's, too
-                    where = f"{path}, line {number}: {_problem(error)}"
-                    raise DataError(f"{where}; a line must be a JSON object with {task.row.WANTED}", path=path) from error
+                    problem = f"{path}, line {number}: {_problem(error)}"
+                    wanted = f"a line must be a JSON object with {task.row.WANTED}"
+                    raise DataError(f"{problem}; {wanted}", path=path) from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", path=path) from error
 

@@ -26,11 +26,11 @@ from atoll.runs.events import (
     Totals,
     utilisation,
 )
-from atoll.runs.task_score import TaskScore
+from atoll.runs.scored import Scored
 
 _TOTALS = ("bytes_sent", "bytes_received", "wait_s", "hidden_s", "wire_sent", "wire_received")
 _LISTS = {"steps": Step, "rounds": RoundApplied, "evals": Eval, "faults": Fault, "saves": Saved, "resumes": Resumed}
-_LISTS |= {"views": Members, "losses": Lost, "joins": Joined, "scores": TaskScore}
+_LISTS |= {"views": Members, "losses": Lost, "joins": Joined, "scores": Scored}
 _SHARED = ("method", "workers", "steps", "parameters", "period", "codec", "fragments")
 
 
@@ -48,7 +48,7 @@ class EventLog:
     views: tuple[Members, ...] = ()
     losses: tuple[Lost, ...] = ()
     joins: tuple[Joined, ...] = ()
-    scores: tuple[TaskScore, ...] = ()
+    scores: tuple[Scored, ...] = ()
     end: End | None = None
     """None while the process trains, or if it was killed."""
 

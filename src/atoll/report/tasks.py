@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from atoll.errors import printable
 from atoll.report.record import RunRecord
-from atoll.runs.task_score import TaskScore
+from atoll.runs.scored import Scored
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,7 +18,7 @@ def accuracy_text(share: float | None, stderr: float | None) -> str:
     return f"{100 * share:.2f} %" if stderr is None else f"{100 * share:.2f} ± {100 * stderr:.2f} %"
 
 
-def score_table(scores: Sequence[TaskScore]) -> "Table":
+def score_table(scores: Sequence[Scored]) -> "Table":
     """Returns the scores of one evaluation as a table for the terminal."""
     table = _table("task", "n", "accuracy", "by length", "chance")
     for score in scores:
@@ -55,11 +55,11 @@ def comparison_table(records: Sequence[RunRecord]) -> "Table | None":
     return table
 
 
-def _label(score: TaskScore) -> str:
+def _label(score: Scored) -> str:
     return printable(score.task) if score.weights == "final" else f"{printable(score.task)} (best)"
 
 
-def _cell(score: TaskScore | None) -> str:
+def _cell(score: Scored | None) -> str:
     return "-" if score is None else accuracy_text(score.accuracy, score.stderr)
 
 

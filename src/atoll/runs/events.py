@@ -17,15 +17,13 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import IO, Annotated, Any, Final, Literal, Protocol
 
-from pydantic import BeforeValidator, Discriminator, TypeAdapter, ValidationError
+from pydantic import Discriminator, TypeAdapter, ValidationError
 
 from atoll._util.disk import lines_limited, open_plain, writing
 from atoll.errors import DataError
 from atoll.runs.evidence import Evidence
-from atoll.runs.task_score import TaskScore
-
-Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
-"""A float that may have been infinite or NaN when it was written: read back as NaN."""
+from atoll.runs.number import Number
+from atoll.runs.scored import Scored
 
 Outcome = Literal["finished", "interrupted"]
 
@@ -247,7 +245,7 @@ def utilisation(waited_s: float, seconds: float) -> float | None:
     return min(1.0, max(0.0, 1 - waited_s / seconds)) if seconds > 0 and math.isfinite(waited_s) else None
 
 
-Event = Start | Step | RoundApplied | Eval | Fault | Members | Lost | Joined | Saved | Resumed | End | TaskScore | Evidence
+Event = Start | Step | RoundApplied | Eval | Fault | Members | Lost | Joined | Saved | Resumed | End | Scored | Evidence
 
 
 class Sink(Protocol):
@@ -354,7 +352,8 @@ class Tail:
 def _line(event: Event) -> bytes:
     """Returns an event as one line of JSON."""
     fields = {name: _finite(value) for name, value in asdict(event).items()}
-    return (json.dumps(fields, allow_nan=False, ensure_ascii=False, separators=(",", ":")) + "\n").encode(errors="replace")
+    text = json.dumps(fields, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    return text.encode(errors="replace") + b"\n"
 
 
 def _finite(value: Any) -> Any:

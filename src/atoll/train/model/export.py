@@ -127,7 +127,9 @@ def find_export(folder: Path, *, best: bool, command: str) -> Path:
     """
     if not (folder / RUN).is_file():
         if not exists(folder) and (workers := worker_folders(folder)):
-            raise DataError(f"{folder} holds the workers of a run: say whose model, as in `atoll {command} {workers[0]}`")
+            raise DataError(
+                f"{folder} holds the workers of a run: say whose model, as in `atoll {command} {workers[0]}`"
+            )
         if not exists(folder):
             raise DataError(f"{folder} is neither a run nor an exported model: it has no {RUN} and no config.json")
         return folder

@@ -3,26 +3,28 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from atoll.runs.number import Number
+
 Weights = Literal["final", "best"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskScore:
+class Scored:
     """Reports the accuracy of a run's exported model on a task of lm-evaluation-harness.
 
     Shares are 0 to 1; standard errors are None for a single document.
     """
 
-    event: Literal["task"] = "task"
+    event: Literal["scored"] = "scored"
     task: str
     weights: Weights
     """The export: model/ or best/."""
     documents: int
-    accuracy: float
+    accuracy: Number
     """The harness's acc."""
     stderr: float | None
     """Standard error of `accuracy` over the documents; of a group, over those of all its tasks."""
-    chance: float
+    chance: Number
     """The accuracy of guesses."""
     by_length: float | None = None
     """The harness's acc_norm, by the likelihood per byte of a choice; None for tasks that do not have it."""
