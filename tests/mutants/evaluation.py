@@ -13,8 +13,6 @@ MUTANTS = [
     Mutant("a context is cut a token short", LM, "[-self.context - 1 : -1]", "[-self.context : -1]"),
     Mutant("cut requests are not counted", LM, "len(continuation) > self.context + 1 for _", "len(continuation) > 10**9 for _"),
     Mutant("an empty context is token 1", LM, "self.prefix = tokenizer.separator", "self.prefix = tokenizer.separator + 1"),
-    Mutant("a text after an empty context begins twice", LM, "self._encoder(string, special=add_special_tokens is not False)",
-           "self._encoder(string, special=True)"),
     Mutant("special tokens of a public tokenizer are left out", LM, "add_special_tokens=special)", "add_special_tokens=False)"),
     Mutant("the last token begins texts", LM, "last if first is None else first", "first if last is None else last"),
     Mutant("dropout while evaluating", LM, "model.to(device).eval()", "model.to(device).train()"),

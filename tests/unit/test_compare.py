@@ -14,7 +14,8 @@ from atoll.cli.compare import compare, verdict
 from atoll.errors import ConfigError
 from atoll.plan.line import parse_line
 from atoll.report import load, summary
-from atoll.runs.events import End, Resumed, read
+from atoll.runs.events import End, Jsonl, Resumed, read
+from atoll.runs.scored import Scored
 from atoll.settings.study import Claim
 from kills import gone, with_mark
 
@@ -76,10 +77,14 @@ def test_all_runs_end_in_a_table_a_claim_and_a_report(
     assert (out / "report.html").exists() and list((out / "pictures").glob("*.png"))
     ends = {name: read(out / name / "metrics.jsonl")[-1] for name in ("one", "other")}
     assert all(isinstance(end, End) and end.outcome == "finished" for end in ends.values())
+    metrics = Jsonl(out / "one" / "metrics.jsonl", at=(out / "one" / "metrics.jsonl").stat().st_size)
+    metrics.write(Scored(task="piqa", weights="final", documents=9, accuracy=0.5, stderr=0.125, chance=0.5))
+    metrics.close()
     before = (out / "one" / "metrics.jsonl").stat()
     assert compare([study], out=out) == 0  # nothing is run again
     again = capsys.readouterr().out
     assert "one: finished already" in again and "held-out loss" not in again
+    assert "50.00 ± 12.50 %" in again and "50.00 ± 12.50 %" not in told
     assert (out / "one" / "metrics.jsonl").stat().st_mtime_ns == before.st_mtime_ns
     rows = summary([load(out / name) for name in ("one", "other")], parse_line("1Mbit/s"))
     wrong = Claim(say="far apart", run="one", against="other", at_least=0.9)
