@@ -183,7 +183,9 @@ def test_runs_are_compared_by_their_newest_scores_and_groups() -> None:
 
 
 def test_one_evaluation_is_a_table() -> None:
-    told = text_of(score_table([scored("piqa", 0.5, by_length=0.52, by_length_stderr=0.01), scored("a", 1, group="b")]))
+    told = text_of(
+        score_table([scored("piqa", 0.5, by_length=0.52, by_length_stderr=0.01), scored("b_a", 1, group="b")])
+    )
     assert "50.00 ± 1.25 %" in told and "52.00 ± 1.00 %" in told and "25.0 %" in told and "\n   a " in told
     assert accuracy_text(None, None) == "-"
 

@@ -23,7 +23,7 @@ def score_table(scores: Sequence[Scored]) -> "Table":
     table = _table("task", "n", "accuracy", "by length", "chance")
     for score in scores:
         table.add_row(
-            f"  {score.task}" if score.group else score.task,
+            f"  {score.task.removeprefix(f'{score.group}_')}" if score.group else score.task,
             f"{score.documents:,}",
             accuracy_text(score.accuracy, score.stderr),
             accuracy_text(score.by_length, score.by_length_stderr),
