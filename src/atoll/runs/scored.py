@@ -27,7 +27,7 @@ class Scored:
     chance: Number
     """The accuracy of guesses."""
     by_length: float | None = None
-    """The harness's acc_norm, by the likelihood per byte of a choice; None for tasks that do not have it."""
+    """The harness's acc_norm, by the log-likelihood per character of a choice; None for tasks that do not have it."""
     by_length_stderr: float | None = None
     group: str | None = None
     """The group that the task was evaluated as a part of, whose score is the mean of its tasks."""
