@@ -4,7 +4,7 @@
     python examples/lora_home_line.py 0 10.0.0.1:29500 --keys runs/x/keys/worker-0 --model Qwen/Qwen3-0.6B
     python examples/lora_home_line.py 1 10.0.0.1:29500 --keys runs/x/keys/worker-1 --model Qwen/Qwen3-0.6B
 
-Each worker receives what the other sends, so the 5 Mbit/s up decide. To try it: no --model (a small one), --emulate.
+What one sends the other receives, so 5 Mbit/s decide. Try it without --model and with --emulate; --resume continues.
 """
 
 import argparse
@@ -45,8 +45,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", default="runs/lora")
     parser.add_argument("--emulate", action="store_true")
+    parser.add_argument("--resume", action="store_true")
     given = parser.parse_args()
-
     set_seed(0)  # the same adapters on every worker ...
     tokenizer, model = ByT5Tokenizer(extra_ids=0), LlamaForCausalLM(SMALL)
     if given.model:
@@ -67,7 +67,7 @@ def main() -> None:
         peft_config=LoraConfig(r=32, target_modules="all-linear"),
         callbacks=[callback := AtollCallback(sync, link)],
     )
-    took_s = trainer.train().metrics["train_runtime"]
+    took_s = trainer.train(resume_from_checkpoint=given.resume).metrics["train_runtime"]
     done, adapters = callback.outer.counters, sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     print(f"{done.rounds_applied} rounds, {done.wire_sent:,} bytes sent, waited {done.wait_s:.1f} of {took_s:.1f} s")
     print(f"worker {given.worker}: held-out loss {trainer.evaluate()['eval_loss']:.4f}")

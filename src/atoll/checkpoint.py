@@ -171,8 +171,9 @@ def load_common(root: Path | str, link: Gathers) -> tuple[int, dict[str, Any]] |
     step = common_step(link.gather("checkpoints", list(steps(root))))
     if step is None:
         return None
+    found = load(root, step)
     drop_after(root, step)
-    return load(root, step)
+    return found
 
 
 def common_step(saved: Mapping[Any, Collection[int]]) -> int | None:

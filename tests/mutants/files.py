@@ -17,7 +17,7 @@ MUTANTS = [
     Mutant("a worker loads its own newest step", "checkpoint.py",
            'common_step(link.gather("checkpoints", list(steps(root))))', 'max(steps(root), default=None)'),
     Mutant("checkpoints after the common one stay", "checkpoint.py",
-           "    drop_after(root, step)\n    return load", "    return load"),
+           "    drop_after(root, step)\n    return found", "    return found"),
     Mutant("a worker without steps is passed over", "checkpoint.py",
            "is int} for steps in saved.values())", "is int} for steps in saved.values() if steps)"),
     Mutant("a pipe is opened and waited for", "_util/disk.py",

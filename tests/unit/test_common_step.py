@@ -11,7 +11,7 @@ import torch
 
 from atoll import DataParallel, DiLoCo, Eager, OuterLoop, Streaming, checkpoint, connect, local, run_local
 from atoll.core.fragments import Balanced
-from atoll.errors import CheckpointError, LinkError
+from atoll.errors import CheckpointError, ConfigError, LinkError
 from atoll.link.local import LocalLink
 from atoll.outer.presets import Gradients, Sync
 from fleet import free_port
@@ -93,18 +93,20 @@ def saved(root: Path, *steps: int) -> Path:
 
 def test_workers_of_a_link_load_the_newest_step_that_all_have(tmp_path: Path) -> None:
     roots = [saved(tmp_path / "0", 0, 2, 4, 6), saved(tmp_path / "1", 0, 2, 4)]
+    others = [saved(tmp_path / "2", 4, 6), saved(tmp_path / "3", 6)]
     address = f"127.0.0.1:{free_port()}"
 
     def load(worker: int) -> Any:
         link = connect(address, worker=worker, workers=2, keys="none", join_s=60.0)
         try:
-            return checkpoint.load_common(roots[worker], link)
+            return checkpoint.load_common(roots[worker], link), checkpoint.load_common(others[worker], link)
         finally:
             link.gather("done", True)  # worker 0 hosts the meeting point
             link.close()
 
     with ThreadPoolExecutor(2) as both:
-        assert list(both.map(load, range(2))) == [(4, {"made": torch.tensor(4)})] * 2
+        found = [(4, {"made": torch.tensor(4)}), (6, {"made": torch.tensor(6)})]
+        assert list(both.map(load, range(2))) == [tuple(found)] * 2
     assert checkpoint.steps(roots[0]) == (0, 2, 4), "the run makes step 6 again"
 
 
@@ -112,7 +114,7 @@ def test_one_worker_loads_its_newest_step_and_none_at_the_beginning(tmp_path: Pa
     link = local(1)[0]
     assert checkpoint.load_common(tmp_path / "missing", link) is None
     assert checkpoint.load_common(saved(tmp_path / "here", 0, 1, 3), link) == (3, {"made": torch.tensor(3)})
-    with pytest.raises(LinkError, match=r"LocalLink cannot gather 'checkpoints' from 2 workers: .*atoll.connect"):
+    with pytest.raises(ConfigError, match=r"link must be made by atoll.connect\(...\), got LocalLink: 2 workers tell"):
         checkpoint.load_common(tmp_path / "here", local(2)[0])
 
 

@@ -1,6 +1,7 @@
 """AtollCallback in a Hugging Face Trainer: two processes, compared bit by bit with a loop of one's own."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -119,6 +120,48 @@ def lengthened(me: Me, folder: Path, steps: int, options: dict[str, Any], resume
     run = Run(me, folder, "eager", max_steps=steps, **options)
     run.trainer.train(resume_from_checkpoint=resume)
     return run.digest
+
+
+def test_a_run_that_has_ended_and_is_started_again_ends_at_once_with_the_same_model(pair: Pair, tmp_path: Path) -> None:
+    whole = pair.results(broken_off, tmp_path, "streaming", 1, 0)
+    again = pair.results(resumed, tmp_path, "streaming", 1)
+    assert [digest for digest, *_ in again] == whole and again[0][1] == [], "no step more"
+
+
+def mistaken(me: Me, folder: Path, name: str) -> Any:
+    run = Run(me, folder, "diloco", dropout=0.1)
+    home = folder / f"worker-{me.worker}"
+    fault = fault_of(lambda: run.trainer.train(resume_from_checkpoint=str(home / name)))
+    return fault, sorted(path.name for path in home.glob("checkpoint-*"))
+
+
+def test_a_wrong_checkpoint_is_refused_and_nothing_is_deleted(pair: Pair, tmp_path: Path) -> None:
+    pair.results(broken_off, tmp_path, "diloco", 1, 0)
+    for (kind, setting, text), left in pair.results(mistaken, tmp_path, "checkpoint-3"):
+        assert (kind, setting) == ("ConfigError", "resume_from_checkpoint"), text
+        assert "has steps [5, 10, 14]" in text and left == ["checkpoint-10", "checkpoint-14", "checkpoint-5"]
+
+
+def test_checkpoints_without_the_outer_state_are_not_resumed_from(pair: Pair, tmp_path: Path) -> None:
+    pair.results(broken_off, tmp_path, "diloco", 1, 0)
+    for folder in tmp_path.glob("worker-*/checkpoint-*/atoll"):
+        shutil.rmtree(folder)
+    for kind, setting, text in pair.results(resumed_in_vain, tmp_path):
+        assert (kind, setting) == ("ConfigError", "resume_from_checkpoint"), text
+        assert "save_only_model, or without this callback" in text
+
+
+def resumed_in_vain(me: Me, folder: Path) -> Any:
+    run = Run(me, folder, "diloco", dropout=0.1)
+    return fault_of(lambda: run.trainer.train(resume_from_checkpoint=True))
+
+
+def test_a_torn_trainer_state_is_no_checkpoint(pair: Pair, tmp_path: Path) -> None:
+    whole = pair.results(broken_off, tmp_path / "whole", "diloco", 1, 0)
+    pair.results(broken_off, tmp_path / "torn", "diloco", 1, 12)
+    (tmp_path / "torn" / "worker-0" / "checkpoint-10" / "trainer_state.json").write_text("")
+    ended = pair.results(resumed, tmp_path / "torn", "diloco", 1)
+    assert [digest for digest, *_ in ended] == whole and ended[0][1][0] == 6
 
 
 # ---------------------------------------------------------------------- what is evaluated and saved

@@ -1,5 +1,6 @@
 """AtollCallback in a Lightning Trainer: two processes, compared bit by bit with a loop of one's own."""
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 pytest.importorskip("lightning", reason="needs Lightning: pip install -e '.[lightning]'")
 
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 
@@ -269,6 +270,29 @@ def test_early_stopping_that_all_agree_on_ends_with_one_model(pair: Pair, tmp_pa
 def test_early_stopping_that_not_all_agree_on_is_refused(pair: Pair, tmp_path: Path) -> None:
     for setting, text in pair.results(stopped, tmp_path, [1, 2]):
         assert setting == "early stopping" and "workers [0] would stop, workers [1] would not" in text
+
+
+def averaged(me: Me, folder: Path) -> Any:
+    return fault_of(Run(me, folder, callbacks=[EMAWeightAveraging()]).fit)
+
+
+def test_averages_of_each_worker_are_refused(pair: Pair, tmp_path: Path) -> None:
+    for kind, setting, text in pair.results(averaged, tmp_path):
+        assert (kind, setting) == ("ConfigError", "callbacks") and "EMAWeightAveraging must be left out" in text
+
+
+def keeping(me: Me, folder: Path, top_k: int) -> list[str]:
+    run = Run(me, folder / str(top_k), checkpoints={"every_n_train_steps": 2, "monitor": "step", "save_top_k": top_k})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run.fit()
+    return [str(one.message) for one in told if "that a resume may need" in str(one.message)]
+
+
+def test_too_few_checkpoints_to_resume_from_are_warned_of(pair: Pair, tmp_path: Path) -> None:
+    assert pair.results(keeping, tmp_path, 3) == pair.results(keeping, tmp_path, -1) == [[], []]
+    (told,), _ = pair.results(keeping, tmp_path, 2)
+    assert told.startswith("ModelCheckpoint keeps 2 of 3 checkpoints") and told.endswith("set save_top_k=-1")
 
 
 class Halt(Callback):

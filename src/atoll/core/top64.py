@@ -74,7 +74,7 @@ class Top64:
         code = _unpacked(codes, 4)[:kept]
         head = heads.view(-1, _HEAD).int()[chunk]
         level = torch.where((code & 1).bool(), head[:, 2], head[:, 1])
-        value = level * power_of_two(head[:, 0] + (8 - _FINEST))
+        value = level * power_of_two(head[:, 0].clamp(min=_LOWEST) + (8 - _FINEST))
         value = torch.where((code & 2).bool(), -value, value)
         vector = torch.zeros(-(-size // CHUNK) * CHUNK, dtype=torch.float32, device=payload.device)
         # A chunk with fewer values than places repeats one of them; repeated writes are of the same value.

@@ -5,7 +5,8 @@ promises: what is evaluated, and saved for use, are the outer parameters (the an
 the worker's own parameters and the outer state; and the last step ends with `finish()`, before anything is reloaded.
 """
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypedDict
 
@@ -13,7 +14,7 @@ import torch
 from torch import distributed, nn
 
 from atoll.core.flat import local_part, plain_name, trainable
-from atoll.errors import AtollError, ConfigError
+from atoll.errors import AtollError, ConfigError, LinkError
 from atoll.link.base import Link
 from atoll.link.ranks import RankGroup, ReplicatedLink, ShardedLink
 from atoll.outer.loop import OuterLoop
@@ -114,6 +115,13 @@ class Driver:
     def gather(self, key: str, value: Any, within_s: float | None = None) -> dict[int, Any]:
         """Publish a JSON value under a key and return that of every worker, by worker; all ranks call it."""
         return {seat.worker: told for seat, told in self.link.gather(key, value, within_s).items()}
+
+    def on_all_ranks(self, steps: Collection[int]) -> list[int]:
+        """Return the steps that every rank of this worker has saved, ascending; all ranks call it."""
+        if self._rank_group is None:
+            return sorted(steps)
+        lists = [json.loads(text) for text in self._rank_group.all_gather_text(json.dumps(list(steps)))]
+        return sorted(set.intersection(*map(set, lists)))
 
     def start(self, model: nn.Module, saved: Mapping[str, Any] | None = None) -> None:
         """Make the outer loop and meet the other workers.
@@ -228,3 +236,5 @@ class Driver:
             self.link.close()
         else:
             self.link.close(f"{type(error).__name__}: {error}")
+            if isinstance(error, LinkError):
+                error.add_note("Start all workers again, and let them resume from a checkpoint that all have.")

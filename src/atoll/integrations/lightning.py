@@ -8,12 +8,14 @@ draws the epoch's order again, from the random numbers that it was drawn from, a
 Validation leaves the random numbers of training as they were: a resumed run may leave out one that came after a save.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
+from math import ceil
 from typing import Any, Unpack
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
 
 from atoll.checkpoint import rng_state, set_rng_state
 from atoll.errors import ConfigError
@@ -60,6 +62,7 @@ class AtollCallback(Callback):
         """Refuse what cannot work, and compare it with the other workers."""
         self._driver.meet_ranks()
         _refuse_settings(trainer)
+        _warn_of_few_checkpoints(trainer, self._driver)
         steps = 0 if self._saved is None else self._saved["outer"]["steps"]
         told = self._driver.gather("trainer", {"max_steps": trainer.max_steps, "ckpt_path": f"step {steps}"})
         check_alike(told, "max_steps", "all workers must make the same number of steps: set the same on all")
@@ -222,6 +225,21 @@ def _put_back(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
             yield next(rest)
 
 
+def _warn_of_few_checkpoints(trainer: Trainer, driver: Driver) -> None:
+    """Warn if workers may have no checkpoint in common after one of them was killed."""
+    savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint) and one.save_top_k]
+    if driver.link.workers == 1 or not savers:
+        return
+    needed = [1 + ceil(driver.sync.ahead / (one._every_n_train_steps or driver.sync.ahead)) for one in savers]
+    if not any(one.save_top_k == -1 or one.save_top_k >= least for one, least in zip(savers, needed, strict=True)):
+        why = f"a worker can be {driver.sync.ahead} steps ahead of another, which resumes from an older checkpoint"
+        warnings.warn(
+            f"ModelCheckpoint keeps {savers[0].save_top_k} of {needed[0]} checkpoints that a resume may need: {why}; "
+            "set save_top_k=-1",
+            stacklevel=2,
+        )
+
+
 def _refuse_settings(trainer: Trainer) -> None:
     """Raise a ConfigError for settings of one worker that cannot work."""
     if trainer.max_steps < 0:
@@ -232,6 +250,9 @@ def _refuse_settings(trainer: Trainer) -> None:
             setting="max_steps",
             value=trainer.max_steps,
         )
+    if averaging := next((one for one in trainer.callbacks if isinstance(one, WeightAveraging)), None):  # type: ignore[attr-defined]
+        problem = f"{type(averaging).__name__} must be left out: it validates and saves its own average of each worker"
+        raise ConfigError(f"{problem}; the outer parameters are an average already", setting="callbacks")
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.save_weights_only:
             problem = "save_weights_only must be off: Lightning would save the worker's own parameters"

@@ -10,6 +10,7 @@ exception. So the callback wraps `train`, `evaluate`, `save_model` and `log` of 
 """
 
 import re
+import secrets
 import shutil
 import sys
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Unpack
 
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState
+from transformers.trainer_utils import TrainOutput
 
 from atoll import checkpoint
 from atoll.errors import ConfigError
@@ -94,8 +96,8 @@ class AtollCallback(TrainerCallback):
         if self._resumed_from is not None:
             _, saved = checkpoint.load(self._state_folder(self._resumed_from), state.global_step)
         self._driver.start(model, saved)
-        if state.global_step >= state.max_steps:
-            self._driver.finish(keep=_resumable(args))
+        if self._resumed_from is not None and args.should_save:  # not before all workers have loaded it
+            _drop_after(Path(args.output_dir), state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count an optimizer step, also one that a loss scaler skipped: the schedule is that of all workers."""
@@ -116,7 +118,10 @@ class AtollCallback(TrainerCallback):
         @wraps(train)
         def train_as_worker(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
             try:
-                return train(self._prepare(resume_from_checkpoint), *args, **kwargs)
+                resume = self._prepare(resume_from_checkpoint)
+                if self._has_ended():
+                    return self._end_again()
+                return train(resume, *args, **kwargs)
             except BaseException as error:
                 self._driver.close(error)
                 raise
@@ -172,9 +177,10 @@ class AtollCallback(TrainerCallback):
         driver.meet_ranks()
         _refuse_settings(args, driver)
         root, saved = Path(args.output_dir), self._saved_steps()
+        saved = driver.on_all_ranks(saved)
         fresh = resume is None or resume is False
         if fresh and saved and args.save_strategy != "no":
-            problem = f"output_dir {str(root)!r} has checkpoints of another run, the newest of step {saved[-1]}"
+            problem = f"output_dir {str(root)!r} has checkpoints of an earlier run, the newest of step {saved[-1]}"
             advice = "resume with train(resume_from_checkpoint=True), or give the new run a folder of its own"
             raise ConfigError(f"{problem}: {advice}", setting="output_dir", value=str(root))
         mine = {
@@ -191,19 +197,36 @@ class AtollCallback(TrainerCallback):
         if step is None:
             step = checkpoint.common_step({f"worker {worker}": said["saved"] for worker, said in told.items()})
             if step is None:
+                _refuse_foreign(root)
                 return resume  # the Trainer says that there is none
             resume = str(root / f"checkpoint-{step}")
         self._resumed_from = Path(resume)
-        if args.should_save:
-            _drop_after(root, step)
+        if step not in (saved if self._resumed_from.parent.resolve() == root.resolve() else [step]):
+            problem = f"resume_from_checkpoint: {resume} is not a whole checkpoint"
+            advice = f"{root} has steps {saved}; resume_from_checkpoint=True takes the newest that all workers have"
+            raise ConfigError(f"{problem}: {advice}", setting="resume_from_checkpoint", value=resume)
         return resume
+
+    def _has_ended(self) -> bool:
+        """Whether the checkpoint to resume from is of the last step."""
+        resumed = self._resumed_from
+        return resumed is not None and (_step_of(str(resumed)) or 0) >= self._trainer.args.max_steps
+
+    def _end_again(self) -> TrainOutput:
+        """Load the model of a run that has ended; the Trainer would make one more step."""
+        trainer, resumed = self._trainer, self._resumed_from
+        assert resumed is not None
+        trainer._load_from_checkpoint(str(resumed))
+        trainer.state = TrainerState.load_from_json(str(resumed / "trainer_state.json"))
+        self._driver.close()
+        return TrainOutput(trainer.state.global_step, 0.0, {})
 
     def _saved_steps(self) -> list[int]:
         """Return the steps of whole checkpoints of this worker, ascending."""
         found = []
         for folder, step in _checkpoints(Path(self._trainer.args.output_dir)):
             # The Trainer writes this file last.
-            if (folder / "trainer_state.json").is_file() and step in checkpoint.steps(self._state_folder(folder)):
+            if _has_trainer_state(folder) and step in checkpoint.steps(self._state_folder(folder)):
                 found.append(step)
         return sorted(found)
 
@@ -267,5 +290,23 @@ def _checkpoints(root: Path) -> list[tuple[Path, int]]:
 def _drop_after(root: Path, step: int) -> None:
     """Delete the checkpoints after a step: the run does not continue from them."""
     for folder, number in _checkpoints(root):
-        if number > step:
-            shutil.rmtree(folder)
+        if number > step:  # renamed first: killed half-way, it must not look like a checkpoint
+            shutil.rmtree(folder.rename(root / f".dropped-{number}-{secrets.token_hex(4)}"))
+    for leftover in root.glob(".dropped-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _has_trainer_state(folder: Path) -> bool:
+    """Return whether a checkpoint has the file that the Trainer writes last, whole."""
+    try:
+        return bool(TrainerState.load_from_json(str(folder / "trainer_state.json")))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _refuse_foreign(root: Path) -> None:
+    """Raise a ConfigError if there are checkpoints, but none to resume from."""
+    if found := _checkpoints(root):
+        problem = f"{root} has checkpoints ({len(found)}), but none that a worker can resume from"
+        why = "their folder atoll/ is missing: they were saved with save_only_model, or without this callback"
+        raise ConfigError(f"{problem}: {why}; start a new run in another output_dir", setting="resume_from_checkpoint")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atoll.core.allreduce import Reduction
 from atoll.core.outliers import UNKNOWN, Size, outliers
-from atoll.errors import LinkError
+from atoll.errors import ConfigError, LinkError
 from atoll.link.seat import Seat
 
 LEFT_OUT = "left out"
@@ -211,13 +211,13 @@ class Link(Protocol):
         """Publish a value and return that of every process, in worker order; all processes call it.
 
         Args:
-            key: A name that is used once.
+            key: A name; if it is used again, all processes use it equally often.
             value: JSON; the others' must be of the same type.
             within_s: Seconds to wait for the others; None for the link's own patience.
         """
         if self.workers > 1:
-            problem = f"{type(self).__name__} cannot gather {key!r} from {self.workers} workers"
-            raise LinkError(f"{problem}: links of atoll.connect(...) can", worker=self.worker)
+            problem = f"link must be made by atoll.connect(...), got {type(self).__name__}"
+            raise ConfigError(f"{problem}: {self.workers} workers tell each other {key!r} through it", setting="link")
         return {Seat(self.worker, 1): value}
 
     def check(self) -> None:

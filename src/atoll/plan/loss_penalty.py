@@ -87,6 +87,8 @@ def penalty(model: Model, workers: int, method: Method) -> Penalty:
         return Penalty(None, f"no paper went beyond a period of {_LONGEST_PERIOD}")
     if not method.eager and method.delay > _LONGEST_DELAY:
         return Penalty(None, f"no paper prints a loss for a delay beyond {_LONGEST_DELAY}")
+    if method.codec.format in ("lloyd2", "top64"):
+        return Penalty(None, f"no paper of these three measured {method.codec.format}")
     if workers > _WORKERS[-1]:
         return Penalty(None, f"no paper went beyond {_WORKERS[-1]} workers")
     whole = len(method.layers(model)) == 1

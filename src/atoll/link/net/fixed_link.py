@@ -174,8 +174,9 @@ class NetLink(Link):
             within_s: Seconds to wait, None for `join_s`; may be long, for after `join` a death is noticed at once.
         """
         rendezvous = self.rendezvous(within_s)
-        rendezvous.publish(key, value)
-        for seat, theirs in rendezvous.collect(key, self.seat.all(), self.check, within_s):
+        name = rendezvous.gathering(key)
+        rendezvous.publish(name, value)
+        for seat, theirs in rendezvous.collect(name, self.seat.all(), self.check, within_s):
             if type(theirs) is not type(value):
                 raise self._unreadable(seat, key)
             yield seat, theirs

@@ -10,6 +10,7 @@ import re
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -83,6 +84,7 @@ class Rendezvous:
         self._join_s = min(waiting.join_s, arrive_s)
         self._life = 1 + secrets.randbelow((1 << 62) - 1)
         self._all_here = self._left = False
+        self._gathered: Counter[str] = Counter()
         host, port = parse_address(address)
         self._point = self._host(host, port) if seat.hosts else None
         try:
@@ -178,6 +180,11 @@ class Rendezvous:
         return replace(self.seat, worker=0, rank=0)
 
     # ------------------------------------------------------------------ exchange
+
+    def gathering(self, key: str) -> str:
+        """Return the key of the next gathering with this name: all processes count them alike."""
+        self._gathered[key] += 1
+        return f"gathered {self._gathered[key]} {key}"
 
     def publish(self, key: str, value: Any) -> None:
         """Publish a JSON value under a key for the other processes."""
