@@ -1,6 +1,7 @@
 """A worker dies while the others go on and save: a step that all have saved is still there on every one of them."""
 
 import copy
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -99,7 +100,9 @@ def test_workers_of_a_link_load_the_newest_step_that_all_have(tmp_path: Path) ->
     def load(worker: int) -> Any:
         link = connect(address, worker=worker, workers=2, keys="none", join_s=60.0)
         try:
-            return checkpoint.load_common(roots[worker], link), checkpoint.load_common(others[worker], link)
+            first = checkpoint.load_common(roots[worker], link)
+            time.sleep(worker)  # the other one must not take what this one said before
+            return first, checkpoint.load_common(others[worker], link)
         finally:
             link.gather("done", True)  # worker 0 hosts the meeting point
             link.close()
