@@ -108,19 +108,3 @@ def test_a_residual_keeps_what_rounds_in_flight_find_and_no_more() -> None:
     fresh = MeanResidual()
     fresh.load_state_dict(MeanResidual().state_dict(None), torch.device("cpu"))
     assert fresh.before((1, 0), (0, 1, 2, 3), 0) is None
-
-
-def test_gradients_keep_one_loss_and_no_more() -> None:
-    codec = Codec("e3m0", feedback=True)
-    models = [Vector(300) for _ in range(4)]
-    loops = [
-        atoll.OuterLoop(model, atoll.DataParallel(codec=codec), link)
-        for model, link in zip(models, atoll.local(4), strict=True)
-    ]
-    crew, generator = atoll.Lockstep(loops), torch.Generator().manual_seed(0)
-    for _ in range(3):
-        for model in models:
-            model.values.grad = torch.randn(300, generator=generator)
-        crew.average_gradients()
-        crew.step()
-    assert len(loops[0]._rounds.exchange.mean_residuals[0]._kept) == 1
