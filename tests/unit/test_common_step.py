@@ -100,6 +100,7 @@ def test_workers_of_a_link_load_the_newest_step_that_all_have(tmp_path: Path) ->
     def load(worker: int) -> Any:
         link = connect(address, worker=worker, workers=2, keys="none", join_s=60.0)
         try:
+            assert list(link.gather("pair", (worker, 2)).values()) == [[0, 2], [1, 2]]
             first = checkpoint.load_common(roots[worker], link)
             time.sleep(worker)  # the other one must not take what this one said before
             return first, checkpoint.load_common(others[worker], link)
@@ -126,3 +127,17 @@ def test_later_steps_of_an_abandoned_past_are_dropped_by_name(tmp_path: Path) ->
         checkpoint.save(tmp_path, step, {}, keep=3)
     checkpoint.drop_after(tmp_path, 1)
     assert checkpoint.steps(tmp_path) == (1,)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("Saved!", 1, "key must be 1 to 48 lower-case letters, digits, spaces, - and _, got 'Saved!'"),
+        ("saved", {1, 2}, "value of 'saved' must be JSON to be gathered: Object of type set"),
+        ("saved", "x" * (1 << 21), "value of 'saved' has 2097154 characters as JSON, allowed are 1048576: gather less"),
+    ],
+)
+def test_what_cannot_be_gathered_is_refused_before_anybody_is_met(key: str, value: object, told: str) -> None:
+    link = connect(f"127.0.0.1:{free_port()}", worker=1, workers=2, keys="none", join_s=60.0)
+    with pytest.raises(ConfigError, match=told):
+        link.gather(key, value)

@@ -1,8 +1,10 @@
 """Links workers on different machines whose members are fixed: the loss of one ends the run on all."""
 
 import atexit
+import json
 import math
 import os
+import re
 import secrets
 import sys
 import threading
@@ -26,6 +28,7 @@ from atoll.link.net.event_loop import event_loop
 from atoll.link.net.failure import Failure
 from atoll.link.net.fixed_member import Fault, FixedMember
 from atoll.link.net.identity import Identity
+from atoll.link.net.meeting_point import VALUE_CHARACTERS
 from atoll.link.net.messages import WIRE_FORMAT
 from atoll.link.net.open_round import OpenRound
 from atoll.link.net.own_address import addresses_of
@@ -39,6 +42,7 @@ from atoll.link.seat import Seat
 from atoll.version import __version__
 
 _BEFORE = "before the first round"
+_KEY = re.compile(r"[a-z0-9 _-]{1,48}", re.ASCII)
 _LATE_VISIT_S = 0.5  # to find worker 0, if only to say that this worker will not come
 _CONNECT_S = 60.0  # for connections between workers that are all there
 _FAREWELL_S = 5.0  # to publish why this worker leaves, on a line that may be busy
@@ -173,6 +177,7 @@ class NetLink(Link):
             value: This process's JSON value; the others' must be of the same type.
             within_s: Seconds to wait, None for `join_s`; may be long, for after `join` a death is noticed at once.
         """
+        value = _as_json(key, value)
         rendezvous = self.rendezvous(within_s)
         name = rendezvous.gathering(key)
         rendezvous.publish(name, value)
@@ -350,6 +355,20 @@ async def _close(member: FixedMember, seat: Seat, reason: str) -> None:
     if reason:
         member.part(reason)
     await member.close()
+
+
+def _as_json(key: str, value: Any) -> Any:
+    """Return a value as others read it from JSON; ConfigError if it cannot be gathered under this key."""
+    if not isinstance(key, str) or not _KEY.fullmatch(key):
+        raise config_error("key", key, "1 to 48 lower-case letters, digits, spaces, - and _")
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as fault:
+        raise ConfigError(f"value of {key!r} must be JSON to be gathered: {fault}", setting=key) from fault
+    if len(text) > VALUE_CHARACTERS:
+        problem = f"value of {key!r} has {len(text)} characters as JSON, allowed are {VALUE_CHARACTERS}"
+        raise ConfigError(f"{problem}: gather less, or save it to a file", setting=key)
+    return json.loads(text)
 
 
 def _when_dropped(link: NetLink, act: Callable[[], None]) -> None:
