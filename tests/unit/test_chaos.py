@@ -11,7 +11,7 @@ from chaos import Cell, run_cell
 from chaos_fleet import Fleet, problems
 from chaos_worker import Task
 from sites import available
-from soak import soak
+from soak import _growth, soak
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -43,6 +43,16 @@ def test_rounds_leave_nothing_behind(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- the checks can fail
+
+
+def test_memory_that_grows_on_is_told_from_a_jump() -> None:
+    def samples(*rss_kb: int) -> list[dict[str, int]]:
+        return [{"step": 1000 * n, "rss_kb": kb, "threads": 9, "files": 30} for n, kb in enumerate(rss_kb, 1)]
+
+    assert _growth(0, samples(300_000, 301_100, 301_120)) == []
+    assert _growth(0, samples(300_000, 300_020, 301_120)) == []
+    assert _growth(0, samples(300_000, 300_400, 300_900)) == []
+    assert _growth(1, samples(300_000, 300_500, 301_000)) == ["worker 1: resident memory grew from 300000 to 301000 kB"]
 
 
 def test_what_goes_wrong_is_seen(tmp_path: Path) -> None:
