@@ -4,7 +4,7 @@
     python benchmarks/soak.py --rounds 3000
 
 The workers are those of benchmarks/chaos.py, on loopback, without faults and without pauses; every inner step opens a
-round of a small fragment. Resident memory may grow by less than 1 MB after the first 1,000 rounds, but for a single jump
+round of a small fragment. Resident memory may grow by less than 1 MB after the first 1,000 rounds, but for one jump
 of the allocator's, and neither the number of threads nor that of open files may grow.
 """
 
