@@ -15,6 +15,7 @@ import argparse
 import bz2
 import hashlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -34,6 +35,7 @@ from atoll.errors import DataError
 from atoll.train.data.cache import check, no_progress, seal
 from atoll.train.data.tokenizer import Ids, Tokenizer, dtype_of, open_tokenizer, train_bpe
 
+_pool = partial(ProcessPoolExecutor, mp_context=multiprocessing.get_context("spawn"))  # a fork may copy held locks
 VOCABULARY = 32_000
 HELD_OUT = 0.03
 HELD_OUT_TOKENS = 2**22
@@ -172,7 +174,7 @@ def read(sources: list[Path], folder: Path) -> dict[str, Any]:
     left_out: Counter[str] = Counter()
     good, kept = [], []
     found = [file for source in sources for file in files(source)]  # before there are processes that share git's pipes
-    with ProcessPoolExecutor() as pool:
+    with _pool() as pool:
         for judgement in pool.map(judged, found, chunksize=16):
             if isinstance(judgement, str):
                 left_out[judgement] += 1
@@ -256,7 +258,7 @@ def encode(path: Path, documents: Iterable[str], folder: Path, most: int) -> lis
     """Write documents as tokens until there are so many, each with a separator; returns how many each has."""
     lengths: list[int] = []
     left = iter(documents)
-    with path.open("wb") as file, ProcessPoolExecutor(initializer=Words.open, initargs=(folder,)) as pool:
+    with path.open("wb") as file, _pool(initializer=Words.open, initargs=(folder,)) as pool:
         while sum(lengths) < most and (some := list(islice(left, 64))):
             for ids in pool.map(Words.encode, some):
                 file.write(ids.tobytes())
@@ -292,7 +294,7 @@ def pack(folder: Path) -> dict[str, Any]:
     chunks = [(path, number) for path in sources for number in range(-(-path.stat().st_size // CHUNK_BYTES))]
     shutil.rmtree(folder / "parts", ignore_errors=True)
     found, part, size = {}, 1, 0
-    with ProcessPoolExecutor() as pool:
+    with _pool() as pool:
         for (path, number), packed in zip(chunks, pool.map(compressed, chunks), strict=True):
             if size and size + len(packed) > PART_BYTES:
                 part, size = part + 1, 0
@@ -321,7 +323,7 @@ def swapped(raw: bytes) -> bytes:
 def unpack(parts: Path, target: Path) -> None:
     """Put the chunks that are here to their places; if all are, check every byte."""
     target.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor() as pool:
+    with _pool() as pool:
         list(pool.map(partial(place, target), sorted(parts.rglob("*.bz2"))))
     try:
         check(target, no_progress)

@@ -314,7 +314,7 @@ def keep_writing(path: Path) -> None:
 
 
 def test_a_writer_killed_at_any_moment_leaves_a_file_that_reads_and_goes_on(path: Path) -> None:
-    writer = multiprocessing.get_context("fork").Process(target=keep_writing, args=(path,))
+    writer = multiprocessing.get_context("spawn").Process(target=keep_writing, args=(path,))
     tail, seen = Tail(path), list[Event]()
     writer.start()
     try:
