@@ -26,7 +26,7 @@ MUTANTS = [
            tests=("tests/unit/test_common_step.py",)),
     Mutant("a run that has ended makes one more step", FILE, "                if self._has_ended():\n", "                if False:\n",
            tests=(f"{HF}::test_a_run_that_has_ended_and_is_started_again_ends_at_once_with_the_same_model",)),
-    Mutant("any checkpoint may be resumed from", FILE, "        if step not in (saved if", "        if step not in ([step] if",
+    Mutant("any checkpoint may be resumed from", FILE, "and step not in saved:", "and False:",
            tests=(f"{HF}::test_a_wrong_checkpoint_is_refused_and_nothing_is_deleted",)),
     Mutant("checkpoints without an outer state are resumed from", FILE, "                _refuse_foreign(root)\n", "",
            tests=(f"{HF}::test_checkpoints_without_the_outer_state_are_not_resumed_from",)),

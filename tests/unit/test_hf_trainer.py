@@ -128,6 +128,35 @@ def test_a_run_that_has_ended_and_is_started_again_ends_at_once_with_the_same_mo
     assert [digest for digest, *_ in again] == whole and again[0][1] == [], "no step more"
 
 
+def from_elsewhere(me: Me, folder: Path, name: str) -> Any:
+    run = Run(me, folder / "new", "streaming", dropout=0.1)
+    run.trainer.train(resume_from_checkpoint=str(folder / "old" / f"worker-{me.worker}" / name))
+    return run.digest
+
+
+def test_a_checkpoint_of_another_run_may_be_resumed_from_and_loses_nothing(pair: Pair, tmp_path: Path) -> None:
+    whole = pair.results(broken_off, tmp_path / "old", "streaming", 1, 0)
+    assert pair.results(from_elsewhere, tmp_path, "checkpoint-5") == whole
+    left = {path.name for path in (tmp_path / "old" / "worker-0").glob("checkpoint-*")}
+    assert left == {"checkpoint-5", "checkpoint-10", "checkpoint-14"}
+
+
+def best_again(me: Me, folder: Path) -> Any:
+    best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    digests = []
+    for resume in (False, True):
+        run = Run(me, folder, "streaming", greater_is_better=True, **best)
+        run.trainer.train(resume_from_checkpoint=resume)
+        digests.append(run.digest)
+        me = replace(me, port=me.port + 1)
+    return digests, run.trainer.state.best_global_step
+
+
+def test_an_ended_run_whose_best_model_was_loaded_ends_with_it_again(pair: Pair, tmp_path: Path) -> None:
+    (digests, best), others = pair.results(best_again, tmp_path)
+    assert digests[0] == digests[1] == others[0][1] and best != STEPS
+
+
 def mistaken(me: Me, folder: Path, name: str) -> Any:
     run = Run(me, folder, "diloco", dropout=0.1)
     home = folder / f"worker-{me.worker}"

@@ -96,7 +96,7 @@ class AtollCallback(TrainerCallback):
         if self._resumed_from is not None:
             _, saved = checkpoint.load(self._state_folder(self._resumed_from), state.global_step)
         self._driver.start(model, saved)
-        if self._resumed_from is not None and args.should_save:  # not before all workers have loaded it
+        if self._is_own(self._resumed_from) and args.should_save:  # not before all workers have loaded it
             _drop_after(Path(args.output_dir), state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -176,8 +176,7 @@ class AtollCallback(TrainerCallback):
         driver, args = self._driver, self._trainer.args
         driver.meet_ranks()
         _refuse_settings(args, driver)
-        root, saved = Path(args.output_dir), self._saved_steps()
-        saved = driver.on_all_ranks(saved)
+        root, saved = Path(args.output_dir), driver.on_all_ranks(self._saved_steps())
         fresh = resume is None or resume is False
         if fresh and saved and args.save_strategy != "no":
             problem = f"output_dir {str(root)!r} has checkpoints of an earlier run, the newest of step {saved[-1]}"
@@ -201,11 +200,15 @@ class AtollCallback(TrainerCallback):
                 return resume  # the Trainer says that there is none
             resume = str(root / f"checkpoint-{step}")
         self._resumed_from = Path(resume)
-        if step not in (saved if self._resumed_from.parent.resolve() == root.resolve() else [step]):
+        if self._is_own(self._resumed_from) and step not in saved:
             problem = f"resume_from_checkpoint: {resume} is not a whole checkpoint"
             advice = f"{root} has steps {saved}; resume_from_checkpoint=True takes the newest that all workers have"
             raise ConfigError(f"{problem}: {advice}", setting="resume_from_checkpoint", value=resume)
         return resume
+
+    def _is_own(self, folder: Path | None) -> bool:
+        """Return whether a checkpoint is one of this run's."""
+        return folder is not None and folder.parent.resolve() == Path(self._trainer.args.output_dir).resolve()
 
     def _has_ended(self) -> bool:
         """Whether the checkpoint to resume from is of the last step."""
@@ -218,6 +221,8 @@ class AtollCallback(TrainerCallback):
         assert resumed is not None
         trainer._load_from_checkpoint(str(resumed))
         trainer.state = TrainerState.load_from_json(str(resumed / "trainer_state.json"))
+        if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint:
+            trainer._load_best_model()
         self._driver.close()
         return TrainOutput(trainer.state.global_step, 0.0, {})
 

@@ -217,12 +217,12 @@ class Rendezvous:
         while missing:
             left_s = max(ASK_S, min(until - time.monotonic(), self._join_s))  # for an answer, never busy
             here = self._found(key, missing, left_s, min(_HOLD_S, max(0.0, until - time.monotonic())))
-            if len(here) < len(missing):
+            if absent := [seat for seat in missing if seat not in here]:
                 try:
-                    self._check_failures([seat for seat in missing if seat not in here], left_s)
+                    self._check_failures(absent, left_s)
                     check()
                 except LinkError:  # one that has left may have published its value first
-                    late = self._found_if_there(key, [seat for seat in missing if seat not in here], left_s)
+                    late = self._found_if_there(key, absent, left_s)
                     if not late:
                         raise
                     here |= late
