@@ -71,6 +71,9 @@ KEYS = {
     "m": "sync.outer_momentum",
     "alpha": "sync.alpha",
     "codec": "sync.codec",
+    "feedback": "sync.feedback",
+    "outer": "sync.outer",
+    "fragments": "sync.fragments",
     "workers": "sync.workers",
     "batch": "train.batch",
     "inner": "train.lr",
@@ -119,7 +122,7 @@ def settings(row: Row, arguments: argparse.Namespace) -> run_file.RunConfig:
     """Build the run of a row."""
     sync = {"workers": WORKERS, **METHODS[row.method]}
     if row.method != REFERENCE:
-        sync |= {"outer_lr": 0.4, "outer_momentum": 0.9}
+        sync |= {"outer_lr": 0.4} if ("outer", "sgd") in row.changes else {"outer_lr": 0.4, "outer_momentum": 0.9}
     made_here = {"tokenizer": "bpe", "vocabulary": 32_000, "held_out": 0.03, "cache": str(arguments.runs / "tokens")}
     table = {
         "name": row.name,
