@@ -10,6 +10,7 @@ REFUSED = (
     f"{RUN}::test_other_settings_cannot_be_resumed",
     f"{RUN}::test_a_finished_run_is_left_alone_and_a_begun_one_is_not_started_over",
 )
+START = (f"{RUN}::test_a_run_starts_from_the_decoder_of_another_run_without_transformers",)
 EXPORT = tuple(
     f"tests/unit/test_export.py::test_{name}"
     for name in (
@@ -160,6 +161,12 @@ MUTANTS = [
            "if False:", tests=EXPORT),
     Mutant("an export that was cut short is not found", "train/model/export.py",
            "    if not folder.exists():  # a replacement died", "    if False:  # a replacement died", tests=EXPORT),
+    Mutant("a run from an export needs transformers", "train/model/export.py",
+           "    if (folder / CONFIG).is_file():\n        described", "    if False:\n        described", tests=START),
+    Mutant("a run from an export begins anew", "train/model/export.py",
+           "_load_decoder(described, config) if weights else", "_load_decoder(described, config) if False else", tests=START),
+    Mutant("a run from an export's shape begins with its weights", "train/model/export.py",
+           "_load_decoder(described, config) if weights else", "_load_decoder(described, config) if True else", tests=START),
     # Hugging Face models
     Mutant("every attempt at the hub is told", "_util/quiet_hub.py", "    hub_log.set_verbosity(logging.ERROR)", "    pass", tests=HUB),
     Mutant("the hub's log stays silent", "_util/quiet_hub.py", "        hub_log.set_verbosity(verbosity)\n", "        pass\n", tests=HUB),

@@ -215,6 +215,23 @@ def test_a_hugging_face_model_is_trained_resumed_and_exported_for_transformers(
     assert sum(p.numel() for p in loaded.parameters()) == json.loads((folder / "about.json").read_text())["parameters"]
 
 
+@pytest.mark.parametrize("shape", [{}, {"model.qk_norm": False, "model.heads": 3}], ids=["apertus", "no architecture"])
+def test_a_run_starts_from_the_decoder_of_another_run_without_transformers(
+    shape: dict[str, Any], make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    first = train(make("first", **{"model.z_loss": 1e-3, **shape}))
+    model = {"hf": str(first / "model")}
+    still = train(make("still", **{"model": model, "train.steps": 4, "train.lr": 1e-30}))  # rounds away
+    assert weights(still) == weights(first), "it starts with the parameters of the other"
+    further = train(make("further", **{"model": model, "train.steps": 4}))
+    assert weights(further) != weights(first)
+    anew = train(make("anew", **{"model": {**model, "hf_weights": False}, "train.steps": 4, "train.lr": 1e-30}))
+    assert weights(anew) != weights(first), "hf_weights = false takes the shape alone"
+    shapes: list[Any] = [load_export(folder / "model")[0].config for folder in (first, still, further, anew)]
+    assert all(shape == shapes[0] for shape in shapes) and shapes[0].z_loss == 1e-3
+
+
 # ---- kill -9
 
 

@@ -131,9 +131,8 @@ def test_a_study_that_is_not_there(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as error:
             read([path])
         assert str(error.value).startswith(f"{path}: no such file, and no study of atoll has this name; ")
-        assert str(error.value).endswith(
-            "; its studies are codecs, compute, drops, noniid, outer, overlap, period, workers"
-        )
+        assert str(error.value).endswith(f"; its studies are {', '.join(shipped())}")
+    assert {"codecs", "drops", "eager", "start"} <= set(shipped())
 
 
 def test_a_study_that_comes_with_atoll_has_a_name_unless_a_file_has_it(
@@ -166,7 +165,16 @@ def test_the_studies_we_ship_are_good(name: str) -> None:
     study = read([Path(name)])
     assert study.title and study.claims and len(study.runs) >= 3
     for run in study.runs.values():
-        assert run.synchronisation() is not None and run.faults_of_link() is not None and run.train.lr
+        assert (run.synchronisation() is None) == (run.sync.method == "none")
+        assert run.faults_of_link() is not None and run.train.lr
+
+
+def test_the_runs_of_start_begin_with_models_of_pretrained() -> None:
+    pretrained, start = read([Path("pretrained")]).runs, read([Path("start")]).runs
+    models = {f"{run.out}/{run.name}/model": run.train.steps or 0 for run in pretrained.values()}
+    begun = {name: models[run.model.hf] for name, run in start.items() if run.model.hf}
+    assert begun == {"after-120": 120, "after-240": 240}
+    assert {(run.train.steps or 0) + begun.get(name, 0) for name, run in start.items()} == {480}
 
 
 @pytest.mark.parametrize("bound", [{"at_most": 0.1}, {"at_least": -0.1}])

@@ -56,7 +56,9 @@ def compare(
         The exit status: 0, or 1 if a run failed.
     """
     if not files:
-        print("\n".join(f"atoll compare {name:9} {title}" for name, title in titles().items()))
+        known = titles()
+        width = max(map(len, known))
+        print("\n".join(f"atoll compare {name:{width}} {title}" for name, title in known.items()))
         return 0
     study = read(files, overrides, out)
     slow = parse_line(link)

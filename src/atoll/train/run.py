@@ -24,8 +24,8 @@ from atoll.train.data import token_files
 from atoll.train.data.batches import Batches, held_out
 from atoll.train.data.token_files import TokenData
 from atoll.train.folder import RunFolder
-from atoll.train.model import hub
 from atoll.train.model.decoder import Decoder
+from atoll.train.model.export import load_start
 from atoll.train.progress.plan_check import plan_check
 from atoll.train.progress.view import preparing, view
 from atoll.train.ranks.connect import connect_links, find_seat
@@ -184,7 +184,7 @@ def start(config: RunConfig, data: TokenData) -> tuple[Model, RunConfig]:
         config = config.changed(**{f"model.{name}": value for name, value in asdict(shape).items()})
         model = Decoder(shape, generator=torch.Generator().manual_seed(config.seed))
     else:
-        model = hub.load(config.model.hf, weights=config.model.hf_weights)
+        model = load_start(config.model.hf, weights=config.model.hf_weights)
         if model.vocabulary < vocabulary:
             raise ConfigError(
                 f"data.tokenizer: has {vocabulary} tokens, but {config.model.hf} knows {model.vocabulary}: "

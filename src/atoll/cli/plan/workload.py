@@ -170,12 +170,12 @@ def _empty_model(config: RunConfig, vocabulary: int) -> tuple[Any, int]:
     """Build the model on the meta device; return it and the tokens of a sequence."""
     import torch
 
-    from atoll.train.model import hub
     from atoll.train.model.decoder import Decoder
+    from atoll.train.model.export import load_start
 
     with torch.device("meta"):
         if config.model.hf is not None:
-            model = hub.load(config.model.hf, weights=False)
+            model = load_start(config.model.hf, weights=False)
             return model, min(model.context or 1024, 1024)
         shape = config.shape(vocabulary)
         _check_layers(shape.layers)

@@ -92,8 +92,7 @@ def load_export(folder: Path) -> tuple[Decoder | HubModel, Tokenizer]:
         raise DataError(f"{folder} holds no exported model: there is no {CONFIG}")
     if not folder.exists():  # a replacement died between its two renames
         folder = _aside(folder, "old")
-    described = folder / (OWN if os.path.lexists(folder / OWN) else CONFIG)
-    config = _read_config(described)
+    described, config = _description(folder)
     model: Decoder | HubModel
     if config.get("format") == FORMAT:
         model = _load_decoder(described, config)
@@ -107,6 +106,28 @@ def load_export(folder: Path) -> tuple[Decoder | HubModel, Tokenizer]:
         sizes = f"{tokenizer.vocabulary} tokens, the model knows {model.vocabulary}"
         raise DataError(f"{folder} is not of one piece: its tokenizer has {sizes}; export it again")
     return model, tokenizer
+
+
+def load_start(where: str, *, weights: bool) -> Decoder | HubModel:
+    """Load the model that a run starts from, in fp32 and in train() mode.
+
+    A decoder that atoll has exported stays a decoder, with its z-loss and without transformers.
+
+    Args:
+        where: The folder of an exported decoder or of a Hugging Face model, or a name on the hub, "owner/name".
+        weights: False reads only the shape and initialises parameters from torch's global generator.
+
+    Raises:
+        ConfigError: if there is no such model, or it is not a causal language model.
+        DataError: if its weights are missing or damaged.
+    """
+    folder = Path(where).expanduser()
+    if (folder / CONFIG).is_file():
+        described, config = _description(folder)
+        if config.get("format") == FORMAT:
+            model = _load_decoder(described, config) if weights else Decoder(_shape(described, config))
+            return model.float().train()
+    return hub.load(where, weights=weights)
 
 
 def exists(folder: Path) -> bool:
@@ -218,6 +239,12 @@ def _shape(path: Path, config: Mapping[str, Any]) -> ModelConfig:
         return ModelConfig(**settings)
     except ConfigError as error:
         raise DataError(f"{path} is damaged: {error}") from error
+
+
+def _description(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the file that describes the model in a folder, atoll's if there is one, and its content."""
+    path = folder / (OWN if os.path.lexists(folder / OWN) else CONFIG)
+    return path, _read_config(path)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
