@@ -10,9 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from atoll import DiLoCo, OuterLoop, local
 from atoll.core.codec import Codec
 from atoll.core.outer_step import weighted_mean
 from atoll.core.top64 import CHUNK, Top64
+from atoll.errors import NonFiniteError
 from atoll.kernels import codec as coding
 from atoll.kernels import top64
 
@@ -46,6 +48,51 @@ def drawn(numel: int, seed: int, kind: str) -> Tensor:
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+def encoded(vector: Tensor) -> tuple[Tensor, int]:
+    """The payload and its worst bits, with nothing written beside it."""
+    size, worst = TOP.payload_bytes(vector.numel()), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    memory = torch.full((20 + size + 16,), 77, dtype=torch.uint8, device=DEVICE)
+    top64.encode(vector, memory[20 : 20 + size], worst)
+    assert (memory[:20] == 77).all() and (memory[20 + size :] == 77).all()
+    return memory[20 : 20 + size], int(worst)
+
+
+@settings(max_examples=60)
+@given(numel=LENGTHS, seed=st.integers(0, 99), kind=KINDS)
+def test_a_vector_is_encoded_as_by_plain_torch(numel: int, seed: int, kind: str) -> None:
+    vector = drawn(numel, seed, kind)
+    payload, worst = encoded(vector)
+    assert torch.equal(payload, TOP.encode(vector))
+    assert worst == int(vector.abs().max().view(torch.int32)) and not coding.is_bad(TOP, worst)
+
+
+@pytest.mark.parametrize("ties", [1, 63, 64, 65, 4096])
+def test_of_equal_magnitudes_the_first_are_kept(ties: int) -> None:
+    vector = torch.linspace(0, 0.5, CHUNK, device=DEVICE)
+    vector[torch.randperm(CHUNK, generator=torch.Generator().manual_seed(ties))[:ties]] = -1.0
+    vector[7], vector[4000] = 2.0, -3.0
+    assert torch.equal(encoded(vector)[0], TOP.encode(vector))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2e38])
+def test_what_cannot_be_sent_is_noticed(bad: float) -> None:
+    for place in (0, CHUNK - 1, CHUNK + 3):
+        vector = drawn(CHUNK + 70, 5, "bell")
+        vector[place] = bad
+        payload, worst = encoded(vector)
+        assert coding.is_bad(TOP, worst)
+        there = TOP.largest(payload, vector.numel())
+        assert there.start <= place < there.stop
+
+
+def test_an_error_names_the_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.kernels.usable", lambda device: True)
+    outer = OuterLoop(torch.nn.Linear(100, 50).to(DEVICE), DiLoCo(period=1, codec=TOP), local(1)[0])
+    outer.model.get_parameter("bias").data[3] = math.nan
+    with pytest.raises(NonFiniteError, match="parameter 'bias': a value is nan"):
+        outer.step()
 
 
 @settings(max_examples=30)

@@ -48,6 +48,10 @@ class Fused:
         square = self.inner_products(payload[None]).view(1).view(torch.int64)
         return payload, torch.cat([worst, square, sums_of_pieces(words_of(anchor), PIECE)])
 
+    def encode_vector(self, vector: Tensor) -> Tensor | None:
+        """Return the payload of a vector; None where only live parameters are encoded, or a value cannot be sent."""
+        return None
+
     def stacked(self, payloads: Sequence[Tensor]) -> Tensor:
         """Copy payloads from any device into [members, bytes] where the kernels decode them fastest."""
         stack = coding.room(self._codec, self._window.numel, len(payloads), self._window.device)
@@ -77,6 +81,13 @@ class Fused:
 
 class FusedTop64(Fused):
     """Runs the kernels for a fragment in top64, whose deltas are written down: they carry what earlier rounds lost."""
+
+    def encode_vector(self, vector: Tensor) -> Tensor | None:
+        """Return the payload of a vector, once the device has encoded it; None if a value cannot be sent."""
+        payload = coding.room(self._codec, vector.numel(), 1, vector.device)[0]
+        worst = torch.zeros(1, dtype=torch.int32, device=vector.device)
+        top64.encode(vector, payload, worst)
+        return None if coding.is_bad(self._codec, int(worst)) else payload
 
     def mean(self, payloads: Tensor, weights: Sequence[float], piece: slice) -> Tensor:
         """Return values [piece] of the weighted mean of the vectors behind payloads [members, bytes]."""

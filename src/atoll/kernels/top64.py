@@ -17,7 +17,7 @@ from atoll.kernels.launch import launch
 
 CHUNK, KEPT, HEAD = (tl.constexpr(value) for value in (top64.CHUNK, top64.KEPT, top64.HEAD))
 FINEST, LOWEST = (tl.constexpr(value) for value in (top64.FINEST, top64.LOWEST))
-_DECODE_WARPS = 4
+_ENCODE_WARPS, _DECODE_WARPS = 8, 4
 _CHUNKS = 8
 """Whose products one program sums up, so that there are not many sums to keep."""
 
@@ -25,6 +25,119 @@ _CHUNKS = 8
 def _sections(payload: Tensor, numel: int) -> list[Tensor]:
     """Return the heads, the low and high bits of places, and the codes of a payload."""
     return top64.Top64().sections(payload, numel, slice(0, numel))
+
+
+# ---------------------------------------------------------------------- encode
+
+
+@triton.jit
+def _threshold(magnitude, peak, kept):
+    """Return the bits of the magnitude from which on at least `kept` are in a chunk [CHUNK], and as few as can be."""
+    # Every one of KEPT groups has a value of at least the smallest of their peaks, so there are KEPT of them.
+    low = tl.min(tl.max(tl.reshape(magnitude, [KEPT, CHUNK // KEPT]), 1), 0)
+    high = peak + 1
+    many = tl.sum((magnitude >= low).to(tl.int32), 0)
+    while (many > kept) & (high - low > 1):
+        middle = low + (high - low) // 2
+        found = tl.sum((magnitude >= middle).to(tl.int32), 0)
+        enough = found >= kept
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+        many = tl.where(enough, found, many)
+    return low
+
+
+@triton.jit
+def _mean_level(whole, group):
+    """Return the mean of the magnitudes of a group in 256ths, rounded, 0 to 255; 0 if it is empty."""
+    many = tl.sum(group.to(tl.int32), 0)
+    mean = (tl.sum(tl.where(group, whole, 0), 0) + 128 * many) // (256 * tl.maximum(many, 1))
+    return tl.minimum(mean, 255)
+
+
+@triton.jit
+def _encode(vector, heads, low, high, codes, entries, worst, numel):
+    """Encode one chunk: find what is kept, write it down in `entries` by place, and pack that."""
+    chunk = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, CHUNK)
+    if chunk * CHUNK + CHUNK <= numel:  # a mask would part wide loads
+        value = tl.load(vector + chunk * CHUNK + place)
+    else:
+        value = tl.load(vector + chunk * CHUNK + place, chunk * CHUNK + place < numel, 0.0)
+    magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    peak = tl.max(magnitude, 0)
+    tl.atomic_max(worst, peak)
+    size = tl.minimum(numel - chunk * CHUNK, CHUNK).to(tl.int32)
+    kept = (size + (CHUNK // KEPT - 1)) // (CHUNK // KEPT)
+
+    # Of those at the threshold the first are kept, as many as are missing; zeros are not.
+    threshold = _threshold(magnitude, peak, kept)
+    larger, equal = magnitude > threshold, (magnitude == threshold) & (magnitude > 0)
+    missing = kept - tl.sum(larger.to(tl.int32), 0)
+    before = tl.cumsum(larger.to(tl.int32) + (equal.to(tl.int32) << 16), 0)  # two counts in one pass
+    counts = larger | (equal & ((before >> 16) <= missing))
+    number = (before & 0xFFFF) + tl.minimum(before >> 16, missing) - 1
+
+    exponent = tl.maximum(peak >> 23, LOWEST)
+    scale = ((127 + 127 - exponent + FINEST) << 23).to(tl.float32, bitcast=True)
+    whole = (tl.abs(value) * scale).to(tl.int32)
+    many = tl.sum(counts.to(tl.int32), 0)
+    is_above = whole * many >= tl.sum(tl.where(counts, whole, 0), 0)
+    above, below = counts & is_above, counts & (is_above == 0)
+    higher = _mean_level(whole, above)
+    lower = tl.where(tl.sum(below.to(tl.int32), 0) > 0, _mean_level(whole, below), higher)
+    heads += chunk * HEAD
+    tl.store(heads, exponent.to(tl.uint8))
+    tl.store(heads + 1, lower.to(tl.uint8))
+    tl.store(heads + 2, higher.to(tl.uint8))
+
+    entry = (
+        (place << 2)
+        | ((value.to(tl.int32, bitcast=True) >> 30) & 2)
+        | (2 * whole >= 256 * (lower + higher)).to(tl.int32)
+    )
+    largest = tl.min(tl.where(magnitude == peak, entry, 4 * CHUNK), 0)
+    # Where fewer count than there is room for, the largest is written once more for each that is missing.
+    number += tl.where(entry > largest, kept - many, 0)
+    entries += chunk * KEPT
+    tl.store(entries + tl.arange(0, KEPT), tl.full([KEPT], 0, tl.int16) + largest.to(tl.int16))
+    tl.debug_barrier()
+    tl.store(entries + number, entry.to(tl.int16), counts)
+    tl.debug_barrier()
+    _pack(entries, low + chunk * KEPT, high + chunk * (KEPT // 2), codes + chunk * (KEPT // 4), kept)
+
+
+@triton.jit
+def _pack(entries, low, high, codes, kept):
+    """Write the places and codes of a chunk's entries, one, two and four to a byte."""
+    one = tl.arange(0, KEPT)
+    tl.store(low + one, (tl.load(entries + one) >> 2).to(tl.uint8), one < kept)
+    pair = tl.arange(0, KEPT // 2)
+    both = tl.zeros([KEPT // 2], tl.int32)
+    for number in tl.static_range(2):
+        at = 2 * pair + number
+        both |= (tl.load(entries + at, at < kept, 0).to(tl.int32) >> 10) << (4 * number)
+    tl.store(high + pair, both.to(tl.uint8), 2 * pair < kept)
+    four = tl.arange(0, KEPT // 4)
+    all_four = tl.zeros([KEPT // 4], tl.int32)
+    for number in tl.static_range(4):
+        at = 4 * four + number
+        all_four |= (tl.load(entries + at, at < kept, 0).to(tl.int32) & 3) << (2 * number)
+    tl.store(codes + four, all_four.to(tl.uint8), 4 * four < kept)
+
+
+def encode(vector: Tensor, payload: Tensor, worst: Tensor) -> None:
+    """Write the payload of a vector, fp32 [numel].
+
+    `worst`, int32 [1], becomes at least the bits of the largest magnitude; from TOO_LARGE on, the payload is not to be
+    sent.
+    """
+    chunks = -(-vector.numel() // top64.CHUNK)
+    entries = torch.empty(chunks * top64.KEPT, dtype=torch.int16, device=vector.device)
+    launch(
+        _encode, chunks, vector, *_sections(payload, vector.numel()), entries, worst, vector.numel(),
+        num_warps=_ENCODE_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------- decode
@@ -97,7 +210,8 @@ def decode_mean(payloads: Tensor, weights: Sequence[float], numel: int, piece: s
     launch(
         _decode_mean, -(-(piece.stop - piece.start) // top64.CHUNK),
         *_sections(payloads[0], numel), shares.to(payloads.device, non_blocking=True), mean, numel,
-        piece.start, piece.stop, payloads.stride(0), MEMBERS=len(payloads), num_warps=_DECODE_WARPS, enable_fp_fusion=False,
+        piece.start, piece.stop, payloads.stride(0),
+        MEMBERS=len(payloads), num_warps=_DECODE_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
