@@ -282,11 +282,16 @@ LOOPS = [
     (DiLoCo(period=2, codec="int8"), 2),
     (Eager(period=2), 2),
     (Delayed(period=2, codec="fp32"), 2),
+    (DiLoCo(period=2, codec=Codec("top64", feedback=0.9), outer=SGD(1.0)), 2),
+    (Streaming(period=2, fragments=Balanced(count=2), delay=1, codec=Codec("top64", feedback=0.9)), 4),
 ]
+LOOP_NAMES = ["streaming", "diloco", "eager", "delayed", "top64", "top64 in two shots"]
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="test_cuda.py has the same on a GPU")
-@pytest.mark.parametrize(("sync", "workers"), LOOPS, ids=["streaming", "diloco", "eager", "delayed"])
+@pytest.mark.parametrize(
+    ("sync", "workers"), LOOPS, ids=["streaming", "diloco", "eager", "delayed", "top64", "top64 in two shots"]
+)
 def test_a_loop_by_kernels_is_the_plain_one(sync: Sync, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, told = walked(sync, workers)
     monkeypatch.setattr("atoll.kernels.usable", lambda device: True)

@@ -22,10 +22,14 @@ KEEP_ONE_IN = 64
 """Of so many values one is kept."""
 assert PIECE % CHUNK == 0, "a piece holds whole chunks"
 
-_KEPT = CHUNK // KEEP_ONE_IN
-_HEAD = 3  # bytes of a chunk: exponent, lower and higher level
-_FINEST = 15  # bits below the largest magnitude's leading one with which magnitudes are counted
-_LOWEST = 1 + _FINEST  # biased exponent: smaller magnitudes are counted as if the largest had it
+KEPT = CHUNK // KEEP_ONE_IN
+"""Values kept of a whole chunk."""
+HEAD = 3
+"""Bytes of a chunk: exponent, lower and higher level."""
+FINEST = 15
+"""Bits below the largest magnitude's leading one with which magnitudes are counted."""
+LOWEST = 1 + FINEST
+"""Biased exponent: smaller magnitudes are counted as if the largest had it."""
 _NOWHERE = 1 << 20  # sorts after every place
 
 
@@ -36,7 +40,7 @@ class Top64:
     def payload_bytes(self, numel: int) -> int:
         """Return the bytes of a payload of `numel` values."""
         kept = -(-numel // KEEP_ONE_IN)
-        return _HEAD * -(-numel // CHUNK) + kept + -(-kept // 2) + -(-kept // 4)
+        return HEAD * -(-numel // CHUNK) + kept + -(-kept // 2) + -(-kept // 4)
 
     def encode(self, vector: Tensor, generator: torch.Generator | None) -> Tensor:
         """Return the payload of a vector, uint8; rounding is never random."""
@@ -50,11 +54,11 @@ class Top64:
     def sections(self, payload: Tensor, numel: int, cut: slice) -> list[Tensor]:
         """Return what belongs to the values of a cut: heads, low and high bits of places, codes."""
         chunks, kept = -(-numel // CHUNK), -(-numel // KEEP_ONE_IN)
-        lengths = [_HEAD * chunks, kept, -(-kept // 2), -(-kept // 4)]
+        lengths = [HEAD * chunks, kept, -(-kept // 2), -(-kept // 4)]
         heads, low, high, codes = payload.split(lengths)
         first, last = cut.start // KEEP_ONE_IN, -(-cut.stop // KEEP_ONE_IN)
         return [
-            heads[_HEAD * (cut.start // CHUNK) : _HEAD * -(-cut.stop // CHUNK)],
+            heads[HEAD * (cut.start // CHUNK) : HEAD * -(-cut.stop // CHUNK)],
             low[first:last],
             high[first // 2 : -(-last // 2)],
             codes[first // 4 : -(-last // 4)],
@@ -62,19 +66,19 @@ class Top64:
 
     def largest(self, payload: Tensor, numel: int) -> slice:
         """Return the chunk with the largest exponent."""
-        first = CHUNK * int(payload[: _HEAD * -(-numel // CHUNK) : _HEAD].argmax())
+        first = CHUNK * int(payload[: HEAD * -(-numel // CHUNK) : HEAD].argmax())
         return slice(first, min(first + CHUNK, numel))
 
     def decode(self, payload: Tensor, numel: int, piece: slice) -> Tensor:
         """Return the values of a piece, fp32; it begins on a chunk boundary."""
         heads, low, high, codes = self.sections(payload, numel, piece)
         size, kept = piece.stop - piece.start, low.numel()
-        chunk = torch.arange(kept, device=payload.device) // _KEPT
+        chunk = torch.arange(kept, device=payload.device) // KEPT
         place = low.long() + (_unpacked(high, 2)[:kept].long() << 8)
         code = _unpacked(codes, 4)[:kept]
-        head = heads.view(-1, _HEAD).int()[chunk]
+        head = heads.view(-1, HEAD).int()[chunk]
         level = torch.where((code & 1).bool(), head[:, 2], head[:, 1])
-        value = level * power_of_two(head[:, 0].clamp(min=_LOWEST) + (8 - _FINEST))
+        value = level * power_of_two(head[:, 0].clamp(min=LOWEST) + (8 - FINEST))
         value = torch.where((code & 2).bool(), -value, value)
         vector = torch.zeros(-(-size // CHUNK) * CHUNK, dtype=torch.float32, device=payload.device)
         # A chunk with fewer values than places repeats one of them; repeated writes are of the same value.
@@ -91,14 +95,14 @@ def _encoded(source: Tensor) -> list[Tensor]:
     if int(magnitude.max()) >= TOO_LARGE:
         refuse(source, "exceeds top64, which ends at 1.7e38")
     behind = torch.arange(CHUNK - 1, -1, -1, device=source.device)  # of equal magnitudes the first is kept
-    best = ((magnitude << 12) | behind).topk(_KEPT, dim=1).values
+    best = ((magnitude << 12) | behind).topk(KEPT, dim=1).values
     place, bits = CHUNK - 1 - (best & (CHUNK - 1)), best >> 12
     last = -(-(size - CHUNK * (len(rows) - 1)) // KEEP_ONE_IN)
     within = torch.ones_like(place, dtype=torch.bool)
     within[-1, last:] = False
     counts = within & (bits > 0)
-    exponent = (bits[:, :1] >> 23).clamp_(min=_LOWEST)
-    scale = power_of_two((127 + 127 + _FINEST - exponent).int())
+    exponent = (bits[:, :1] >> 23).clamp_(min=LOWEST)
+    scale = power_of_two((127 + 127 + FINEST - exponent).int())
     whole = (bits.int().view(torch.float32) * scale).long() * counts  # 0 to 2 ** 16 - 1
     levels, high = _levels(whole, counts)
     negative = rows.gather(1, place).signbit()

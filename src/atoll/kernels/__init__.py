@@ -45,6 +45,8 @@ def fused(window: "Window", codec: "Codec") -> "Fused | None":
     if not usable(window.device) or window.dtype != torch.float32:
         return None
     from atoll.kernels.codec import has_twin  # needs Triton, like all that follows
-    from atoll.kernels.fragment import Fused
+    from atoll.kernels.fragment import Fused, FusedTop64
 
+    if codec.format == "top64":
+        return FusedTop64(window, codec)
     return Fused(window, codec) if has_twin(codec) else None

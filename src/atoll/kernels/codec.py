@@ -42,8 +42,8 @@ def room(codec: Codec, numel: int, members: int, device: torch.device) -> Tensor
 
 
 def _units(codec: Codec, numel: int) -> int:
-    """Return the number of bytes before the codes."""
-    return 0 if codec.format in _PLAIN else -(-numel // BLOCK)
+    """Return the number of bytes before the codes of a block format."""
+    return 0 if nearest_limit(codec.format) is None else -(-numel // BLOCK)
 
 
 def codes_of(codec: Codec, payloads: Tensor, numel: int) -> tuple[Tensor, str]:

@@ -13,6 +13,7 @@ from atoll.core.flat import PIECE, Window, joined_sums, local_part, words_of
 from atoll.core.outer_step import OuterOptimizer, Slots
 from atoll.kernels import codec as coding
 from atoll.kernels import outer as stepping
+from atoll.kernels import top64
 from atoll.kernels.fingerprint import sums_of_pieces
 from atoll.kernels.live import Live, live
 from atoll.kernels.products import inner_products
@@ -47,6 +48,10 @@ class Fused:
         square = self.inner_products(payload[None]).view(1).view(torch.int64)
         return payload, torch.cat([worst, square, sums_of_pieces(words_of(anchor), PIECE)])
 
+    def encode_vector(self, vector: Tensor) -> Tensor | None:
+        """Return the payload of a vector; None where only live parameters are encoded, or a value cannot be sent."""
+        return None
+
     def stacked(self, payloads: Sequence[Tensor]) -> Tensor:
         """Copy payloads from any device into [members, bytes] where the kernels decode them fastest."""
         stack = coding.room(self._codec, self._window.numel, len(payloads), self._window.device)
@@ -72,6 +77,27 @@ class Fused:
         stepping.outer_merge(outer, anchor, slots[0] if slots else None, mean, piece, local, alpha)
         if local is not None:
             torch.autograd.graph.increment_version(local.tensors)  # as any write by torch would have
+
+
+class FusedTop64(Fused):
+    """Runs the kernels for a fragment in top64, whose deltas are written down: they carry what earlier rounds lost."""
+
+    def encode_vector(self, vector: Tensor) -> Tensor | None:
+        """Return the payload of a vector, once the device has encoded it; None if a value cannot be sent."""
+        payload = coding.room(self._codec, vector.numel(), 1, vector.device)[0]
+        worst = torch.zeros(1, dtype=torch.int32, device=vector.device)
+        top64.encode(vector, payload, worst)
+        return None if coding.is_bad(self._codec, int(worst)) else payload
+
+    def mean(self, payloads: Tensor, weights: Sequence[float], piece: slice) -> Tensor:
+        """Return values [piece] of the weighted mean of the vectors behind payloads [members, bytes]."""
+        mean = torch.empty(piece.stop - piece.start, dtype=torch.float32, device=payloads.device)
+        top64.decode_mean(payloads, weights, self._window.numel, piece, mean)
+        return mean
+
+    def inner_products(self, payloads: Tensor) -> Tensor:
+        """Return the inner products of the vectors behind payloads [members, bytes], fp64 [members, members]."""
+        return top64.inner_products(payloads, self._window.numel)
 
 
 def _read(codec: Codec, found: Sequence[int]) -> tuple[int, float] | None:

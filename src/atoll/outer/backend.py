@@ -133,6 +133,15 @@ class KernelBackend(Backend):  # pragma: no cover (needs Triton: tests/unit/test
         payload, found = self._kernels.encode(start(), live, anchor)
         return Encoding(replace(made, payload=payload), DeviceValues(found), self._kernels.read, floor)
 
+    def encode(self, vector: Tensor, seed: int) -> Tensor:
+        """Return the payload of a vector [numel], uint8; NonFiniteError names the parameter that cannot be sent."""
+        payload = self._kernels.encode_vector(vector)
+        return super().encode(vector, seed) if payload is None else payload  # also to say why it cannot be sent
+
+    def decode(self, payload: Tensor) -> Tensor:
+        """Return the vector [numel] behind a payload."""
+        return self.decode_piece(payload, slice(0, self.window.numel))
+
     def decode_piece(self, payload: Tensor, piece: slice) -> Tensor:
         """Return one of the `pieces` of the vector behind a payload."""
         return self._kernels.mean(payload.to(self.window.device)[None], [1.0], piece)
