@@ -27,43 +27,42 @@ choice of held-out text, over neighbourhoods of 16 sequences; other seeds differ
 import argparse
 import hashlib
 import json
-import math
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from matplotlib.figure import Figure
 
-from atoll._util.units import bytes_text
 from atoll.errors import ConfigError
-from atoll.runs.events import End, Eval, Start, Step, read
 from atoll.runs.layout import BEST, CHECKPOINTS, MODEL
 from atoll.settings import config as run_file
 from atoll.train.data.batches import held_out
 from atoll.train.model.export import load_export
 from atoll.train.run import prepare
+from papers_table import (
+    FIRST_TEXT,
+    LOG_EVERY,
+    METHODS,
+    REFERENCE,
+    RESULTS,
+    Result,
+    costs_of_4_bits,
+    load,
+    picture,
+    table,
+)
 
-RESULTS = Path(__file__).parent / "results"
-FIRST_TEXT = "papers_35m"
-"""Results on Python source, each token read five times."""
 WORKERS = 2
-LOG_EVERY = 50
 TOKENS = 512_000_000
 """Of both workers together, at least."""
-STREAMING = {"method": "streaming", "delay": 1, "alpha": 0.5}
-FARTHEST = 6.0
-"""Percent from data-parallel that the picture of gaps has room for; Delayed is beyond."""
 INTERRUPTED = 130
 """The exit code of a run that was stopped and saved."""
 KEYS = {
@@ -81,19 +80,6 @@ KEYS = {
     "seed": "seed",
 }
 """What a row may set, beside its method."""
-REFERENCE = "data-parallel"
-METHODS: dict[str, dict[str, Any]] = {
-    "data-parallel": {"method": "data-parallel"},
-    "streaming-30": {**STREAMING, "period": 30},
-    "diloco-30": {"method": "diloco", "period": 30},
-    "eager-30": {"method": "eager", "period": 30},
-    "streaming-eager-30": {"method": "eager", "period": 30, "fragments": "blocks:3"},
-    "streaming-100": {**STREAMING, "period": 100},
-    "streaming-30-fp32": {**STREAMING, "period": 30, "codec": "fp32"},
-    "delayed-30": {"method": "delayed", "period": 30},
-}
-PAPER = {"diloco-30": 0.9, "streaming-30": 0.6, "streaming-100": 1.4, "streaming-eager-30": 3.1}
-"""Gaps to data-parallel in percent at 35 million parameters: 3.54, 3.53, 3.56 and 3.62 against 3.51."""
 
 
 class Row(NamedTuple):
@@ -302,129 +288,6 @@ def sequence_losses(export: Path, run: run_file.RunConfig) -> npt.NDArray[np.flo
             found = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
             losses.append(found.mean(1).cpu())
     return torch.cat(losses).numpy()
-
-
-class Result(NamedTuple):
-    """One finished run."""
-
-    start: Start
-    steps: list[Step]
-    evals: list[Eval]
-    end: End
-    losses: npt.NDArray[np.float32] | None
-    """Of every held-out sequence, if they were kept."""
-    text: str | None
-    """The digest of its text, if that was kept."""
-
-    @classmethod
-    def read(cls, path: Path) -> "Result":
-        """From its metrics."""
-        events = list(read(path))
-        losses, known = path.with_suffix(".npy"), path.with_suffix(".json")
-        return cls(
-            start=next(event for event in events if isinstance(event, Start)),
-            steps=[event for event in events if isinstance(event, Step)],
-            evals=[event for event in events if isinstance(event, Eval)],
-            end=next(event for event in events if isinstance(event, End)),
-            losses=np.load(losses) if losses.exists() else None,
-            text=json.loads(known.read_text())["text"] if known.exists() else None,
-        )
-
-    @property
-    def training_loss(self) -> float:
-        """Of the workers' own parameters, over the last 500 steps."""
-        return mean(loss for step in self.steps[-500 // LOG_EVERY :] for loss in step.loss if loss is not None)
-
-    def comparable(self, reference: "Result") -> bool:
-        """Tell whether it had the same text as another run, and as much of it."""
-        if self.text is None or reference.text is None:
-            same = self.start.weights == reference.start.weights
-        else:
-            same = self.text == reference.text
-        return same and self.end.tokens == reference.end.tokens
-
-    def gap(self, reference: "Result") -> str:
-        """To another run, in percent of its loss."""
-        gap = f"{100 * (self.end.loss / reference.end.loss - 1):+.2f} %"
-        if self.losses is None or reference.losses is None or self.losses.shape != reference.losses.shape:
-            return gap
-        apart = (self.losses - reference.losses) / reference.losses.mean()
-        near = np.array([part.mean() for part in np.array_split(apart, max(2, len(apart) // 16))])
-        return f"{gap} ± {100 * np.std(near, ddof=1) / math.sqrt(len(near)):.2f}"
-
-
-def table(results: Mapping[str, Result]) -> list[str]:
-    """The lines of the table, in Markdown."""
-    lines = [
-        "| method | held-out loss | gap | papers | training loss | payload bytes a worker | tokens |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, result in results.items():
-        reference = reference_of(name, results)
-        end, gap = result.end, "" if reference is result else result.gap(reference)
-        paper = f"{PAPER[name]:+.1f} %" if name in PAPER else ""
-        sent, tokens = bytes_text(mean(end.bytes_sent)), f"{end.tokens / 1e6:.0f} M"
-        cells = [name, f"{end.loss:.4f}", gap, paper, f"{result.training_loss:.3f}", sent, tokens]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def reference_of(name: str, results: Mapping[str, Result]) -> Result:
-    """Return data-parallel of the same seed; of seed 0 if that was not trained."""
-    seed = re.search(r"-seed\d+", name)
-    return results.get(f"{REFERENCE}{seed[0] if seed else ''}", results[REFERENCE])
-
-
-def costs_of_4_bits(results: Mapping[str, Result]) -> list[str]:
-    """What Streaming at period 30 loses by e3m0 beside fp32: at the end, and over the last three quarters."""
-    found = []
-    for name, coarse in results.items():
-        exact = results.get(name.replace("streaming-30", "streaming-30-fp32"))
-        if exact is None or exact is coarse:
-            continue
-        pairs = zip(coarse.evals, exact.evals, strict=True)
-        late = [100 * (one.loss / other.loss - 1) for one, other in pairs if one.tokens >= coarse.end.tokens / 4]
-        found.append(
-            f"{name}: 4 bits cost {coarse.gap(exact)}; in the {len(late)} evaluations of the last three quarters "
-            f"{min(late):+.2f} to {max(late):+.2f} %, {mean(late):+.2f} % on average"
-        )
-    return found
-
-
-def picture(results: Mapping[str, Result]) -> Figure:
-    """Held-out loss over tokens, but for the first fifth, and how far each is from data-parallel's."""
-    figure = Figure(figsize=(12.5, 4.2), layout="constrained")
-    losses, gaps = figure.subplots(1, 2)
-    for name, result in results.items():
-        known = {event.tokens: event.loss for event in reference_of(name, results).evals}
-        late = [event for event in result.evals if event.tokens >= result.end.tokens / 5]
-        tokens = [event.tokens / 1e6 for event in late]
-        losses.plot(tokens, [event.loss for event in late], label=name)
-        gaps.plot(tokens, [100 * (event.loss / known[event.tokens] - 1) for event in late], label=name)
-    losses.set_ylabel("held-out loss, nats per token")
-    gaps.set_ylabel("gap to data-parallel, %")
-    gaps.set_ylim(-3, FARTHEST)
-    for axes in (losses, gaps):
-        axes.set_xlabel("tokens of both workers, millions")
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(*losses.get_legend_handles_labels(), loc="outside right upper", frameon=False)
-    return figure
-
-
-def load(folder: Path) -> dict[str, Result]:
-    """All finished runs on the same text and as many tokens, in the order of METHODS, variants last."""
-    found = {path.stem: Result.read(path) for path in sorted(folder.glob("*.jsonl"))}
-    if REFERENCE not in found:
-        sys.exit(f"{folder} has no {REFERENCE}.jsonl, which all are compared with: train it first")
-    names = [*(name for name in METHODS if name in found), *(name for name in found if name not in METHODS)]
-    reference, kept = found[REFERENCE], {}
-    for name in names:
-        one = found[name]
-        if one.comparable(reference):
-            kept[name] = one
-        else:
-            print(f"{name} is left out: it had another text than {REFERENCE}, or another length", file=sys.stderr)
-    return kept
 
 
 def main() -> None:
