@@ -1,12 +1,17 @@
-"""Table 4 of the Streaming DiLoCo paper beside the planner's own figures.
+"""Table 4 of the Streaming DiLoCo paper and table 5 of Eager Updates beside the planner's own figures.
 
     python benchmarks/paper_table.py [--json]
 
-The table says which bandwidth, of 50 between 0.1 and 1000 Gbit/s, keeps a worker busy for 50 to 99 % of its time, for
-five methods and three models. It comes from a simulator that was not released. `plan.simulate` reproduces it layer by
-layer, with two workers, payloads of 16 and 4 bits, fragments of three layers, a period of 100 and a delay of 1 where
-anything is hidden. One constant is fitted, for all cells alike: STRETCH in `plan.paper_grid`. From 1.18 to 1.2, 65
-cells or more are exact.
+Both say which bandwidth, of 50 between 0.1 and 1000 Gbit/s, keeps a worker busy for 50 to 99 % of its time, for three
+models. They come from a simulator that was not released. `plan.simulate` reproduces table 4 layer by layer, with two
+workers, payloads of 16 and 4 bits, fragments of three layers, a period of 100 and a delay of 1 where anything is
+hidden. One constant is fitted, for all cells alike: STRETCH in `plan.paper_grid`. From 1.18 to 1.2, 65 cells or more
+are exact.
+
+Table 5 adds three rows, and `plan.simulate` does not reproduce them. The rows that hide a round behind a whole period
+lie below what the line must carry, bits / (period x step time). `two_periods` comes close: a run that ends after two
+periods, in which nobody waits for what was sent in the second, and which sends a fragment after every step where the
+period is 30.
 """
 
 import argparse
@@ -22,8 +27,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from atoll.plan.method import METHODS, Model
-from atoll.plan.paper_grid import GRID_BITS_PER_S, LEVELS, bandwidth_on_grid
+from atoll.core.codec import Codec
+from atoll.plan.cost import Array
+from atoll.plan.method import FRAGMENT_LAYERS, METHODS, Method, Model
+from atoll.plan.paper_grid import GRID_BITS_PER_S, LEVELS, STRETCH, bandwidth_on_grid
 
 WIDTH = 100
 
@@ -33,14 +40,28 @@ MODELS = {
     "100B": Model(parameters=10**11, layers=108, step_s=4.9),
 }
 
-ROWS = {
+TABLE_4 = {
     "data-parallel": "Data-parallel",
     "diloco": "DiLoCo",
     "streaming-blocking": "Streaming",
     "streaming-bf16": "+ overlap",
     "streaming": "+ overlap FP4",
 }
-"""Our names, and the paper's."""
+"""Our names of methods with a period of 100, and the paper's."""
+
+
+def _streaming(period: int, delay: int) -> Method:
+    kind = "inner" if delay == 1 else "outer"
+    codec = Codec("e3m0")
+    return Method(name=f"{kind}-{period}", period=period, each=FRAGMENT_LAYERS, delay=delay, codec=codec)
+
+
+TABLE_5 = {
+    "1 inner step, H 30": _streaming(30, 1),
+    "1 outer step, H 30": _streaming(30, 30),
+    "1 outer step, H 100": _streaming(100, 100),
+}
+"""What table 5 adds to table 4, all in 4 bits: the overlap and the period, and our method."""
 
 PRINTED: dict[str, dict[str, tuple[float, ...]]] = {
     "1B": {
@@ -49,6 +70,9 @@ PRINTED: dict[str, dict[str, tuple[float, ...]]] = {
         "streaming-blocking": (1.4, 5.2, 9.1, 16.0, 28.1),
         "streaming-bf16": (1.4, 4.3, 6.2, 9.1, 11.0),
         "streaming": (0.4, 0.9, 1.7, 2.0, 3.0),
+        "inner-30": (2.4, 3.6, 4.3, 4.3, 4.3),
+        "outer-30": (1.1, 2.0, 2.0, 2.0, 2.4),
+        "outer-100": (0.1, 0.2, 0.2, 0.2, 0.2),
     },
     "10B": {
         "data-parallel": (104.8, 222.3, 222.3, 268.3, 471.5),
@@ -56,6 +80,9 @@ PRINTED: dict[str, dict[str, tuple[float, ...]]] = {
         "streaming-blocking": (1.7, 5.2, 9.1, 13.3, 19.3),
         "streaming-bf16": (1.7, 3.6, 5.2, 6.2, 7.5),
         "streaming": (0.4, 0.9, 1.4, 1.4, 1.7),
+        "inner-30": (1.4, 2.4, 2.4, 3.0, 3.0),
+        "outer-30": (0.7, 1.1, 1.4, 1.4, 1.4),
+        "outer-100": (0.1, 0.2, 0.2, 0.3, 0.3),
     },
     "100B": {
         "data-parallel": (184.2, 323.8, 390.7, 390.7, 471.5),
@@ -63,14 +90,19 @@ PRINTED: dict[str, dict[str, tuple[float, ...]]] = {
         "streaming-blocking": (2.4, 6.2, 9.1, 11.0, 19.3),
         "streaming-bf16": (1.7, 3.6, 4.3, 5.2, 5.2),
         "streaming": (0.5, 0.9, 1.1, 1.1, 1.4),
+        "inner-30": (0.9, 1.7, 2.0, 2.0, 2.0),
+        "outer-30": (0.5, 0.8, 0.9, 0.9, 0.9),
+        "outer-100": (0.2, 0.3, 0.3, 0.3, 0.4),
     },
 }
 """Gbit/s by model, method and level, as printed."""
 
 
 class Comparison(NamedTuple):
-    """One cell of the table, and ours."""
+    """One cell of a table, and ours."""
 
+    table: int
+    """4 of Streaming DiLoCo, 5 of Eager Updates."""
     model: str
     method: str
     """Our name of it."""
@@ -85,17 +117,63 @@ class Comparison(NamedTuple):
     """None where no grid point reaches the level."""
     steps_apart: int | None
     """Grid points from the paper's to ours."""
+    two_periods_apart: int | None
+    """The same in a run of two periods; table 5 alone."""
 
 
 def compare() -> Iterator[Comparison]:
-    """Yield all 75 cells, in the order of the table."""
+    """Yield the 75 cells of table 4, then the 45 that table 5 adds, in the order of the tables."""
+    for name in MODELS:
+        for ours, row in TABLE_4.items():
+            yield from _cells(4, name, row, METHODS[ours], None)
     for name, model in MODELS.items():
-        for method, row in ROWS.items():
-            found = bandwidth_on_grid(model, METHODS[method])
-            for level, printed in zip(LEVELS, PRINTED[name][method], strict=True):
-                theirs, ours = _grid_point(1e9 * printed), found[level]
-                apart = None if ours is None else _grid_point(ours) - theirs
-                yield Comparison(name, method, row, level, printed, float(GRID_BITS_PER_S[theirs]), ours, apart)
+        for row, method in TABLE_5.items():
+            yield from _cells(5, name, row, method, _first_enough(two_periods(model, method)))
+
+
+def _cells(table: int, name: str, row: str, method: Method, short: list[int] | None) -> Iterator[Comparison]:
+    found = bandwidth_on_grid(MODELS[name], method)
+    for number, (level, printed) in enumerate(zip(LEVELS, PRINTED[name][method.name], strict=True)):
+        theirs, ours = _grid_point(1e9 * printed), found[level]
+        yield Comparison(
+            table=table,
+            model=name,
+            method=method.name,
+            row=row,
+            level=level,
+            printed_gbit_per_s=printed,
+            paper=float(GRID_BITS_PER_S[theirs]),
+            ours=ours,
+            steps_apart=None if ours is None else _grid_point(ours) - theirs,
+            two_periods_apart=None if short is None else short[number] - theirs,
+        )
+
+
+def two_periods(model: Model, method: Method) -> Array:
+    """Return the utilisation of a run of two periods at every rate of the grid, sending after the step.
+
+    With a period of 30, a fragment leaves after every step; with 100, the fragments are spread over the period.
+    """
+    fragments = len(method.layers(model))
+    gap = 1.0 if method.period == 30 else method.period / fragments
+    carried_s = 8 * max(method.payload_bytes(model)) / GRID_BITS_PER_S
+    steps, step_s = 2 * method.period, STRETCH * model.step_s
+    clock, free = np.zeros_like(carried_s), np.zeros_like(carried_s)
+    complete: dict[int, Array] = {}  # by the step after which the worker waits for it
+    sends = [int(gap * number) for number in range(1, int(steps / gap) + 1)]
+    for step in range(1, steps + 1):
+        clock = clock + step_s
+        if step in sends:
+            free = np.maximum(free, clock) + carried_s
+            complete[step + method.delay] = free
+        if step in complete:
+            clock = np.maximum(clock, complete[step])
+    utilisation: Array = steps * step_s / clock
+    return utilisation
+
+
+def _first_enough(reached: Array) -> list[int]:
+    return [int(np.flatnonzero(reached >= level - 1e-12)[0]) for level in LEVELS]
 
 
 def _grid_point(bits_per_s: float) -> int:
@@ -103,7 +181,19 @@ def _grid_point(bits_per_s: float) -> int:
 
 
 def show(cells: list[Comparison]) -> None:
-    """Print the table, and how many cells are the same."""
+    """Print the tables, and how many cells are the same."""
+    console = Console(width=WIDTH)
+    for number, paper in ((4, "table 4 of Streaming DiLoCo"), (5, "what table 5 of Eager Updates adds")):
+        found = [cell for cell in cells if cell.table == number]
+        title = f"Gbit/s for a compute utilisation, {paper}: the paper's / ours where they differ"
+        console.print(Text(title, style="bold"))
+        console.print(_table(found))
+        for line in summary(found):
+            console.print(line)
+        console.print()
+
+
+def _table(cells: list[Comparison]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
     for head in ("model", "method"):
         table.add_column(head)
@@ -115,10 +205,7 @@ def show(cells: list[Comparison]) -> None:
             table.add_section()
         table.add_row("" if model == last else model, row, *map(_both, group))
         last = model
-    console = Console(width=WIDTH)
-    console.print(Text("Gbit/s for a compute utilisation: the paper's / ours where they differ", style="bold"))
-    console.print(table)
-    console.print(summary(cells))
+    return table
 
 
 def _both(cell: Comparison) -> Text:
@@ -127,12 +214,27 @@ def _both(cell: Comparison) -> Text:
     return Text(theirs) if cell.steps_apart == 0 else Text(f"{theirs} / {ours}", style="yellow")
 
 
-def summary(cells: list[Comparison]) -> str:
-    """Say in a line how many cells are the same."""
-    exact = sum(cell.steps_apart == 0 for cell in cells)
-    most = max((abs(cell.steps_apart) if cell.steps_apart is not None else math.inf) for cell in cells)
+def summary(cells: list[Comparison]) -> list[str]:
+    """Say in a line how many cells are the same; for table 5 also in a run of two periods."""
+    lines = [_agreement([cell.steps_apart for cell in cells])]
+    if cells[0].table == 5:
+        short = [cell.two_periods_apart for cell in cells]
+        below = sum(cell.printed_gbit_per_s < _line_gbit_per_s(cell) for cell in cells if "outer" in cell.method)
+        lines[0] += f"; {below} of 30 cells of one outer step lie below level x bits / (period x step time)"
+        lines.append(f"in a run of two periods, a fragment after every step where H is 30: {_agreement(short)}")
+    return lines
+
+
+def _line_gbit_per_s(cell: Comparison) -> float:
+    """Return the rate at which a line carries every payload, at a step time that is stretched by waiting."""
+    model, method = MODELS[cell.model], next(m for m in TABLE_5.values() if m.name == cell.method)
+    return cell.level * 4 * model.parameters / (method.period * STRETCH * model.step_s) / 1e9
+
+
+def _agreement(apart: list[int | None]) -> str:
+    most = max(math.inf if steps is None else abs(steps) for steps in apart)
     within = "all within one" if most <= 1 else f"the furthest {most:g} apart"
-    return f"{exact} of {len(cells)} on the exact grid point, {within}"
+    return f"{apart.count(0)} of {len(apart)} on the exact grid point, {within}"
 
 
 def main() -> None:

@@ -259,6 +259,24 @@ def test_the_table_of_results_is_that_of_the_raw_metrics(monkeypatch: pytest.Mon
     assert f"payloads of {sent[0]} a worker instead of {sent[1]}" in readme
 
 
+def test_figures_of_outer_defaults_are_those_of_the_raw_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    papers = importlib.import_module("papers")
+    ended = {name: row.end.loss for name, row in papers.load(papers.RESULTS / "books-c6b298e9").items()}
+    page = (DOCS / "decisions" / "0035-outer-defaults.md").read_text(encoding="utf-8")
+    for label, method in (
+        ("Streaming, period 30", "streaming-30"),
+        ("Streaming, period 100", "streaming-100"),
+        ("Eager, period 30", "eager-30"),
+    ):
+        cells = []
+        for pair in ("", "-lr0.7-m0.6", "-lr0.8-m0.5"):
+            seeds = {seed: f"{method}{pair}{seed}" for seed in ("", "-seed1") if f"{method}{pair}{seed}" in ended}
+            gaps = [100 * (ended[row] / ended[f"data-parallel{seed}"] - 1) for seed, row in seeds.items()]
+            cells.append(", seed 1: ".join(f"{gap:+.2f} %" for gap in gaps))
+        assert f"| {label} | {' | '.join(cells)} |".replace("|  |", "| |") in page
+
+
 def test_figures_of_the_gpu_are_those_of_the_raw_numbers() -> None:
     page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
     raw = (ROOT / "benchmarks" / "results").glob("*.json")

@@ -4,6 +4,7 @@ from mutants.seed import Mutant
 
 TESTS = ["tests/unit/test_outliers.py"]
 _MEANS = ("tests/unit/test_means.py",)
+_MUON = ("tests/unit/test_muon.py",)
 
 MUTANTS = [
     Mutant(
@@ -35,6 +36,12 @@ MUTANTS = [
            "self._roll_back_less([fragment for fragment, holds in outliers.items() if holds])", "pass"),
     Mutant("a runaway trains on from where it is", "outer/roll_back.py", "self._roll_back_less(runaways, sending)", "pass"),
     Mutant("moments outlive a roll-back", "outer/roll_back.py", "        self._optimizers.reset()\n", ""),
+    Mutant("one of two optimizers forgets", "outer/roll_back.py", "for optimizer in self._found:",
+           "for optimizer in list(self._found)[:1]:", tests=_MUON),
+    Mutant("one of two optimizers is noticed", "outer/roll_back.py", "if optimizer in self._found or optimizer in self._others:",
+           "if self._found or optimizer in self._others:", tests=_MUON),
+    Mutant("an optimizer of some parameters is nobody's", "outer/roll_back.py", "trains = any(id(p) in ours for group",
+           "trains = len(ours) == sum(id(p) in ours for group", tests=_MUON),
     Mutant("every optimizer is reset", "outer/roll_back.py", "(self._found if trains else self._others)", "self._found",
            ("outer/roll_back.py", "for parameter in () if model is None else model.parameters():",
             "for parameter in list(optimizer.state):")),

@@ -194,7 +194,8 @@ def test_eager_with_a_lossy_wire(problem: Problem, period: int, lossy: tuple[str
     name, feedback = lossy
     assume(name != "lloyd2" or problem.workers <= 3)  # a mean's rounding error would decide the sign of a zero
     codec = Codec(name, feedback=feedback)
-    loops = problem.loops(Eager(period=period, fragments=by_part(len(problem.sizes)), codec=codec))
+    outer = Nesterov(0.4, 0.9)
+    loops = problem.loops(Eager(period=period, fragments=by_part(len(problem.sizes)), codec=codec, outer=outer))
     train(loops, problem.steps, problem.inner)
     expected = reference.eager_with_faults(
         **problem.oracle_arguments(codecs.Wire(name)),

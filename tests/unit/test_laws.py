@@ -177,7 +177,7 @@ def _losses(seed: int, period: int) -> list[bool]:
 def test_what_enters_the_eager_correction_is_the_decoded_delta(name: str, workers: int) -> None:
     """Against the paper's own form with a 4-bit wire; un-decoded own deltas would drift from it."""
     problem = Problem(sizes=(10,), workers=workers, steps=40)
-    loops = run(Eager(period=4, codec=name), problem)
+    loops = run(Eager(period=4, codec=name, outer=Nesterov(0.4, 0.9)), problem)
     arguments = problem.oracle_arguments(codecs.Wire(name), without="there trains lost")
     for loop, expected in zip(loops, reference.eager(**arguments, period=4, lr=0.4, momentum=0.9), strict=True):
         for mine, theirs in zip(snapshot(loop), expected, strict=True):
@@ -208,7 +208,7 @@ def test_losses_absences_and_rounding_together_as_in_the_oracle(eager: bool, fee
     )
     outer = {"period": 4, "lr": 0.4, "momentum": 0.9, "slices": problem.slices, "feedback": feedback}
     if eager:
-        loops = run(Eager(period=4, fragments=by_part(2), codec=codec), problem)
+        loops = run(Eager(period=4, fragments=by_part(2), codec=codec, outer=Nesterov(0.4, 0.9)), problem)
         expected = reference.eager_with_faults(**arguments, **outer)
     else:
         loops = run(Streaming(period=4, fragments=by_part(2), delay=delays, codec=codec), problem)

@@ -13,7 +13,7 @@ from atoll.core.codec import Codec
 from atoll.plan import cost
 from atoll.plan.forecast import bandwidth_needed, utilisation
 from atoll.plan.method import METHODS, Method, Model
-from atoll.plan.paper_grid import GRID_BITS_PER_S, bandwidth_on_grid
+from atoll.plan.paper_grid import GRID_BITS_PER_S, STRETCH, bandwidth_on_grid
 
 LLAMA = Model(parameters=405 * 10**9, layers=126, step_s=26.9)
 DEEPSEEK = Model(parameters=671 * 10**9, layers=61, step_s=20.1)
@@ -25,12 +25,12 @@ def cells() -> list[paper.Comparison]:
 
 
 def test_all_cells_are_there() -> None:
-    assert len(cells()) == 75
-    assert len({(c.model, c.method, c.level) for c in cells()}) == 75
+    assert [sum(c.table == table for c in cells()) for table in (4, 5)] == [75, 45]
+    assert len({(c.model, c.method, c.level) for c in cells()}) == 120
 
 
-def test_every_cell_is_within_one_grid_step_and_most_are_exact() -> None:
-    apart = [c.steps_apart for c in cells()]
+def test_every_cell_of_table_4_is_within_one_grid_step_and_most_are_exact() -> None:
+    apart = [c.steps_apart for c in cells() if c.table == 4]
     assert all(steps is not None and abs(steps) <= 1 for steps in apart)
     assert apart.count(0) >= 65
 
@@ -128,6 +128,27 @@ def test_eager_cannot_do_with_less_than_the_line_must_carry() -> None:
         assert utilisation(model, eager, 2, just_too_little, layered=True)[0] == pytest.approx(0.97)
 
 
+def test_table_5_is_near_a_run_of_two_periods_and_not_a_run_under_way() -> None:
+    added = [c for c in cells() if c.table == 5]
+    apart = {h: [c.two_periods_apart for c in added if c.method.endswith(h)] for h in ("-30", "-100")}
+    assert all(steps is not None and abs(steps) <= 1 for steps in apart["-30"]) and apart["-30"].count(0) == 27
+    assert all(steps is not None and abs(steps) <= 2 for steps in apart["-100"])
+    for c in added:
+        if c.method == "outer-100":
+            assert c.ours is not None and c.ours > c.paper
+
+
+@pytest.mark.parametrize("name", paper.MODELS)
+def test_half_of_the_rate_is_enough_for_two_periods_with_a_round_hidden_behind_one(name: str) -> None:
+    """A line at half of what a period needs has the first period's payloads carried when the second ends."""
+    model, method = paper.MODELS[name], paper.TABLE_5["1 outer step, H 100"]
+    line = 8 * sum(method.payload_bytes(model)) / (100 * STRETCH * model.step_s)
+    busy = np.interp([line / 2, line], GRID_BITS_PER_S, paper.two_periods(model, method))
+    assert busy[0] > 0.9 and busy[1] == pytest.approx(1)
+    under_way = utilisation(model, method, 2, np.array([STRETCH * line / 2]), layered=True)
+    assert under_way[0] == pytest.approx(0.5, rel=0.01)
+
+
 def test_a_table_of_another_step_time_is_another_table() -> None:
     model = replace(paper.MODELS["1B"], step_s=1.0)
     found = bandwidth_on_grid(model, METHODS["streaming"])
@@ -142,3 +163,6 @@ def test_the_page_shows_the_table_as_printed(capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     assert "68 of 75 on the exact grid point, all within one" in printed
     assert printed.split() == shown.split()
+    told = Path(__file__).parents[2].joinpath("docs", "papers.md").read_text()
+    for count, of in re.findall(r"(\d+) of (45|30)\b", " ".join(printed.split())):
+        assert f"{count} of the {of}" in told

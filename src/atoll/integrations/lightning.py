@@ -73,7 +73,8 @@ class AtollCallback(Callback):
         """Make the outer loop around the model as it was made or restored, and meet the other workers."""
         if len(trainer.optimizers) > 1:
             problem = f"one optimizer is allowed, got {len(trainer.optimizers)}: each of them counts as a step"
-            raise ConfigError(f"{problem}; give one optimizer groups of parameters", setting="optimizers")
+            advice = "give one optimizer groups of parameters, or step them as one: docs/trainers.md#muon"
+            raise ConfigError(f"{problem}; {advice}", setting="optimizers")
         saved, self._saved = self._saved, None
         self._driver.start(pl_module, saved)
         if saved is not None:

@@ -154,7 +154,7 @@ class TrainSection(Section):
     accumulate: Count = 1
     """Parts a batch is computed in, to save memory; must divide batch."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """Inner optimizer; muon takes the blocks' matrices, adamw the rest."""
+    """Inner optimizer; muon takes the blocks' matrices, adamw the rest; with muon try sync.outer_momentum = 0.6."""
     lr: Positive | None = Field(default=None, examples=[0.003])
     """Highest inner learning rate; left out: chosen by optimizer and model size."""
     warmup: Steps | None = Field(default=None, examples=[100])
