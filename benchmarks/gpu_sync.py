@@ -144,7 +144,7 @@ def kernels(values: int) -> list[dict[str, Any]]:
 
 
 def report_top64(start: Tensor, anchor: Tensor, mean: Tensor, rate: Rate, report: Report) -> None:
-    """Report the kernels of top64, and plain torch in the same bytes."""
+    """Report the kernels of top64, and plain torch by the bytes that they must move."""
     from atoll.kernels.codec import room
     from atoll.kernels.top64 import decode_mean, encode, inner_products
 
