@@ -37,13 +37,17 @@ from torch import Tensor
 import atoll
 from atoll.cli.launch import free_ports
 from atoll.core.codec import Codec
-from atoll.core.flat import PIECE, words_of
-from atoll.core.outer_step import Nesterov
+from atoll.core.flat import PIECE, pieces, words_of
+from atoll.core.outer_step import Nesterov, weighted_mean
 from atoll.link.net.fixed_link import NetLink
 from atoll.outer.stats import Applied
 from atoll.settings.model_presets import preset
 from atoll.train.model.decoder import Decoder
 
+Rate = Callable[[Callable[[], object], int], float]
+"""(what to do, bytes that it must move) -> bytes a second."""
+Report = Callable[[str, float], None]
+"""(kernel, bytes a second)"""
 RESULTS = Path(__file__).parent / "results" / "gpu_sync.json"
 SEQUENCE, PERIOD = 1024, 30
 BATCHES = {"35M": 32, "300M": 16, "1B": 8}
@@ -63,7 +67,8 @@ class Case(NamedTuple):
 
 
 CASES = [Case("shared", True, False), Case("one", False, False), Case("offload", False, True)]
-FORMATS = ("e3m0", "e2m1", "int4", "int8", "bf16")
+FORMATS = ("e3m0", "e2m1", "int4", "int8", "lloyd2", "bf16")
+TOP64 = Codec("top64", feedback=0.95)
 
 
 # ---------------------------------------------------------------------- kernels
@@ -92,7 +97,7 @@ def kernels(values: int) -> list[dict[str, Any]]:
 
     def report(kernel: str, found: float) -> None:
         rows.append({"kernel": kernel, "share": found / copy_rate, "bytes_per_s": found})
-        print(f"{kernel:44} {found / 1e12:5.2f} TB/s  {found / copy_rate:6.1%}", flush=True)
+        print(f"{kernel:56} {found / 1e12:5.2f} TB/s  {found / copy_rate:6.1%}", flush=True)
 
     for dtype in (torch.float32, torch.bfloat16):
         table = live(parameters(values, dtype))
@@ -124,6 +129,7 @@ def kernels(values: int) -> list[dict[str, Any]]:
     payloads.copy_(torch.stack([Codec("e3m0").encode(start), Codec("e3m0").encode(anchor)]))
     found = rate(lambda: inner_products(Codec("e3m0"), payloads, values), payloads.numel())
     report("inner products of 2 members, e3m0", found)
+    report_top64(start, anchor, mean, rate, report)
     found = rate(lambda: sums_of_pieces(words_of(anchor), PIECE), 4 * values)
     report("fingerprint of an anchor", found)
     logits = torch.randn(HEAD, device="cuda", dtype=torch.bfloat16)
@@ -135,6 +141,30 @@ def kernels(values: int) -> list[dict[str, Any]]:
     )
     report("cross-entropy and its gradient, bf16 logits", found)
     return rows
+
+
+def report_top64(start: Tensor, anchor: Tensor, mean: Tensor, rate: Rate, report: Report) -> None:
+    """Report the kernels of top64, and plain torch by the bytes that they must move."""
+    from atoll.kernels.codec import room
+    from atoll.kernels.top64 import decode_mean, encode, inner_products
+
+    values, whole, weights = start.numel(), slice(0, start.numel()), [1.0, 2.0]
+    payloads, worst = room(TOP64, values, 2, start.device), torch.zeros(1, dtype=torch.int32, device="cuda")
+    payloads.copy_(torch.stack([TOP64.encode(vector) for vector in (start, anchor)]))
+    written, sent = 4 * values, payloads[0].numel()
+    report("encode top64, a vector", rate(lambda: encode(start, payloads[0], worst), written + sent))
+    report("encode top64, a vector, plain torch", rate(lambda: TOP64.encode(start), written + sent))
+    found = rate(lambda: decode_mean(payloads, weights, values, whole, mean), written + 2 * sent)
+    report("decode top64 of 2 members into their mean", found)
+    found = rate(lambda: plain_mean(TOP64, payloads, weights, mean), written + 2 * sent)
+    report("decode top64 of 2 members into their mean, plain torch", found)
+    report("inner products of 2 members, top64", rate(lambda: inner_products(payloads, values), 2 * sent))
+
+
+def plain_mean(codec: Codec, payloads: Tensor, weights: Sequence[float], mean: Tensor) -> None:
+    """Decode payloads into their mean as workers without kernels do."""
+    for piece in pieces(mean.numel(), mean.device):
+        mean[piece] = weighted_mean([codec.decode_piece(one, mean.numel(), piece) for one in payloads], weights)
 
 
 def parameters(values: int, dtype: torch.dtype) -> list[Tensor]:

@@ -16,7 +16,7 @@ from triton.compiler import compile as compiled
 from atoll.core.block_formats import BLOCK
 from atoll.core.codec import nearest_limit
 from atoll.core.flat import PIECE
-from atoll.kernels import codec, cross_entropy, fingerprint, outer, products
+from atoll.kernels import codec, cross_entropy, fingerprint, outer, products, top64
 
 TYPES = {"fp32": tl.float32, "bf16": tl.bfloat16}
 ENCODE = {"start": "*fp32", "table": "*i64", "units": "*u8", "codes": "*u8", "worst": "*i32", "numel": "i32"}
@@ -26,6 +26,7 @@ OUTER = {"anchor": "*fp32", "velocity": "*fp32", "mean": "*fp32", "table": "*i64
 OUTER |= dict.fromkeys(["lr", "momentum", "keep", "take"], "fp32")
 LOGITS = {"logits": "*bf16", "targets": "*i64", "losses": "*fp32", "log_totals": "*fp32", "stride": "i32"}
 LOGITS |= {"scale": "fp32", "z_loss": "fp32"}
+SECTIONS = dict.fromkeys(["heads", "low", "high", "codes"], "*u8")
 HOPPER = 90
 
 
@@ -65,12 +66,24 @@ def all_kernels() -> dict[str, dict[str, int]]:
         types |= dict.fromkeys(["numel", "shares", "units_stride", "codes_stride"], "i32")
         constants |= {"TILE": products._TILE, "TILES": products._TILES}
         found[f"products {form}"] = accesses(products._products, types, **constants)
+    found |= sparse_kernels()
     constants = {"VOCABULARY": 32000, "GRADIENTS": True, "TILE": cross_entropy._LARGEST}
     warps = cross_entropy._LARGEST // cross_entropy._EACH // 32
     types = {"words": "*i64", "sums": "*i64", "numel": "i32"}
     found["fingerprint"] = accesses(fingerprint._sums, types, PIECE=PIECE, TILE=fingerprint._TILE)
     found["cross-entropy"] = accesses(cross_entropy._cross_entropy, LOGITS, **constants, num_warps=warps)
     return found
+
+
+def sparse_kernels() -> dict[str, dict[str, int]]:
+    """Those of top64."""
+    types = {"vector": "*fp32", **SECTIONS, "entries": "*i16", "worst": "*i32", "numel": "i32"}
+    found = {"top64 encode": accesses(top64._encode, types, num_warps=top64._ENCODE_WARPS)}
+    types = {**SECTIONS, "shares": "*fp32", "mean": "*fp32"}
+    types |= dict.fromkeys(["numel", "begin", "end", "stride"], "i32")
+    found["top64 decode"] = accesses(top64._decode_mean, types, MEMBERS=2, num_warps=top64._DECODE_WARPS)
+    types = {**SECTIONS, "parts": "*fp64", **dict.fromkeys(["numel", "shares", "stride"], "i32")}
+    return found | {"top64 products": accesses(top64._products, types, MEMBERS=2, CHUNKS=top64._CHUNKS)}
 
 
 if __name__ == "__main__":

@@ -55,6 +55,8 @@ AGREE = 5e-4
 BLOCKS = ["int8", "int4", "e3m0", "e2m1"]
 CODECS = [Codec(name) for name in ("fp64", "fp32", "bf16", "fp16", *BLOCKS)]
 CODECS += [Codec(name, stochastic=True) for name in BLOCKS]
+TOP64 = Codec("top64", feedback=0.95)
+CODECS += [Codec("lloyd4"), Codec("lloyd2"), TOP64]
 
 
 def noise(numel: int, seed: int = 0) -> torch.Tensor:
@@ -91,6 +93,10 @@ SYNCS = [
     DiLoCo(period=3, codec="bf16", outer=SGD()),
     Eager(period=4),
     Delayed(period=4, codec="int8"),
+    DiLoCo(period=4, codec="lloyd2"),
+    DiLoCo(period=4, codec=TOP64, outer=SGD(1.0)),
+    Streaming(period=4, fragments=Balanced(count=2), delay=1, codec=TOP64),
+    Eager(period=4, codec=TOP64),
 ]
 
 
@@ -130,9 +136,10 @@ def test_kernels_and_plain_torch_give_the_same_bits(monkeypatch: pytest.MonkeyPa
         assert torch.equal(train("cuda", sync, stop=13), expected)
 
 
-def test_a_worker_on_a_gpu_and_one_without_train_together() -> None:
+@pytest.mark.parametrize("codec", [Codec("e3m0"), Codec("lloyd2"), TOP64], ids=str)
+def test_a_worker_on_a_gpu_and_one_without_train_together(codec: Codec) -> None:
     start = model("cpu", torch.float32)
-    sync = Streaming(period=4, fragments=Balanced(count=2), delay=1)
+    sync = Streaming(period=4, fragments=Balanced(count=2), delay=1, codec=codec)
     links = local(2)
     loops = [
         OuterLoop(copy.deepcopy(start).to(device), sync, link)
@@ -267,6 +274,15 @@ def test_steps_are_launched_while_the_device_is_busy() -> None:
         outer.step()
         assert outer.is_due(outer.steps) and not trained.query()
     assert outer.counters.rounds_sent == outer.counters.rounds_applied == len(seen) == 3
+
+
+def test_a_nan_in_top64_is_told_at_once() -> None:
+    sync = DiLoCo(period=2, codec=TOP64, outer=SGD(1.0))
+    outer = OuterLoop(model("cuda", torch.float32), sync, local(1)[0])
+    outer.step()
+    outer.model.get_parameter("2.weight").data[3, 5] = float("nan")
+    with pytest.raises(NonFiniteError, match=r"parameter '2.weight': a value is nan"):
+        outer.step()
 
 
 def test_a_nan_is_told_with_its_parameter() -> None:

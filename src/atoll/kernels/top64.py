@@ -32,7 +32,10 @@ def _sections(payload: Tensor, numel: int) -> list[Tensor]:
 
 @triton.jit
 def _threshold(magnitude, peak, kept):
-    """Return the bits of the magnitude from which on at least `kept` are in a chunk [CHUNK], and as few as can be."""
+    """Return a magnitude, as bits, that at least `kept` values of a chunk [CHUNK] reach.
+
+    No more than `kept` reach it, unless values that are equal to it are among them.
+    """
     # Every one of KEPT groups has a value of at least the smallest of their peaks, so there are KEPT of them.
     low = tl.min(tl.max(tl.reshape(magnitude, [KEPT, CHUNK // KEPT]), 1), 0)
     high = peak + 1
@@ -91,11 +94,8 @@ def _encode(vector, heads, low, high, codes, entries, worst, numel):
     tl.store(heads + 1, lower.to(tl.uint8))
     tl.store(heads + 2, higher.to(tl.uint8))
 
-    entry = (
-        (place << 2)
-        | ((value.to(tl.int32, bitcast=True) >> 30) & 2)
-        | (2 * whole >= 256 * (lower + higher)).to(tl.int32)
-    )
+    sign = (value.to(tl.int32, bitcast=True) >> 30) & 2
+    entry = (place << 2) | sign | (2 * whole >= 256 * (lower + higher)).to(tl.int32)
     largest = tl.min(tl.where(magnitude == peak, entry, 4 * CHUNK), 0)
     # Where fewer count than there is room for, the largest is written once more for each that is missing.
     number += tl.where(entry > largest, kept - many, 0)
