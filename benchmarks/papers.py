@@ -316,7 +316,7 @@ def main() -> None:
     print("", *costs_of_4_bits(results), sep="\n")
     if missing := [name for name in METHODS if name not in results]:
         print(f"\nnot trained yet: {', '.join(missing)}")
-    image = folder.with_suffix(".png")
+    image = folder.with_name(f"{folder.name}.png")
     if folder == RESULTS / FIRST_TEXT:
         image = Path(__file__).parent.parent / "docs" / "images" / image.name
     picture(results).savefig(image, dpi=130)

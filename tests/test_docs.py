@@ -229,7 +229,7 @@ def test_the_table_of_results_is_that_of_the_raw_metrics(monkeypatch: pytest.Mon
         (ROOT / "docs" / "results.md").read_text(encoding="utf-8"),
     )
     assert "\n".join(papers.table(results)) in page
-    for books in ("books-c6b298e9", "books-3bf087d0-51.2M"):
+    for books in ("books-c6b298e9", "books-c6b298e9-51.2M", "books-3bf087d0-51.2M"):
         assert "\n".join(papers.table(papers.load(papers.RESULTS / books))) in page
     fresh = papers.load(papers.RESULTS / "books-c6b298e9")
     names = ["streaming-30", "streaming-30-lr0.7-m0.6"]
@@ -251,6 +251,16 @@ def test_the_table_of_results_is_that_of_the_raw_metrics(monkeypatch: pytest.Mon
         in words
     )
     assert abs(base_again / base.end.loss - 1) < 0.0001 and "differs by less than 0.01 %" in words
+    muon, top64 = (
+        fresh[f"streaming-30-{changes}"]
+        for changes in ("optimizermuon-lr0.7-m0.6-inner0.006", "codectop64-feedback0.95-outersgd-lr1.0")
+    )
+    assert f"with Muon inside ends {100 * (1 - muon.end.loss / base.end.loss):.2f} % below data-parallel" in words
+    assert f"ends {100 * (top64.end.loss / base.end.loss - 1):.2f} % above data-parallel" in words
+    assert (
+        f"{100 * (top64.end.loss / rows[0].end.loss - 1):.2f} % above Streaming-30 in e3m0, at an 18th of its" in words
+    )
+    assert round(mean(rows[0].end.bytes_sent) / mean(top64.end.bytes_sent)) == 18
     for cost in papers.costs_of_4_bits(results):
         assert cost in " ".join(page.split())
     readme = plain("README.md")
