@@ -90,7 +90,7 @@ def sentences_of_diloco() -> list[str]:
         f"costs {one('drops', 'drop-50', 'drop-00')} with mixed text and "
         f"{one('drops', 'clusters-drop-50', 'clusters-drop-00')} with one kind each, "
         f"{nats[0]:.2f} and {nats[1]:.2f} nats a byte",
-        f"up to {one('one-worker', 'diloco-016', 'adamw', -1)} below AdamW with the same learning rate (period 16)",
+        f"up to {one('one-worker', 'diloco-016', 'adamw', -1)} below AdamW with the same learning rate (period 16,",
         f"ends {one('one-worker', 'adamw-lr-4e-3', 'diloco-016', -1)} below that",
     ]
 
@@ -139,6 +139,12 @@ def test_figures_of_the_studies_are_those_of_the_raw_file() -> None:
     version = ABOUT["torch"].partition("+")[0]
     made = f"({ABOUT['cores']} cores, CPU only, Python {ABOUT['python']}, torch {version})"
     ours = [made, f"{len(RESULTS)} runs", *sentences_of_diloco(), *sentences_of_the_others()]
+    ours += [
+        f"twice the learning rate ({above('one-worker', 'diloco-008', 'adamw-lr-4e-3')})",
+        f"at period 8 ({above('eager', 'eager-008', 'diloco-008')})",
+        f"two bits within 1 % ({above('sparse', 'lloyd2', 'fp32')})",
+        f"within 5 % ({above('sparse', 'top64', 'fp32-sgd')})",
+    ]
     theirs = ["costs 2.1 % of perplexity, 0.02 nats a token", "less than 0.2 % up to ten steps"]
     theirs += ["(the paper: 12.7 % at 500M)", "the paper has 0.4 % at 500M", "about 0.1, 0 and -0.1"]
     settings = ["a byte-level decoder of 0.12 million", "inner learning rate 0.002"]
