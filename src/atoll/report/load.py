@@ -34,7 +34,10 @@ def load(folder: Path) -> RunRecord:
     if not found:
         raise DataError(f"{homes[0] / METRICS} has no start event: nothing has happened in this run yet")
     for home, log in found.items():
-        _check(log.start, home)
+        try:
+            check_start(log.start, worker_of(home))
+        except DataError as error:
+            raise DataError(f"{home / METRICS}: {error}") from error
     try:
         whole = merge(list(found.values()))
     except DataError as error:
@@ -54,17 +57,21 @@ def load(folder: Path) -> RunRecord:
     return record
 
 
-def _check(start: Start, home: Path) -> None:
-    """Refuses numbers of workers that no run has, and a worker in the folder of another."""
+def check_start(start: Start, folder_worker: int | None = None) -> None:
+    """Refuses numbers of workers that no run has, and a worker in the folder of another.
+
+    Raises:
+        DataError: the event cannot be that of a run.
+    """
     problem = ""
-    if start.workers > _MOST_WORKERS:
-        problem = f"workers must be at most {_MOST_WORKERS}, got {start.workers}"
+    if not 1 <= start.workers <= _MOST_WORKERS:
+        problem = f"workers must be between 1 and {_MOST_WORKERS}, got {start.workers}"
     elif start.worker is not None and not 0 <= start.worker < start.workers:
         problem = f"worker must be between 0 and {start.workers - 1}, got {start.worker}"
-    elif start.worker is not None and worker_of(home) not in (None, start.worker):
-        problem = f"in {home.name} it should be worker {worker_of(home)}, got {start.worker}"
+    elif start.worker is not None and folder_worker not in (None, start.worker):
+        problem = f"in {worker_folder(folder_worker)} it should be worker {folder_worker}, got {start.worker}"
     if problem:
-        raise DataError(f"{home / METRICS}: the start event cannot be that of a run: {problem}")
+        raise DataError(f"the start event cannot be that of a run: {problem}")
 
 
 def load_all(folders: Sequence[Path]) -> list[RunRecord]:
