@@ -26,7 +26,7 @@ def load(folder: Path) -> RunRecord:
     if not folder.is_dir():
         what = "is a file, not" if folder.exists() else "does not exist, or is not"
         raise DataError(f"{folder} {what} the folder of a run: give the folder that holds {METRICS}")
-    homes = [folder] if (folder / METRICS).is_file() else _worker_folders(folder) or [folder]
+    homes = [folder] if (folder / METRICS).is_file() else worker_homes(folder) or [folder]
     for needed in (METRICS, RUN):
         if not (homes[0] / needed).is_file():
             raise DataError(f"{homes[0]} is not the folder of a run: it has no {needed}")
@@ -45,7 +45,7 @@ def load(folder: Path) -> RunRecord:
     record = RunRecord(
         name=plain_text(whole.start.name) or plain_text(folder.resolve().name),
         folder=folder,
-        config=_toml(homes[0] / RUN),
+        config=run_table(homes[0] / RUN),
         about=_json(homes[0] / ABOUT),
         processes=tuple(found.values()),
         **{field.name: getattr(whole, field.name) for field in fields(EventLog)},
@@ -93,16 +93,17 @@ def load_all(folders: Sequence[Path]) -> list[RunRecord]:
 
 def _runs_of(folder: Path) -> list[Path]:
     """Returns the folder itself, unless it is no run and holds some."""
-    if _is_run(folder) or not folder.is_dir():
+    if is_run(folder) or not folder.is_dir():
         return [folder]
-    return sorted(child for child in folder.iterdir() if _is_run(child)) or [folder]
+    return sorted(child for child in folder.iterdir() if is_run(child)) or [folder]
 
 
-def _is_run(folder: Path) -> bool:
-    return (folder / METRICS).is_file() or bool(_worker_folders(folder))
+def is_run(folder: Path) -> bool:
+    """Returns whether a folder is that of a run, or holds folders of its workers."""
+    return (folder / METRICS).is_file() or bool(worker_homes(folder))
 
 
-def _worker_folders(folder: Path) -> list[Path]:
+def worker_homes(folder: Path) -> list[Path]:
     """Returns the folders of a run's workers, in worker order."""
     numbered = {worker: file for file in folder.glob(f"*/{METRICS}") if (worker := worker_of(file.parent)) is not None}
     return [numbered[worker].parent for worker in sorted(numbered) if _trains_one(numbered[worker])]
@@ -134,7 +135,8 @@ def plain_text(text: str) -> str:
     return "".join(c if c.isprintable() else "\ufffd" for c in text).strip()
 
 
-def _toml(path: Path) -> dict[str, Any]:
+def run_table(path: Path) -> dict[str, Any]:
+    """Returns the table of a run.toml; DataError if it cannot be read."""
     try:
         return runfile.parse_toml(runfile.read(path), str(path))
     except ConfigError as error:

@@ -126,12 +126,13 @@ def speed_section(run: LiveRun) -> SpeedSection:
     seconds = [run.since(first, at) for at in times]
     shares = np.stack([_at(run, process, "utilisation", seconds) for process in logs])
     known = np.isfinite(shares)
-    means = np.where(known, shares, 0).sum(axis=0) / np.maximum(known.sum(axis=0), 1)
+    counts = known.sum(axis=0)
+    means = np.where(known, shares, 0).sum(axis=0) / np.maximum(counts, 1)
     return {
         "step": steps,
         "seconds": seconds,
         "tokens_per_s": [bucket.mean for bucket in curves["tokens_per_s"]],
-        "utilisation": np.where(known.any(axis=0), means, None).tolist(),
+        "utilisation": [mean if n else None for mean, n in zip(means.tolist(), counts.tolist(), strict=True)],
         "lr": [bucket.mean for bucket in curves["lr"]],
     }
 

@@ -101,7 +101,7 @@ class Thinned(Generic[T]):
 
 
 class TimeBuckets:
-    """Adds up spans of time, of one or several kinds, in at most `most` buckets of equal length since a beginning.
+    """Adds up spans of time, by kind, in at most `most` buckets of equal length.
 
     Args:
         most: The largest number of buckets, an even number.
