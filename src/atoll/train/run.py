@@ -15,7 +15,7 @@ from atoll._util.units import count_text
 from atoll.errors import AtollError, ConfigError
 from atoll.link.base import Link
 from atoll.link.seat import Seat
-from atoll.runs.events import Jsonl, Resumed, Saved, Sink, read
+from atoll.runs.events import Event, Jsonl, Resumed, Saved, Sink, read
 from atoll.runs.evidence import Began
 from atoll.runs.layout import ANCHORS, BEST, METRICS, MODEL, worker_folder
 from atoll.runs.sinks import Metrics, TensorBoard, Trackio, WandB
@@ -26,6 +26,7 @@ from atoll.train.data.token_files import TokenData
 from atoll.train.folder import RunFolder
 from atoll.train.model import hub
 from atoll.train.model.decoder import Decoder
+from atoll.train.progress.line_log import LineLog
 from atoll.train.progress.plan_check import plan_check
 from atoll.train.progress.view import preparing, view
 from atoll.train.ranks.connect import connect_links, find_seat
@@ -238,7 +239,9 @@ def _begin(process: _Process, trainer: Trainer, data: TokenData, restored: _Rest
     if process.ranks.is_leader:
         if trainer.reporter.members is not None:
             _open_evidence(trainer, folder, restored, process.cleanup)
-        log = _open_log(trainer, folder, others, restored.metrics if restored else None, process.cleanup)
+        log = _open_log(process, trainer, others, restored.metrics if restored else None)
+    elif not process.ranks.hold_whole_model:
+        trainer.reporter.sink = _with_lines(process, Metrics([]))
     if restored is None and folder.of_many:  # no worker trains on before all have a checkpoint to come back to
         folder.save(trainer, log.position() if log else 0, data)
         process.wait_for_all("begun")
@@ -257,13 +260,13 @@ def _other_sinks(config: RunConfig, folder: Path, step: int, seat: Seat | None) 
         yield Trackio(settings.trackio, name, table, resume=step > 0)
 
 
-def _open_log(trainer: Trainer, folder: RunFolder, others: Sink, length: int | None, cleanup: ExitStack) -> Jsonl:
+def _open_log(process: _Process, trainer: Trainer, others: Sink, length: int | None) -> Jsonl:
     """Send the trainer's events to the metrics file (of `length` bytes if resumed), the screen and other sinks."""
-    resumed = length is not None
+    folder, cleanup, resumed = process.folder, process.cleanup, length is not None
     log = cleanup.enter_context(closing(Jsonl(folder.path / METRICS, length)))
     past = read(folder.path / METRICS) if resumed else ()
     screen = cleanup.enter_context(closing(view(trainer.config.log.view, past=past)))
-    trainer.reporter.sink = Metrics([log, others, screen])
+    trainer.reporter.sink = _with_lines(process, Metrics([log, others, screen]), past)
     if trainer.ranks.hold_whole_model:  # else it is collective, and other ranks may have failed
         cleanup.callback(_write_last_rounds, trainer)
     if log.missing:
@@ -273,6 +276,13 @@ def _open_log(trainer: Trainer, folder: RunFolder, others: Sink, length: int | N
     if resumed:
         trainer.reporter.sink.write(Resumed(step=trainer.steps, seconds=trainer.seconds))
     return log
+
+
+def _with_lines(process: _Process, sink: Sink, past: Sequence[Event] = ()) -> Sink:
+    """Let a process with connections to other workers report what they carry."""
+    if process.seat is None:
+        return sink
+    return LineLog(sink, process.seat, process.ranks, process.control.lines, past)
 
 
 def _open_evidence(trainer: Trainer, folder: RunFolder, restored: _Restored | None, cleanup: ExitStack) -> None:
