@@ -4,8 +4,10 @@ from mutants.seed import Mutant
 
 LINES = "tests/unit/test_line_log.py"
 TESTS = [LINES]
+TEXT = ("tests/unit/test_text_sample.py",)
 PEERS, ELASTIC = "link/net/peers.py", "link/net/elastic_link.py"
 LINE_LOG = "train/progress/line_log.py"
+SAMPLE = "train/progress/text_sample.py"
 _SESSIONS = ("tests/unit/test_peers.py::test_bytes_are_counted_over_sessions",)
 
 MUTANTS = [
@@ -38,4 +40,16 @@ MUTANTS = [
            also=(LINE_LOG, "(lines)\n        self._sink.write(event)\n", "(lines)\n")),
     Mutant("ranks wait for each other at times of their own", LINE_LOG, "if self._ranks.hold_whole_model and not is_due:",
            "if not is_due:"),
+    # samples
+    Mutant("samples draw from torch's own random numbers", SAMPLE, ", generator=generator)[0]", ")[0]", tests=TEXT),
+    Mutant("no sample is asked for, and one is made", SAMPLE, "    if not tokens or", "    if", tests=TEXT),
+    Mutant("the time of a sample is lost", "train/progress/reporter.py",
+           '"""Write a text that was sampled since `began_s`."""\n        self.totals.seconds +=',
+           '"""Write a text that was sampled since `began_s`."""\n        _ =', tests=TEXT),
+    Mutant("a sample of the live parameters", SAMPLE, "with trainer.outer_model() as model, autocast(config):",
+           "model = trainer.models[0]\n    with autocast(config):", tests=TEXT),
+    Mutant("every length is compiled", "train/model/decoder.py", "-self.config.context :], self._body)",
+           "-self.config.context :], self._compiled or self._body)", tests=TEXT),
+    Mutant("numbers that are not finite end a run", "train/model/decoder.py", "scores.nan_to_num(nan=0.0).softmax(-1)",
+           "scores.softmax(-1)", tests=TEXT),
 ]  # fmt: skip

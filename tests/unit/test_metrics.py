@@ -36,6 +36,7 @@ from atoll.runs.events import (
     utilisation,
 )
 from atoll.runs.lines import Lines
+from atoll.runs.sample import Sample
 from atoll.runs.sinks import Metrics, TensorBoard, Trackio, WandB, scalars
 
 
@@ -105,6 +106,7 @@ ONE_OF_EACH: list[Event] = [
     Saved(step=12, seconds=6.0),
     Resumed(step=12, seconds=6.0),
     Lines(step=20, seconds=9.0, worker=1, sent_bytes=[7, 0], received_bytes=[9, 0], capacity=[1e6, None]),
+    Sample(step=20, seconds=9.5, prompt="<b>The", text=' reef"\u2028\udc80'.encode(errors="replace").decode()),
     END,
 ]
 
@@ -494,7 +496,7 @@ def test_other_events_as_curves() -> None:
     assert all(
         not scalars(event)[1]
         for event in ONE_OF_EACH
-        if isinstance(event, Start | Fault | Saved | Resumed | Lines | End)
+        if isinstance(event, Start | Fault | Saved | Resumed | Lines | Sample | End)
     )
 
 

@@ -24,6 +24,7 @@ from atoll.errors import DataError
 from atoll.runs.evidence import Evidence
 from atoll.runs.lines import Lines
 from atoll.runs.number import Number
+from atoll.runs.sample import Sample
 from atoll.runs.scored import Scored
 
 Outcome = Literal["finished", "interrupted"]
@@ -247,7 +248,7 @@ def utilisation(waited_s: float, seconds: float) -> float | None:
 
 
 _Progress = Start | Step | RoundApplied | Eval | Fault | Saved | Resumed | End
-Event = _Progress | Members | Lost | Joined | Lines | Scored | Evidence
+Event = _Progress | Members | Lost | Joined | Lines | Sample | Scored | Evidence
 
 
 class Sink(Protocol):

@@ -28,6 +28,7 @@ from atoll.train.model import hub
 from atoll.train.model.decoder import Decoder
 from atoll.train.progress.line_log import LineLog
 from atoll.train.progress.plan_check import plan_check
+from atoll.train.progress.text_sample import write_sample
 from atoll.train.progress.view import preparing, view
 from atoll.train.ranks.connect import connect_links, find_seat
 from atoll.train.ranks.control import ControlPlane, CoordinatedStop, Stopped
@@ -337,8 +338,8 @@ def _train(process: _Process, trainer: Trainer, data: TokenData, log: Jsonl | No
         while not trainer.done and not stop.due():
             trainer.step()
             evaluates = trainer.evaluates and trainer.steps % settings.eval_every == 0 and not trainer.done
-            if evaluates and trainer.evaluate():
-                folder.export(trainer, data, BEST)
+            if evaluates:
+                _evaluate(folder, trainer, data)
             if trainer.steps % settings.save_every == 0 or trainer.done:
                 save()
         if not trainer.done:
@@ -366,10 +367,17 @@ def _end_stopped(process: _Process, trainer: Trainer, stop: CoordinatedStop) -> 
 def _finish(folder: RunFolder, trainer: Trainer, data: TokenData) -> None:
     """Bring all workers to one model, evaluate it and export it."""
     trainer.finish()
-    if trainer.evaluates and trainer.evaluate():
-        folder.export(trainer, data, BEST)
+    if trainer.evaluates:
+        _evaluate(folder, trainer, data)
     trainer.check_finite()
     folder.export(trainer, data, MODEL)
+
+
+def _evaluate(folder: RunFolder, trainer: Trainer, data: TokenData) -> None:
+    """Measure the outer parameters, keep them if they are the best so far, and sample a text."""
+    if trainer.evaluate():
+        folder.export(trainer, data, BEST)
+    write_sample(trainer, data)
 
 
 @contextmanager
