@@ -166,6 +166,7 @@ def _build(process: _Process, config: RunConfig) -> tuple[TokenData, Trainer]:
         trainer.reporter.members = process.control.members
         if process.control.elastic is not None:
             process.control.elastic.hooks.on_excluded = trainer.reporter.write_excluded
+            process.control.elastic.hooks.log = process.folder.path / METRICS
     return data, trainer
 
 

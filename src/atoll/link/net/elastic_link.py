@@ -76,6 +76,8 @@ class ElasticHooks:
     """Called in the training thread when the others have gone on without this worker, before it joins again."""
     check_interrupts: Callable[[], None] | None = None
     """Called repeatedly while the link waits for others to come; may raise."""
+    log: Path | None = None
+    """File of lines that observers may follow, from join() on."""
     terms: Mapping[str, str] = field(default_factory=dict)
     """Further terms that all workers must have alike, from join() on."""
 
@@ -203,6 +205,8 @@ class ElasticLink(Link):
         )
         if self._member is not None:  # this process has joined before
             peers.traffic = self._member.peers.traffic
+        if self.hooks.log is not None:
+            peers.serve_log(self.hooks.log)
         member = handler.member = Member(protocol, membership, peers, greeting, self.workers, self._decided)
         self._member, self._opened_step = member, -1
         try:

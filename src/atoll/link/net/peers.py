@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -26,6 +27,7 @@ from atoll.link.net.handshake import Own, RefusedError, name
 from atoll.link.net.held_bytes import MOST_HELD
 from atoll.link.net.identity import Bearer, Identity, how_to_renew
 from atoll.link.net.listening import listen_on, server_options
+from atoll.link.net.log_feed import LogFeed
 from atoll.link.net.outbox import Sending
 from atoll.link.net.reception import Reception
 from atoll.link.net.registry import INSECURE, Insecure
@@ -179,6 +181,10 @@ class Peers:
     def answer_observers(self, status: Callable[[], bytes]) -> None:
         """Answer observers that ask how this process is doing with what this returns."""
         self._reception.status = status
+
+    def serve_log(self, path: Path) -> None:
+        """Let observers follow a file of lines that grows."""
+        self._reception.log = LogFeed(path, self.traffic.foreground)
 
     @property
     def wanted(self) -> tuple[Process, ...]:
