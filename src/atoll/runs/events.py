@@ -22,7 +22,9 @@ from pydantic import Discriminator, TypeAdapter, ValidationError
 from atoll._util.disk import lines_limited, open_plain, writing
 from atoll.errors import DataError
 from atoll.runs.evidence import Evidence
+from atoll.runs.lines import Lines
 from atoll.runs.number import Number
+from atoll.runs.sample import Sample
 from atoll.runs.scored import Scored
 
 Outcome = Literal["finished", "interrupted"]
@@ -247,7 +249,8 @@ def utilisation(waited_s: float, seconds: float) -> float | None:
     return min(1.0, max(0.0, 1 - waited_s / seconds)) if seconds > 0 and math.isfinite(waited_s) else None
 
 
-Event = Start | Step | RoundApplied | Eval | Fault | Members | Lost | Joined | Saved | Resumed | End | Scored | Evidence
+_Progress = Start | Step | RoundApplied | Eval | Fault | Saved | Resumed | End
+Event = _Progress | Members | Lost | Joined | Lines | Sample | Scored | Evidence
 
 
 class Sink(Protocol):
@@ -258,9 +261,6 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Write or send what is left; harmless when repeated."""
-
-
-# ---- JSONL
 
 
 class Jsonl:
