@@ -1,7 +1,7 @@
 // Draws curves with bands as SVG, names them in a legend, and shows their values under a pointer, a finger or the keyboard.
 
 import { element, plain, svg } from "./dom.js";
-import { roundTicks, timeTicks, decimals } from "./ticks.js";
+import { decimals, logTicks, roundTicks, timeTicks } from "./ticks.js";
 import { duration, known, moment, NONE, short } from "./units.js";
 
 const MOST_NAMED = 9;
@@ -15,8 +15,8 @@ export const ALONG = {
 
 /** Draws series {name, colour, x, mean, low, high, dots, notes}: arrays of one length, null where there is no value. */
 export class Chart {
-  constructor({ label, height = 220, value = short, range = null, legend = true }) {
-    Object.assign(this, { label, height, value, range });
+  constructor({ label, height = 220, value = short, range = null, legend = true, logarithmic = false }) {
+    Object.assign(this, { label, height, value, range, logarithmic });
     this.series = [];
     this.along = ALONG.step;
     this.hidden = new Set();
@@ -75,20 +75,23 @@ export class Chart {
       }
     }
     if (!xs.length || low > high) return null;
+    const bend = this.logarithmic && low > 0 ? Math.log : (value) => value;
     const slack = (high - low || Math.abs(high) || 1) * 0.06;
-    if (this.range) [low, high] = [this.range[0] ?? low - slack, this.range[1] ?? high + slack];
-    else [low, high] = [low - slack, high + slack];
-    const y = roundTicks(low, high, Math.max(2, Math.floor(this.height / 48)));
+    const least = bend === Math.log ? low * (low / high) ** 0.06 * 0.995 : low - slack;
+    [low, high] = [this.range?.[0] ?? least, this.range?.[1] ?? high + slack];
+    const most = Math.max(2, Math.floor(this.height / 48));
+    const y = bend === Math.log ? logTicks(low, high, most) : roundTicks(low, high, most);
     const labels = y.ticks.map((tick) => this.#label(tick, y.step));
     const left = Math.ceil(10 + 6.7 * Math.max(...labels.map((label) => label.length)));
     const [from, to] = [Math.min(...xs), Math.max(...xs)];
-    const frame = { left, right: width - 14, top: 8, bottom: this.height - 22, from, to: to > from ? to : from + 1, low, high, y, labels };
+    const frame = { left, right: width - 14, top: 10, bottom: this.height - 22, from, to: to > from ? to : from + 1, y, labels };
     frame.toX = (x) => frame.left + (x - frame.from) / (frame.to - frame.from) * (frame.right - frame.left);
-    frame.toY = (y) => frame.bottom - (y - frame.low) / (frame.high - frame.low) * (frame.bottom - frame.top);
+    frame.toY = (y) => frame.bottom - (bend(y) - bend(low)) / (bend(high) - bend(low)) * (frame.bottom - frame.top);
     return frame;
   }
 
   #label(tick, step) {
+    if (tick === 0) return this.value(0).replace(/^0\.0+$/, "0");
     const text = this.value(tick);
     return /^-?[\d.]+$/.test(text) && step < 1000 && step >= 1e-4 ? decimals(tick, step) : text;
   }
@@ -101,7 +104,7 @@ export class Chart {
         svg("line", { class: "grid", x1: left, x2: right, y1: place, y2: place }),
         svg("text", { class: "tick", x: left - 8, y: place, "text-anchor": "end", dy: "0.32em" }, labels[at]));
     });
-    const x = this.along.ticks(from, to, Math.max(2, Math.floor((right - left) / 95)));
+    const x = this.along.ticks(from, to, Math.max(2, Math.floor((right - left) / 84)));
     for (const tick of x.ticks) {
       const place = toX(tick);
       const anchor = place > right - 18 ? "end" : place < left + 12 ? "start" : "middle";

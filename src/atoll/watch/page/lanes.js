@@ -62,7 +62,7 @@ export class LaneDrawing {
   /** Draws the time axis; `end` counts back from there ("-20 s") if given. */
   axis(end = null) {
     const { context } = this;
-    const most = Math.max(2, Math.floor((this.right - this.left) / 90));
+    const most = Math.max(2, Math.floor((this.right - this.left) / 80));
     const origin = end ?? 0;
     const { ticks, step } = timeTicks(this.from - origin, this.to - origin, most);
     context.font = `12px ${this.colours.font}`;
@@ -148,19 +148,20 @@ export class LaneDrawing {
     const y = this.top(at);
     const bucket = lane.bucket_s;
     if (!known(bucket) || bucket <= 0) return;
-    const first = Math.max(0, Math.floor(this.from / bucket));
-    const last = Math.min(Math.max(lane.waiting?.length ?? 0, lane.flying?.length ?? 0), Math.ceil(this.to / bucket));
+    const begin = lane.from_s ?? 0;
+    const first = Math.max(0, Math.floor((this.from - begin) / bucket));
+    const last = Math.min(Math.max(lane.waiting?.length ?? 0, lane.flying?.length ?? 0), Math.ceil((this.to - begin) / bucket));
     const width = this.toX(bucket) - this.toX(0) + 0.4;
     this.context.globalAlpha = 0.75;
     for (let n = first; n < last; n += 1) {
       const flying = lane.flying?.[n];
       const height = known(flying) && flying > 0 ? Math.max(1, Math.min(1, flying / most) * (heights.rounds - 1)) : 0;
-      if (height) this.#rect(this.toX(n * bucket), y + heights.bar + 1.5, width, height, this.colours.muted);
+      if (height) this.#rect(this.toX(begin + n * bucket), y + heights.bar + 1.5, width, height, this.colours.muted);
     }
     this.context.globalAlpha = 1;
     for (let n = first; n < last; n += 1) {
       const waiting = lane.waiting?.[n];
-      if (known(waiting) && waiting > 0.004) this.#rect(this.toX(n * bucket), y, width, Math.min(1, waiting) * heights.bar, this.colours.idle);
+      if (known(waiting) && waiting > 0.004) this.#rect(this.toX(begin + n * bucket), y, width, Math.min(1, waiting) * heights.bar, this.colours.idle);
     }
   }
 
@@ -183,34 +184,40 @@ export class LaneDrawing {
     this.context.globalAlpha = 1;
   }
 
-  /** Draws where a worker joined, left, was lost or resumed. */
-  marks(at, marks) {
-    const { context, heights } = this;
-    const y = this.top(at) + heights.bar / 2;
-    const size = Math.min(5, heights.bar / 2 + 1);
-    for (const [seconds, kind] of marks ?? []) {
-      const x = this.toX(seconds);
-      if (x < this.left - 4 || x > this.right + 4) continue;
-      context.beginPath();
-      if (kind === "lost" || kind === "left") {
-        context.moveTo(x - size, y - size);
-        context.lineTo(x + size, y + size);
-        context.moveTo(x + size, y - size);
-        context.lineTo(x - size, y + size);
-      } else {
-        context.moveTo(x - size, y + size);
-        context.lineTo(x, y - size);
-        context.lineTo(x + size, y + size);
-        context.closePath();
+  /** Draws where workers joined, left, were lost or resumed. */
+  marks() {
+    const half = Math.min(5, this.heights.bar / 2 + 1);
+    this.workers.forEach((lane, at) => {
+      for (const [seconds, kind] of lane.marks ?? []) {
+        if (seconds < this.from || seconds > this.to) continue;
+        const x = Math.min(this.right - half, Math.max(this.left + half, this.toX(seconds)));
+        this.#mark(x, this.top(at) + this.heights.bar / 2, half, kind === "lost" || kind === "left");
       }
-      context.lineWidth = 4;
-      context.strokeStyle = this.colours.paper;
-      context.stroke();
-      context.lineWidth = 2;
-      context.strokeStyle = context.fillStyle = this.colours.ink;
-      context.stroke();
-      if (kind !== "lost" && kind !== "left") context.fill();
+    });
+  }
+
+  /** Draws a cross or a triangle, with a rim that sets it off from the bar. */
+  #mark(x, y, half, isCross) {
+    const { context } = this;
+    context.beginPath();
+    if (isCross) {
+      context.moveTo(x - half, y - half);
+      context.lineTo(x + half, y + half);
+      context.moveTo(x + half, y - half);
+      context.lineTo(x - half, y + half);
+    } else {
+      context.moveTo(x - half, y + half);
+      context.lineTo(x, y - half);
+      context.lineTo(x + half, y + half);
+      context.closePath();
     }
+    for (const [width, colour] of [[4, this.colours.paper], [2, this.colours.ink]]) {
+      context.lineWidth = width;
+      context.strokeStyle = colour;
+      context.stroke();
+    }
+    context.fillStyle = this.colours.ink;
+    if (!isCross) context.fill();
   }
 
   /** Draws a vertical line, or the part that a mouse selects. */

@@ -26,7 +26,7 @@ export class Loss {
     this.node = this.part.node;
     this.along = "tokens";
     this.cut = 1;
-    this.chart = new Chart({ label: "Loss", height: 260, value: loss });
+    this.chart = new Chart({ label: "Loss", height: 270, value: loss, logarithmic: true });
     this.table = new FoldedTable("loss, evaluation by evaluation");
     this.part.controls.append(
       choices("Along", { tokens: "Tokens", seconds: "Time", step: "Steps" }, (key) => { this.along = key; this.draw(); }),

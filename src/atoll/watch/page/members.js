@@ -97,9 +97,9 @@ class LiveLanes {
     this.lanes.workers.forEach((lane, at) => {
       drawing.presence(at, lane, { end: this.lanes.end_s, now: to + 1 });
       drawing.spans(at, byWorker.get(lane.worker) ?? {}, to + 1);
-      drawing.marks(at, lane.marks);
     });
     drawing.unclip();
+    drawing.marks();
   }
 }
 
@@ -172,10 +172,10 @@ class RunLanes {
       drawing.presence(at, lane, { end: lanes.end_s, now: lanes.end_s });
       if (fine) drawing.spans(at, fine.get(lane.worker) ?? {}, lanes.end_s);
       else drawing.buckets(at, lane, most);
-      drawing.marks(at, lane.marks);
     });
     drawing.cursor(this.at?.seconds ?? null, zoom.drag);
     drawing.unclip();
+    drawing.marks();
     this.#read(fine);
     const part = zoom.whole ? "Drag over a part to zoom in" : `${duration(zoom.to - zoom.from)} from ${duration(zoom.from)} on; double-click for the whole run`;
     setText(this.hint, `${part}. Ctrl and the wheel, two fingers, or the keys + − ← → work, too.`);
@@ -220,10 +220,10 @@ function doing(lane, fine, seconds) {
   if (fine) {
     const wait = fine.waits?.find(([begin, end]) => begin <= seconds && seconds <= end);
     const flights = (fine.flights ?? []).filter(([begin, end]) => begin <= seconds && seconds <= end);
-    const rounds = flights.slice(0, 3).map(([begin, end, step, fragment]) => `round of step ${count(step)}, fragment ${count(fragment)} (${duration(end - begin)})`);
+    const rounds = flights.slice(0, 3).map(([begin, end, step, fragment]) => `${step < 0 ? "several rounds" : `round of step ${count(step)}, fragment ${count(fragment)}`} (${duration(end - begin)})`);
     return [wait ? `waiting for ${duration(wait[1] - wait[0])}` : kind, ...rounds, flights.length > 3 ? `${flights.length - 3} rounds more` : ""].filter(Boolean).join("; ");
   }
-  const bucket = Math.floor(seconds / lane.bucket_s);
+  const bucket = Math.floor((seconds - (lane.from_s ?? 0)) / lane.bucket_s);
   const waiting = lane.waiting?.[bucket];
   const flying = lane.flying?.[bucket];
   return [kind, known(waiting) ? `waiting ${share(waiting)} of the time` : "", known(flying) ? `${flying.toFixed(1)} rounds on their way` : ""].filter(Boolean).join("; ");

@@ -31,7 +31,7 @@ function numbers({ columns, rows }) {
 /** Returns the curves of all runs in one chart: held out, or the mean of the workers where nothing was evaluated. */
 function overlaid(runs) {
   const part = new Part("Loss of all runs", { wide: true });
-  const chart = new Chart({ label: "Loss of all runs", height: 300, value: loss });
+  const chart = new Chart({ label: "Loss of all runs", height: 300, value: loss, logarithmic: true });
   const draw = (along) => chart.show(runs.map((sections, at) => series(sections, along, at)), along);
   part.say("Held-out loss of the anchor, in nats per token.");
   part.controls.append(choices("Along", { tokens: "Tokens", seconds: "Time", step: "Steps" }, draw));

@@ -34,7 +34,8 @@ export class State {
     setText(this.name, plain(run.name || "A run", 120));
     setText(this.facts, facts(run));
     setText(this.word, word);
-    setText(this.words, plain(run.state_words, 400));
+    const since = known(run.since) ? ` Since ${hour(run.since)}.` : "";
+    setText(this.words, plain(run.state_words, 800) + since);
     this.mark.className = `mark ${kind}`;
     this.#progress(run);
     this.#figures(run, losses);
@@ -91,9 +92,16 @@ export function presence(lane, end) {
 function facts(run) {
   const found = [
     run.method, run.workers ? `${count(run.workers)} ${run.workers === 1 ? "worker" : "workers"}` : "", run.parameters ? `${short(run.parameters)} parameters` : "",
-    run.period ? `period ${count(run.period)}` : "", known(run.delay) && run.delay ? `delay ${count(run.delay)}` : "", run.codec, run.device,
+    run.period ? `period ${count(run.period)}` : "", delays(run.delay), run.codec, run.device,
   ];
   return found.filter(Boolean).map((fact) => plain(fact, 60)).join(" · ");
+}
+
+/** Says the delay of all workers, or the least and the most. */
+function delays(list) {
+  const found = [list ?? []].flat().filter(known);
+  const [least, most] = [Math.min(...found), Math.max(...found)];
+  return !found.length || most === 0 ? "" : least === most ? `delay ${count(most)}` : `delay ${count(least)} to ${count(most)}`;
 }
 
 function figure(name) {

@@ -23,8 +23,19 @@ function placed(low, high, step) {
   return { ticks, step };
 }
 
+/** Returns round numbers between two positive values for a logarithmic axis, and the least distance between them. */
+export function logTicks(low, high, most) {
+  if (high < 2 * low) return roundTicks(low, high, most);
+  const decades = [];
+  for (let power = 10 ** Math.floor(Math.log10(low)); power <= high; power *= 10) {
+    decades.push(...[1, 1.5, 2, 2.5, 3, 4, 5, 6, 8].map((n) => n * power).filter((tick) => tick >= low && tick <= high));
+  }
+  const every = Math.ceil(decades.length / (most + 3));
+  const ticks = decades.filter((_, at) => at % every === 0);
+  return { ticks, step: Math.min(...ticks.slice(1).map((tick, at) => tick - ticks[at]), 1) };
+}
+
 /** Formats a number with as many decimals as ticks `step` apart need. */
 export function decimals(value, step) {
-  const places = Math.max(0, Math.min(10, -Math.floor(Math.log10(step) + 1e-9)));
-  return value.toFixed(places);
+  return value.toFixed(Math.max(0, Math.min(10, -Math.floor(Math.log10(step) + 1e-9))));
 }

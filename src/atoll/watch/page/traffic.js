@@ -9,14 +9,14 @@ const MOST_PAIRS = 12;
 
 export class Traffic {
   constructor(level) {
-    this.part = new Part("Traffic", { level });
+    this.part = new Part("Traffic", { level, wide: true });
     this.node = this.part.node;
     this.pairs = element("ul", { class: "pairs" });
     this.note = element("p", { class: "hint" });
     this.workers = element("div");
     this.compared = element("div", { class: "compared" });
     this.table = new FoldedTable("every pair of workers");
-    this.part.body.append(this.compared, this.workers, this.pairs, this.note, this.table.node);
+    this.part.body.append(this.compared, element("div", { class: "halves" }, this.workers, element("div", {}, this.pairs, this.note)), this.table.node);
   }
 
   show({ traffic, run }) {
@@ -42,7 +42,7 @@ export class Traffic {
   }
 
   #compare(traffic, workers) {
-    const sent = total(workers);
+    const sent = payload(workers);
     const whole = traffic.data_parallel_bytes;
     this.compared.hidden = !known(whole) || !whole;
     if (this.compared.hidden) return;
@@ -51,10 +51,10 @@ export class Traffic {
   }
 
   #workers(workers) {
-    const columns = ["worker", "sent", "received", "rate now"];
+    const columns = ["worker", "payloads", "sent", "received", "rate now"];
     const isPlanned = workers.some((one) => known(one.planned_rate));
     if (isPlanned) columns.push("planned");
-    const made = table(columns, workers.map((one) => [count(one.worker), bytes(one.sent_bytes), bytes(one.received_bytes), rate(one.rate), ...(isPlanned ? [rate(one.planned_rate)] : [])]),
+    const made = table(columns, workers.map((one) => [count(one.worker), bytes(one.payload_bytes), bytes(one.sent_bytes), bytes(one.received_bytes), rate(one.rate), ...(isPlanned ? [rate(one.planned_rate)] : [])]),
       { label: "Bytes and rate of each worker" });
     const before = this.workers.firstChild;
     if (before) before.replaceChildren(...made.childNodes);
@@ -62,16 +62,19 @@ export class Traffic {
   }
 }
 
-const total = (workers) => workers.reduce((sum, one) => sum + (one.sent_bytes || one.payload_bytes || 0), 0);
+const total = (workers) => workers.reduce((sum, one) => sum + (one.sent_bytes || 0), 0);
+
+/** Returns the bytes of payloads that a worker has sent, mean. */
+const payload = (workers) => workers.reduce((sum, one) => sum + (one.payload_bytes || 0), 0) / Math.max(1, workers.length);
 
 function sentence(traffic) {
-  const sent = total(traffic.workers);
+  const sent = payload(traffic.workers);
   const whole = traffic.data_parallel_bytes;
   const times = known(whole) && sent ? whole / sent : null;
   const fewer = known(times) && times > 1.05 ? `, ${times >= 10 ? count(Math.round(times)) : times.toFixed(1)} times fewer than data-parallel would have` : "";
   const { planned } = traffic;
   const foretold = planned ? ` The plan: ${plain(planned.words ?? "", 200) || [known(planned.bytes_per_s) ? `${rate(planned.bytes_per_s)} a worker` : "", known(planned.utilisation) ? `computing for ${share(planned.utilisation)} of the time` : ""].filter(Boolean).join(", ")}.` : "";
-  return `The workers have sent ${bytes(sent)}${fewer}.${foretold.replace("..", ".")}`;
+  return `A worker has sent ${bytes(sent)} of payloads${fewer}; on the wire all together ${bytes(total(traffic.workers))}.${foretold.replace("..", ".")}`;
 }
 
 /** Returns a bar of bytes on a linear scale with its number beside it. */
@@ -86,6 +89,6 @@ function line(pair) {
   const fill = element("i", { class: `c${pair.from % 8}` });
   const used = pair.capacity ? pair.rate / pair.capacity : null;
   fill.style.width = `${100 * Math.min(1, Math.max(0, used ?? 0))}%`;
-  const words = pair.capacity ? `${rate(pair.rate)} of ${rate(pair.capacity)}` : `${rate(pair.rate)}, capacity not measured`;
-  return element("li", {}, element("span", { class: "pair" }, `${pair.from} → ${pair.to}`), element("span", { class: "track", "aria-hidden": "true" }, fill), element("span", { class: "rate" }, words));
+  const limit = element("span", { class: "limit" }, pair.capacity ? ` of ${rate(pair.capacity)}` : ", not measured");
+  return element("li", {}, element("span", { class: "pair" }, `${pair.from} → ${pair.to}`), element("span", { class: pair.capacity ? "track" : "track unknown", "aria-hidden": "true" }, fill), element("span", { class: "rate" }, rate(pair.rate), limit));
 }
