@@ -12,9 +12,11 @@ export function freshId() {
   return `n${made}`;
 }
 
-/** Returns text without control characters, at most `most` characters long. */
+const clean = (text) => text.toWellFormed().replace(CONTROLS, "\ufffd");
+
+/** Returns text of at most `most` characters, none of them a control character. */
 export function plain(text, most = 400) {
-  const shown = String(text ?? "").slice(0, 4 * most).toWellFormed().replace(CONTROLS, "\ufffd");
+  const shown = clean(String(text ?? "").slice(0, 4 * most));
   const letters = Array.from(shown);
   return letters.length > most ? `${letters.slice(0, most - 1).join("")}…` : shown;
 }
@@ -34,13 +36,14 @@ function filled(node, attributes, children) {
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else if (value !== false && value !== null && value !== undefined) node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.filter((child) => child !== null && child !== undefined));
+  node.append(...children.filter((child) => child !== null && child !== undefined).map((child) => (typeof child === "string" ? clean(child) : child)));
   return node;
 }
 
 /** Sets an element's text, and touches nothing if it is the same: a screen reader then stays quiet. */
 export function setText(node, text) {
-  if (node.textContent !== text) node.textContent = text;
+  const shown = clean(text);
+  if (node.textContent !== shown) node.textContent = shown;
 }
 
 /** Returns a row of buttons of which one is pressed; `choose` gets the key of the button that is. */

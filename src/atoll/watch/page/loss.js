@@ -1,7 +1,7 @@
 // The loss: of the anchor on held-out text, and of each worker on what it trains on.
 
 import { Chart, ALONG } from "./chart.js";
-import { choices } from "./dom.js";
+import { choices, plain } from "./dom.js";
 import { Part } from "./part.js";
 import { FoldedTable } from "./table.js";
 import { count, known, loss, short } from "./units.js";
@@ -44,16 +44,21 @@ export class Loss {
   }
 
   draw() {
-    const workers = Object.entries(this.content.workers ?? {});
+    const workers = this.#workers();
     const isFew = workers.length <= MOST_COLOURS;
     const series = workers.map(([worker, one], at) => ({
       name: isFew ? `worker ${worker}` : at ? `worker ${worker}` : `${workers.length} workers`, unnamed: !isFew && at > 0, unvalued: !isFew,
-      colour: isFew ? colour(Number(worker)) : "cmuted", style: "thin",
+      colour: isFew ? colour(Number(worker) || 0) : "cmuted", style: "thin",
       x: one[this.along], mean: one.mean, low: isFew ? one.low : null, high: isFew ? one.high : null,
     }));
     if (this.content.anchor?.length) series.unshift(anchorSeries(this.content.anchor, this.along, "anchor, held out", { colour: "cink" }));
     this.chart.show(this.cut > 1 ? series.map((one) => lastPart(one, series, this.cut)) : series, this.along);
     this.table.show(() => this.#rows());
+  }
+
+  /** Returns [worker, curve] in the order of the workers. */
+  #workers() {
+    return Object.entries(this.content.workers ?? {}).map(([worker, one]) => [plain(worker, 12), one]);
   }
 
   #sentence() {
@@ -62,7 +67,7 @@ export class Loss {
     const anchor = last ? `The anchor${known(last[4]) ? ` of step ${count(last[4])}` : ""} has a held-out loss of ${loss(last[3])} nats per token` : "";
     const best = rows.reduce((least, row) => (known(row[3]) && !(row[3] >= least?.[3]) ? row : least), null);
     const compared = best && best !== last ? `, the best was ${loss(best[3])} at step ${count(best[0])}` : rows.length > 1 ? ", the lowest so far" : "";
-    const ends = Object.entries(this.content.workers ?? {}).map(([worker, one]) => [worker, one.mean.findLast(known)]).filter(([, end]) => known(end));
+    const ends = this.#workers().map(([worker, one]) => [worker, one.mean.findLast(known)]).filter(([, end]) => known(end));
     ends.sort((a, b) => a[1] - b[1]);
     const spread = ends.length > 1 ? ` Workers train at ${loss(ends[0][1])} (worker ${ends[0][0]}) to ${loss(ends.at(-1)[1])} (worker ${ends.at(-1)[0]}).` : "";
     return `${anchor ? `${anchor}${compared}.` : "The anchor has not been evaluated yet."}${spread}`;

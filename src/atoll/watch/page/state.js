@@ -5,11 +5,12 @@ import { colour } from "./loss.js";
 import { count, duration, hour, known, loss, NONE, share, short } from "./units.js";
 
 /** For each state a word, and a class that gives its mark a shape and a colour. */
-const STATES = {
+const STATES = new Map(Object.entries({
   "reading": ["Reading", "waits"], "waiting to begin": ["Waiting to begin", "waits"], "training": ["Training", "good"],
   "waiting for a round": ["Waiting for a round", "waits"], "stalled": ["Stalled", "bad"], "paused": ["Paused", "waits"],
   "finished": ["Finished", "done"], "interrupted": ["Interrupted", "bad"], "silent": ["Silent", "bad"],
-};
+}));
+const KINDS = ["training", "catching up", "away", "paused", "gone"];
 const MOST_CHIPS = 64;
 
 export class State {
@@ -30,7 +31,7 @@ export class State {
   }
 
   show({ run = {}, loss: losses, lanes }) {
-    const [word, kind] = STATES[run.state] ?? [plain(run.state ?? "Connecting", 40), "waits"];
+    const [word, kind] = STATES.get(run.state) ?? [plain(run.state ?? "Connecting", 40), "waits"];
     setText(this.name, plain(run.name || "A run", 120));
     setText(this.facts, facts(run));
     setText(this.word, word);
@@ -83,7 +84,7 @@ export class State {
 /** Returns what a worker does at the end of its lane, and since when unless it trains. */
 export function presence(lane, end) {
   const last = lane.spans?.at(-1);
-  if (!last) return { worker: lane.worker, kind: "gone", since: "" };
+  if (!last || !KINDS.includes(last[2])) return { worker: lane.worker, kind: "gone", since: "" };
   const kind = last[1] < end - 1 && last[2] === "training" ? "gone" : last[2];
   const since = kind === "training" ? "" : ` ${duration(Math.max(1, Math.round(end - last[kind === "gone" ? 1 : 0])))}`;
   return { worker: lane.worker, kind, since };

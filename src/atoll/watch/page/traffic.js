@@ -51,10 +51,11 @@ export class Traffic {
   }
 
   #workers(workers) {
-    const columns = ["worker", "payloads", "sent", "received", "rate now"];
+    const isWired = total(workers) > 0; // inside one process nothing is on a wire
+    const columns = isWired ? ["worker", "sent", "received", "rate now"] : ["worker", "payloads"];
     const isPlanned = workers.some((one) => known(one.planned_rate));
     if (isPlanned) columns.push("planned");
-    const made = table(columns, workers.map((one) => [count(one.worker), bytes(one.payload_bytes), bytes(one.sent_bytes), bytes(one.received_bytes), rate(one.rate), ...(isPlanned ? [rate(one.planned_rate)] : [])]),
+    const made = table(columns, workers.map((one) => [count(one.worker), ...(isWired ? [bytes(one.sent_bytes), bytes(one.received_bytes), rate(one.rate)] : [bytes(one.payload_bytes)]), ...(isPlanned ? [rate(one.planned_rate)] : [])]),
       { label: "Bytes and rate of each worker" });
     const before = this.workers.firstChild;
     if (before) before.replaceChildren(...made.childNodes);
@@ -69,12 +70,13 @@ const payload = (workers) => workers.reduce((sum, one) => sum + (one.payload_byt
 
 function sentence(traffic) {
   const sent = payload(traffic.workers);
+  const onWire = total(traffic.workers);
   const whole = traffic.data_parallel_bytes;
   const times = known(whole) && sent ? whole / sent : null;
   const fewer = known(times) && times > 1.05 ? `, ${times >= 10 ? count(Math.round(times)) : times.toFixed(1)} times fewer than data-parallel would have` : "";
   const { planned } = traffic;
   const foretold = planned ? ` The plan: ${plain(planned.words ?? "", 200) || [known(planned.bytes_per_s) ? `${rate(planned.bytes_per_s)} a worker` : "", known(planned.utilisation) ? `computing for ${share(planned.utilisation)} of the time` : ""].filter(Boolean).join(", ")}.` : "";
-  return `A worker has sent ${bytes(sent)} of payloads${fewer}; on the wire all together ${bytes(total(traffic.workers))}.${foretold.replace("..", ".")}`;
+  return `A worker has sent ${bytes(sent)} of payloads${fewer}${onWire ? `; all workers together have put ${bytes(onWire)} on the wire` : ""}.${foretold.replace("..", ".")}`;
 }
 
 /** Returns a bar of bytes on a linear scale with its number beside it. */
