@@ -39,7 +39,10 @@ def sections(workers: int = 4, seconds: float = 7200.0, **run: Any) -> Sections:
             "cosine": _band([0.3 + 0.2 * math.exp(-at / 30) for at in range(POINTS)], 0.1),
         },
         "faults": {"count": 2, "latest": [_fault(seconds - 130, 3, "lost"), _fault(None, 1, "guarded")]},
-        "samples": [{"step": step, "text": "The harbour was quiet\nwhen the boats came in."}, {"step": 100, "text": "the"}],
+        "samples": [
+            {"step": step, "text": "The harbour was quiet\nwhen the boats came in."},
+            {"step": 100, "text": "the"},
+        ],
         "settings": [["sync.method", "streaming"], ["train.lr", "0.0003"], ["link.elastic", "true"]],
         "scores": [["arc_easy", "43.20 ± 0.98 %"]],
     }
@@ -110,7 +113,12 @@ def _lane(worker: int, workers: int, seconds: float) -> Sections:
     marks: list[list[Any]] = [[0.0, "joined", f"worker {worker} joined"]]
     if worker == 2:
         gone, back, level = seconds * 0.6, seconds * 0.7, seconds * 0.75
-        spans = [[0.0, gone, "training"], [gone, back, "away"], [back, level, "catching up"], [level, seconds, "training"]]
+        spans = [
+            [0.0, gone, "training"],
+            [gone, back, "away"],
+            [back, level, "catching up"],
+            [level, seconds, "training"],
+        ]
         marks += [[gone, "lost", "connection reset by peer"], [back, "joined", "joined again"]]
     elif worker == workers - 1 and worker:
         spans = [[0.0, seconds - 130, "training"], [seconds - 130, seconds, "away"]]
@@ -130,13 +138,27 @@ def _traffic(workers: int, seconds: float) -> Sections:
     seats = range(workers)
     return {
         "pairs": [
-            {"from": a, "to": b, "sent_bytes": 3_100_000_000, "rate": 2.4e6, "capacity": 12.5e6 if a else None, "at_s": seconds}
+            {
+                "from": a,
+                "to": b,
+                "sent_bytes": 3_100_000_000,
+                "rate": 2.4e6,
+                "capacity": 12.5e6 if a else None,
+                "at_s": seconds,
+            }
             for a in seats
             for b in seats
             if a != b
         ],
         "workers": [
-            {"worker": w, "sent_bytes": 9.3e9, "received_bytes": 9.1e9, "rate": 7.9e6, "payload_bytes": 3.1e9, "planned_rate": 8.2e6}
+            {
+                "worker": w,
+                "sent_bytes": 9.3e9,
+                "received_bytes": 9.1e9,
+                "rate": 7.9e6,
+                "payload_bytes": 3.1e9,
+                "planned_rate": 8.2e6,
+            }
             for w in seats
         ],
         "planned": {"words": "", "bytes_per_s": 8.2e6, "utilisation": 0.95},

@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self.send_error(404)
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, *_: Any) -> None:
         """Keeps quiet."""
 
     def _answer(self, kind: str, body: bytes) -> None:
@@ -106,7 +106,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(f"event: sections\nid: {at}\ndata: {text}\n\n".encode())
             self.wfile.flush()
             with server.changed:
-                server.changed.wait_for(lambda: not server.is_open or len(server.messages) > at)
+                while server.is_open and len(server.messages) == at:
+                    server.changed.wait()
                 if not server.is_open:
                     return
                 message = {key: value for news in server.messages[at:] for key, value in news.items()}

@@ -29,7 +29,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
-    """Opens an address: visit(url, width=..., dark=..., still=..., touch=...); errors and requests elsewhere fail the test."""
+    """Opens an address; errors on the page and requests to other places fail the test."""
     contexts: list[Any] = []
     problems: list[str] = []
 
@@ -48,7 +48,7 @@ def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
         page.on("pageerror", lambda error: problems.append(f"error: {error}"))
         page.on("dialog", lambda dialog: problems.append(f"dialog: {dialog.message}"))
         page.on("console", lambda said: None if page.allowed_errors else problems.append(f"{said.type}: {said.text}"))
-        page.on("request", lambda asked: _is_own(asked.url, origin) or problems.append(f"request to {asked.url}"))
+        page.on("request", lambda asked: problems.extend(_elsewhere(asked.url, origin)))
         page.goto(url)
         page.wait_for_selector("main")
         return page
@@ -59,5 +59,12 @@ def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
     assert problems == []
 
 
-def _is_own(url: str, origin: str) -> bool:
-    return url.startswith((origin, "data:"))
+def _elsewhere(url: str, origin: str) -> list[str]:
+    return [] if url.startswith((origin, "data:")) else [f"request to {url}"]
+
+
+def serious_faults(page: Any) -> list[tuple[str, str]]:
+    """Returns what axe-core finds serious or critical: a rule, and the first element that breaks it."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python").Axe()
+    found = axe.run(page).response["violations"]
+    return [(one["id"], one["nodes"][0]["html"][:120]) for one in found if one["impact"] in ("serious", "critical")]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from atoll.watch.frozen import frozen_page
+from browser.conftest import serious_faults
 from page_content import sections
 
 Visit = Callable[..., Any]
@@ -32,12 +33,13 @@ def test_one_run(visit: Visit, tmp_path: Path) -> None:
     lanes = page.locator(".zooms")
     lanes.focus()
     lanes.press("+")
-    page.wait_for_function("() => document.querySelector('.lanes:not([hidden]) .hint').innerText.includes('double-click')")
+    page.wait_for_function(
+        "() => document.querySelector('.lanes:not([hidden]) .hint').innerText.includes('double-click')"
+    )
 
 
 @pytest.mark.parametrize("width", [360, 1280])
 def test_several_runs(visit: Visit, tmp_path: Path, width: int) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     runs = [sections(name="slow"), sections(workers=2, seconds=3600.0, name="quick")]
     page = opened(visit, tmp_path, {"runs": runs, "title": "", "summary": SUMMARY, "claims": []}, width=width)
     assert page.locator("h1").inner_text() == "2 runs"
@@ -50,5 +52,4 @@ def test_several_runs(visit: Visit, tmp_path: Path, width: int) -> None:
     page.wait_for_selector(".run .picture .curve")
     assert page.locator(".run .name").first.inner_text() == "quick"
     assert page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
-    found = axe.run(page).response["violations"]
-    assert [(one["id"], one["nodes"][0]["html"][:120]) for one in found if one["impact"] in ("serious", "critical")] == []
+    assert serious_faults(page) == []

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from browser.conftest import serious_faults
 from page_content import sections, window
 from page_server import PageServer
 
@@ -59,7 +60,10 @@ def test_no_part_of_an_empty_run_is_an_error(visit: Visit) -> None:
         for name in ("loss", "lanes", "now", "traffic", "speed", "outer", "faults", "samples", "settings", "scores"):
             server.send({name: None})
         empty = {"loss": {"anchor": [], "workers": {}}, "lanes": {"end_s": 0, "workers": [], "views": []}}
-        server.send(empty | {"outer": {"fragments": 0, "step": [], "norm": {}, "cosine": {}}, "faults": {"count": 0, "latest": []}})
+        server.send(
+            empty
+            | {"outer": {"fragments": 0, "step": [], "norm": {}, "cosine": {}}, "faults": {"count": 0, "latest": []}}
+        )
         wait_for(page, ".part", "No worker has begun yet")
         wait_for(page, ".part", "None so far")
         assert page.evaluate(SIDEWAYS) == 0
@@ -67,11 +71,16 @@ def test_no_part_of_an_empty_run_is_an_error(visit: Visit) -> None:
 
 @pytest.mark.parametrize(
     ("state", "word"),
-    [("reading", "Reading"), ("silent", "Silent"), ("finished", "Finished"), ("waiting for a round", "Waiting for a round")],
+    [
+        ("reading", "Reading"),
+        ("silent", "Silent"),
+        ("finished", "Finished"),
+        ("waiting for a round", "Waiting for a round"),
+    ],
 )
 def test_states(server: PageServer, visit: Visit, state: str, word: str) -> None:
     page = visit(server.url)
-    server.send({"run": sections()["run"] | {"state": state, "read": 0.25, "state_words": "Some words.", "left_s": None}})
+    server.send({"run": sections(state=state, read=0.25, left_s=None)["run"]})
     wait_for(page, "[role=status]", f"^{word}$")
     bar = page.locator("[role=progressbar]")
     assert bar.get_attribute("aria-valuenow") == ("25" if state == "reading" else "45")
@@ -122,7 +131,7 @@ def test_it_says_since_when_it_is_disconnected_and_connects_again(visit: Visit) 
 
 
 @pytest.mark.parametrize("still", [True, False])
-def test_the_last_minute_moves_between_updates_unless_motion_is_unwanted(server: PageServer, visit: Visit, still: bool) -> None:
+def test_the_last_minute_moves_unless_motion_is_unwanted(server: PageServer, visit: Visit, still: bool) -> None:
     page = visit(server.url, still=still)
     wait_for(page, "h3", "The last minute")
     page.locator(".lanes canvas").first.scroll_into_view_if_needed()
@@ -144,15 +153,13 @@ def test_the_last_minute_moves_between_updates_unless_motion_is_unwanted(server:
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
 def test_it_fits_and_is_accessible(server: PageServer, visit: Visit, width: int, dark: bool) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     page = visit(server.url, width=width, dark=dark)
     wait_for(page, "h1", "four-sites")
     for fold in page.locator("details").all():
         fold.locator("summary").first.click()
     wait_for(page, ".folded table", "18,000")
     assert page.evaluate(SIDEWAYS) == 0
-    found = axe.run(page).response["violations"]
-    assert [(one["id"], one["nodes"][0]["html"][:120]) for one in found if one["impact"] in ("serious", "critical")] == []
+    assert serious_faults(page) == []
     paper = page.evaluate("() => getComputedStyle(document.body).backgroundColor")
     assert paper == ("rgb(21, 24, 27)" if dark else "rgb(255, 255, 255)")
 
@@ -163,9 +170,12 @@ def test_no_text_of_a_chart_lies_over_another(server: PageServer, visit: Visit, 
     wait_for(page, "h1", "four-sites")
     page.wait_for_selector(".tick")
     over = page.evaluate("""() => [...document.querySelectorAll('.picture')].flatMap((picture) => {
-        const boxes = [...picture.querySelectorAll('.tick')].map((tick) => [tick.textContent, tick.getBoundingClientRect()]);
-        return boxes.flatMap(([a, one], at) => boxes.slice(at + 1).filter(([, two]) =>
-            one.left < two.right && two.left < one.right && one.top + 2 < two.bottom && two.top + 2 < one.bottom).map(([b]) => [a, b]));
+        const boxes = [...picture.querySelectorAll('.tick')]
+            .map((tick) => [tick.textContent, tick.getBoundingClientRect()]);
+        const isOver = (one, two) => one.left < two.right && two.left < one.right
+            && one.top + 2 < two.bottom && two.top + 2 < one.bottom;
+        return boxes.flatMap(([a, one], at) =>
+            boxes.slice(at + 1).filter(([, two]) => isOver(one, two)).map(([b]) => [a, b]));
     })""")
     assert over == []
 
@@ -198,8 +208,8 @@ def test_curves_can_be_hidden_and_drawn_against_something_else(server: PageServe
         ticks[along] = loss.locator(".tick").last.text_content().replace("\u00a0", " ")
     assert ticks["Tokens"].endswith("M") and ticks["Time"].startswith("2 h") and ticks["Steps"].endswith("k")
     loss.get_by_role("button", name="Last quarter").click()
-    tops = [float(tick.text_content()) for tick in loss.locator(".tick[text-anchor=end]").all()[:6] if "k" not in tick.text_content()]
-    assert max(tops) < 5
+    labels = loss.locator(".tick[text-anchor=end]").all_text_contents()
+    assert max(float(label) for label in labels if "k" not in label) < 5
 
 
 # ---------------------------------------------------------------------- zoom

@@ -104,7 +104,7 @@ export class Chart {
         svg("line", { class: "grid", x1: left, x2: right, y1: place, y2: place }),
         svg("text", { class: "tick", x: left - 8, y: place, "text-anchor": "end", dy: "0.32em" }, labels[at]));
     });
-    const x = this.along.ticks(from, to, Math.max(2, Math.floor((right - left) / 84)));
+    const x = this.along.ticks(from, to, Math.max(3, Math.floor((right - left) / 84)));
     for (const tick of x.ticks) {
       const place = toX(tick);
       const anchor = place > right - 18 ? "end" : place < left + 12 ? "start" : "middle";

@@ -55,15 +55,15 @@ export class Outer {
   constructor(level) {
     this.part = new Part("Outer gradient", { level });
     this.node = this.part.node;
-    this.norm = new Chart({ label: "Norm of the mean delta", height: 150, value: small, range: [0, null], legend: false });
+    this.norm = new Chart({ label: "Norm of the mean delta, per fragment", height: 150, value: small, range: [0, null], legend: false });
     this.cosine = new Chart({ label: "Cosine between workers", height: 150, value: (n) => (known(n) ? n.toFixed(2) : "–"), legend: false });
     this.table = new FoldedTable("outer gradient by step");
     this.cosineBox = titled(this.cosine, level);
     this.part.body.append(titled(this.norm, level), this.cosineBox, this.table.node);
   }
 
-  show(sections) {
-    const content = sections.outer;
+  show({ outer, run }) {
+    const content = outer?.fragments > 1 ? byPeriod(outer, run?.period) : outer;
     const isThere = Boolean(content?.step?.length);
     this.part.reveal(isThere);
     this.part.say(isThere ? sentence(content) : "No round has been applied yet.");
@@ -85,6 +85,24 @@ function sentence({ fragments, norm, cosine }) {
   const parts = fragments > 1 ? ` over ${count(fragments)} fragments; the band spans them` : "";
   const words = known(agreed) ? `; workers' deltas have a cosine of ${agreed.toFixed(2)} (1: the same direction, 0: unrelated)` : "";
   return `The mean delta has a norm of ${small(norm?.mean?.findLast(known))}${parts}${words}.`;
+}
+
+/** Joins the rounds of a period, one for each fragment, into one point whose band spans the fragments. */
+function byPeriod(outer, period) {
+  if (!known(period) || period < 1) return outer;
+  const groups = Object.values(Object.groupBy(outer.step.keys(), (at) => Math.floor(outer.step[at] / period)));
+  const joined = (curve) => ({
+    mean: groups.map((group) => over(group, curve.mean, (values) => values.reduce((a, b) => a + b) / values.length)),
+    low: groups.map((group) => over(group, curve.low, (values) => Math.min(...values))),
+    high: groups.map((group) => over(group, curve.high, (values) => Math.max(...values))),
+  });
+  return { ...outer, step: groups.map((group) => outer.step[group.at(-1)]), norm: joined(outer.norm), cosine: joined(outer.cosine) };
+}
+
+/** Applies a function to the numbers at some places of an array; null if there are none. */
+function over(places, values, act) {
+  const found = places.map((at) => values?.[at]).filter(known);
+  return found.length ? act(found) : null;
 }
 
 function titled(chart, level) {

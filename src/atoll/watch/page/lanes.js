@@ -184,6 +184,22 @@ export class LaneDrawing {
     this.context.globalAlpha = 1;
   }
 
+  /** Draws where the members of the run changed: [seconds, number] of each view. */
+  views(views) {
+    const { context } = this;
+    context.strokeStyle = this.colours.muted;
+    context.lineWidth = 1;
+    context.setLineDash([1, 3]);
+    context.beginPath();
+    for (const [seconds] of views ?? []) {
+      const x = Math.round(this.toX(seconds)) + 0.5;
+      context.moveTo(x, 0);
+      context.lineTo(x, this.height - AXIS);
+    }
+    context.stroke();
+    context.setLineDash([]);
+  }
+
   /** Draws where workers joined, left, were lost or resumed. */
   marks() {
     const half = Math.min(5, this.heights.bar / 2 + 1);

@@ -48,9 +48,9 @@ export class Faults extends List {
     const latest = faults?.latest ?? [];
     if (!latest.length) return [];
     const items = latest.map(({ at_s, step, worker, kind, words }) => element("li", {},
-      element("span", { class: "when" }, known(at_s) ? duration(at_s) : known(step) ? `step ${count(step)}` : ""),
+      element("span", { class: "when" }, known(at_s) ? `after ${duration(at_s)}` : `step ${count(step)}`),
       element("span", { class: `tag ${["lost", "rolled back", "guarded"].includes(kind) ? "grave" : ""}` }, plain(kind, 20)),
-      element("span", { class: "what" }, `${known(worker) ? `worker ${worker}` : ""}${known(step) ? `${known(worker) ? ", " : ""}step ${count(step)}` : ""}${words ? ": " : ""}`, element("bdi", {}, plain(words, 500)))));
+      element("span", { class: "what" }, known(worker) ? `worker ${worker}, step ${count(step)}: ` : "", element("bdi", {}, plain(words, 500)))));
     return [element("div", { class: "scroll tall", role: "region", "aria-label": "Faults", tabindex: "0" }, element("ul", { class: "faults" }, ...items))];
   }
 }

@@ -69,7 +69,7 @@ export class Loss {
     const compared = best && best !== last ? `, the best was ${loss(best[3])} at step ${count(best[0])}` : rows.length > 1 ? ", the lowest so far" : "";
     const ends = this.#workers().map(([worker, one]) => [worker, one.mean.findLast(known)]).filter(([, end]) => known(end));
     ends.sort((a, b) => a[1] - b[1]);
-    const spread = ends.length > 1 ? ` Workers train at ${loss(ends[0][1])} (worker ${ends[0][0]}) to ${loss(ends.at(-1)[1])} (worker ${ends.at(-1)[0]}).` : "";
+    const spread = ends.length > 1 ? ` In training, worker ${ends[0][0]} is lowest at ${loss(ends[0][1])} and worker ${ends.at(-1)[0]} highest at ${loss(ends.at(-1)[1])}.` : "";
     return `${anchor ? `${anchor}${compared}.` : "The anchor has not been evaluated yet."}${spread}`;
   }
 

@@ -51,6 +51,8 @@ class LiveLanes {
     this.now = null;
     this.ahead = null; // seconds of the run minus those of the page's clock
     this.wanted = 0;
+    this.seen = performance.now();
+    this.trusted = 5; // seconds after the last news for which the window moves on
     this.isSeen = true;
     new ResizeObserver(() => this.draw()).observe(this.node);
     new IntersectionObserver(([entry]) => { this.isSeen = entry.isIntersecting; this.#schedule(); }).observe(this.node);
@@ -64,6 +66,8 @@ class LiveLanes {
     const drift = ahead - this.ahead;
     // A small difference is jitter of the network and is smoothed; a large one is a pause or a new run.
     this.ahead = this.ahead === null || Math.abs(drift) > 3 ? ahead : this.ahead + 0.1 * drift;
+    const gap = (performance.now() - this.seen) / 1000;
+    this.trusted = Math.min(15, Math.max(5, 2 * gap)); // workers that log rarely are believed to go on for longer
     this.seen = performance.now();
     if (STILL.matches) this.draw();
     else this.#schedule();
@@ -81,14 +85,14 @@ class LiveLanes {
   #frame() {
     this.wanted = 0;
     this.draw();
-    if (performance.now() - this.seen < 5000) this.#schedule(); // without news, time stands still
+    if (performance.now() - this.seen < 1000 * this.trusted) this.#schedule(); // without news, time stands still
   }
 
   draw() {
     if (!this.now) return;
     const { now, drawing } = this;
     const length = Math.max(5, now.to_s - now.from_s - LAG_S);
-    const to = STILL.matches ? now.to_s : Math.min(now.to_s + 5, this.ahead + performance.now() / 1000) - LAG_S;
+    const to = STILL.matches ? now.to_s : Math.min(now.to_s + this.trusted, this.ahead + performance.now() / 1000) - LAG_S;
     if (!drawing.begin(this.lanes.workers, to - length, to)) return;
     drawing.axis(to);
     drawing.names();
@@ -174,6 +178,7 @@ class RunLanes {
       else drawing.buckets(at, lane, most);
     });
     drawing.cursor(this.at?.seconds ?? null, zoom.drag);
+    drawing.views(lanes.views);
     drawing.unclip();
     drawing.marks();
     this.#read(fine);
@@ -237,7 +242,7 @@ function near(lane, seconds, distance) {
 function legend() {
   const entry = (kind, name) => element("li", {}, element("span", { class: `key lane ${kind}`, "aria-hidden": "true" }), name);
   return element("ul", { class: "legend plain" }, entry("training", "training"), entry("idle", "waiting"), entry("catching", "catching up"), entry("away", "away"),
-    entry("paused", "paused"), entry("rounds", "rounds on their way"), entry("joined", "joined"), entry("lost", "lost or left"));
+    entry("paused", "paused"), entry("rounds", "rounds on their way"), entry("joined", "joined"), entry("lost", "lost or left"), entry("view", "new view"));
 }
 
 function waitingShare(lane) {

@@ -11,7 +11,7 @@ import { Traffic } from "./traffic.js";
 /** Which sections each part draws. */
 const DRAWS = {
   state: ["run", "loss", "lanes"], loss: ["loss"], members: ["lanes", "now", "run"], traffic: ["traffic", "run"], speed: ["speed"],
-  outer: ["outer"], faults: ["faults"], samples: ["samples"], scores: ["scores"], settings: ["settings"],
+  outer: ["outer", "run"], faults: ["faults"], samples: ["samples"], scores: ["scores"], settings: ["settings"],
 };
 
 export class Run {

@@ -49,7 +49,7 @@ export class State {
     this.bar.firstChild.style.width = `${100 * Math.min(1, Math.max(0, known(done) ? done : 0))}%`;
     this.bar.setAttribute("aria-valuenow", String(Math.floor(100 * (known(done) ? done : 0))));
     setText(this.progress, isReading ? `${share(done)} of the events read` :
-      `Step ${count(run.step)} of ${count(run.steps)}, ${share(done)} · ${short(run.tokens)} tokens · ${duration(run.seconds)} so far`);
+      `Step ${count(run.step)} of ${count(run.steps)}, ${share(done)} · ${short(run.tokens)} tokens · ${duration(run.seconds)}${run.state === "finished" ? "" : " so far"}`);
   }
 
   #figures(run, losses) {

@@ -13,10 +13,11 @@ export class Traffic {
     this.node = this.part.node;
     this.pairs = element("ul", { class: "pairs" });
     this.note = element("p", { class: "hint" });
+    this.title = element("p", { class: "hint" }, "Rate now, of what each line was measured to carry:");
     this.workers = element("div");
     this.compared = element("div", { class: "compared" });
     this.table = new FoldedTable("every pair of workers");
-    this.part.body.append(this.compared, element("div", { class: "halves" }, this.workers, element("div", {}, this.pairs, this.note)), this.table.node);
+    this.part.body.append(this.compared, element("div", { class: "halves" }, this.workers, element("div", {}, this.title, this.pairs, this.note)), this.table.node);
   }
 
   show({ traffic, run }) {
@@ -30,7 +31,7 @@ export class Traffic {
     this.#workers(workers);
     const busiest = pairs.toSorted((a, b) => (b.rate ?? 0) - (a.rate ?? 0)).slice(0, MOST_PAIRS);
     this.pairs.replaceChildren(...busiest.toSorted((a, b) => a.from - b.from || a.to - b.to).map((pair) => line(pair)));
-    this.pairs.hidden = !pairs.length;
+    this.pairs.hidden = this.title.hidden = !pairs.length;
     setText(this.note, !pairs.length ? (run?.workers > 1 ? "This run's link does not measure the lines between pairs of workers." : "") :
       pairs.length > MOST_PAIRS ? `The ${MOST_PAIRS} busiest of ${count(pairs.length)} pairs.` : "");
     this.table.node.hidden = !pairs.length;
