@@ -141,6 +141,13 @@ def test_absences_in_one_process_are_shown() -> None:
     assert [spans[1][0], spans[1][1]] == pytest.approx([steps[1].seconds, steps[3].seconds], abs=1e-5)
 
 
+def test_each_worker_of_one_process_has_its_own_curve() -> None:
+    steps = [e for e in VOYAGE.events()[0] if isinstance(e, Step)]
+    log = [replace(VOYAGE.start(None), worker=None), *(replace(e, loss=[1.0, None, 3.0]) for e in steps)]
+    curves = sections_of([log])["loss"]["workers"]
+    assert [set(curves[worker]["mean"]) for worker in ("0", "1", "2")] == [{1.0}, set(), {3.0}]
+
+
 # ---------------------------------------------------------------------- states
 
 
@@ -153,7 +160,7 @@ def test_states_by_the_events() -> None:
     logs = VOYAGE.events()
     assert state([])[0] == "waiting to begin"
     assert state(until(logs, 0))[0] == "training"
-    assert state(until(logs, 100)) == ("training", "Step 100 of 200.")
+    assert state(until(logs, 100)) == ("training", "All 3 workers make steps.")
     assert state(until(logs, 100), share=0.25) == ("reading", "Reading what has happened so far: 25 %.")
     assert state(logs)[0] == "finished"
     stopped = [[replace(e, outcome="interrupted", step=90) if isinstance(e, End) else e for e in log] for log in logs]
