@@ -22,7 +22,7 @@ MUTANTS = [
     Mutant(
         "a mean of means", "watch/thinning.py", "a.known + b.known, a.total + b.total", "b.known, b.total", tests=_THIN
     ),
-    Mutant("a series grows without end", "watch/thinning.py", "            self._size *= 2\n", "", tests=_THIN),
+    Mutant("buckets have different sizes", "watch/thinning.py", "            self._size *= 2\n", "", tests=_THIN),
     Mutant(
         "the open bucket is not shown",
         "watch/thinning.py",
@@ -280,7 +280,7 @@ MUTANTS = [
         "runs/events.py",
         'if b"0" * 30 in line.translate(_ZEROS) and',
         'if b"0" * 30 in line and',
-        tests=_TAIL,
+        tests=("tests/unit/test_hostile_files.py::test_numbers_that_no_float_holds_are_damage",),
     ),
     # who may look
     Mutant(
