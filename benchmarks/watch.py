@@ -31,6 +31,7 @@ from urllib.request import urlopen
 
 import torch
 
+from atoll.link.local import local
 from atoll.runs.events import Jsonl
 from atoll.settings import config
 from atoll.train import run
@@ -130,7 +131,7 @@ def make_trainer(folder: Path) -> Trainer:
     assert settings.train.sequence is not None
     batches = Batches(data.train, workers=2, batch=8, sequence=settings.train.sequence, seed=0)
     checks = held_out(data.held_out, sequence=settings.train.sequence, tokens=1024, batch=8)
-    trainer = Trainer(settings, model, batches, checks)
+    trainer = Trainer(settings, model, batches, checks, local(2))
     (folder / "run").mkdir()
     trainer.reporter.sink = Jsonl(folder / "run" / "metrics.jsonl")
     trainer.reporter.write_start(trainer.parameters, model.vocabulary)
