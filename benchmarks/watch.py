@@ -96,8 +96,9 @@ def watching(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 def measure_speed(folder: Path, arguments: argparse.Namespace) -> None:
     trainer = make_trainer(folder)
-    steps = 5
-    while seconds(partial(train, trainer, steps)) < arguments.block_s:  # warm up, and find the length of a block
+    train(trainer, 20)  # warm up
+    steps = 10
+    while seconds(partial(train, trainer, steps)) < arguments.block_s:
         steps *= 2
     print(f"blocks of {steps} steps, {torch.get_num_threads()} threads, an event every 10 steps")
     block = partial(train, trainer, steps)
