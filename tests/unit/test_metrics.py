@@ -31,11 +31,13 @@ from atoll.runs.events import (
     Saved,
     Start,
     Step,
-    Tail,
     read,
     utilisation,
 )
+from atoll.runs.lines import Lines
+from atoll.runs.sample import Sample
 from atoll.runs.sinks import Metrics, TensorBoard, Trackio, WandB, scalars
+from atoll.runs.tail import Tail
 
 
 def a_step(step: int, loss: list[float | None] | None = None) -> Step:
@@ -103,6 +105,8 @@ ONE_OF_EACH: list[Event] = [
     Fault(step=11, worker=1, what='its loss is "nan"\nback to the anchor é\u2028'),
     Saved(step=12, seconds=6.0),
     Resumed(step=12, seconds=6.0),
+    Lines(step=20, seconds=9.0, worker=1, sent_bytes=[7, 0], received_bytes=[9, 0], capacity=[1e6, None]),
+    Sample(step=20, seconds=9.5, prompt="<b>The", text=' reef"\u2028\udc80'.encode(errors="replace").decode()),
     END,
 ]
 
@@ -376,8 +380,18 @@ def test_a_tail_names_the_line_that_is_damaged(path: Path) -> None:
     tail = Tail(path)
     tail.new()
     path.write_bytes(path.read_bytes() + path.read_bytes() + b"{\n")
-    with pytest.raises(DataError, match="line 5 is damaged"):
-        tail.new()
+    assert tail.new() == [ROUND, ROUND], "those before it come first"
+    for _ in range(2):
+        with pytest.raises(DataError, match="line 5 is damaged"):
+            tail.new()
+
+
+def test_a_tail_may_be_read_part_by_part(path: Path) -> None:
+    steps = [a_step(n) for n in range(10, 60, 10)]
+    write(path, [START, *steps])
+    tail = Tail(path)
+    assert (tail.new(2), tail.new(3), tail.new(3), tail.new(3)) == ([START, steps[0]], steps[1:4], steps[4:], [])
+    assert tail.offset == path.stat().st_size
 
 
 # ---- several sinks
@@ -490,7 +504,9 @@ def test_other_events_as_curves() -> None:
     assert scalars(an_eval(10)) == (10, {"loss/held_out": 4.0})
     assert scalars(an_eval(10, math.nan)) == (10, {})
     assert all(
-        not scalars(event)[1] for event in ONE_OF_EACH if isinstance(event, Start | Fault | Saved | Resumed | End)
+        not scalars(event)[1]
+        for event in ONE_OF_EACH
+        if isinstance(event, Start | Fault | Saved | Resumed | Lines | Sample | End)
     )
 
 

@@ -1,0 +1,108 @@
+"""Reads a watched run in one thread, and puts its sections on the board."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from atoll.report.lanes import Span
+from atoll.watch.compose import compose, run_section
+from atoll.watch.lane_times import window_section
+from atoll.watch.run import LiveRun
+from atoll.watch.sections import Sections
+from atoll.watch.serialise import to_json
+from atoll.watch.source import Source
+
+EVERY_S: Final = 0.5
+"""Seconds between two looks at the run while somebody watches."""
+UNWATCHED_S: Final = 2.0
+"""Seconds between two looks while nobody does: /metrics is no older than that."""
+_SHARE = 0.01  # of one core that following a run may take, on average
+
+
+def read_whole(source: Source) -> Sections:
+    """Returns the sections of all that a source has now."""
+    run = LiveRun(source.about())
+    while True:
+        run.take(source.poll())
+        if source.share >= 1:
+            run.about = source.about()
+            return compose(run, 1.0, time.time())
+
+
+class Reader:
+    """Follows a source in a thread.
+
+    Args:
+        source: Where the events come from.
+        publish: Takes the JSON of all sections, in the reader's thread.
+        is_watched: Says whether anybody looks at the page.
+    """
+
+    def __init__(
+        self, source: Source, publish: Callable[[Mapping[str, bytes]], object], is_watched: Callable[[], bool]
+    ) -> None:
+        self._source = source
+        self._publish = publish
+        self._is_watched = is_watched
+        self._run = LiveRun(source.about())
+        self._lock = threading.Lock()  # of the run
+        self._woken, self._stopped = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
+        self._seen: tuple[object, ...] = ()  # by what the sections were composed, but for the time
+        self.read_s: float | None = None
+        """Seconds that it took to read all that was there at the start; None before."""
+
+    def start(self) -> None:
+        """Begins to read."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Looks at the run at once: somebody has come to watch."""
+        self._woken.set()
+
+    def stop(self) -> None:
+        """Ends the thread, and waits for it."""
+        self._stopped.set()
+        self._woken.set()
+        self._thread.join(timeout=10.0)
+        self._source.close()
+
+    def window(self, window: Span) -> bytes:
+        """Returns what the workers did in a window of time, as JSON; called in any thread."""
+        with self._lock:
+            found = window_section(self._run, window)
+        return to_json(found, decimals=6)
+
+    def _follow(self) -> None:
+        began, shown = time.monotonic(), -EVERY_S
+        while not self._stopped.is_set():
+            self._woken.clear()
+            busy = time.thread_time()
+            with self._lock:
+                self._run.take(self._source.poll())
+            share = self._source.share
+            if share < 1 and time.monotonic() - shown < EVERY_S:
+                continue
+            if share >= 1 and self.read_s is None:
+                self.read_s = time.monotonic() - began
+            self.look(share)
+            shown = time.monotonic()
+            if share < 1:
+                continue
+            pause_s = (time.thread_time() - busy) / _SHARE
+            self._woken.wait(max(EVERY_S if self._is_watched() else UNWATCHED_S, min(pause_s, UNWATCHED_S)))
+
+    def look(self, share: float) -> None:
+        """Publishes the sections that may have changed."""
+        with self._lock:
+            about, now = self._source.about(), time.time()
+            seen = (self._run.taken, about, [self._run.is_silent(name, now) for name in self._run.processes])
+            self._run.about = about
+            sections: Mapping[str, Any] = (
+                compose(self._run, share, now)
+                if seen != self._seen
+                else {"run": run_section(self._run, self._run.record(), share, now)}
+            )
+            self._seen = seen
+        self._publish({name: to_json(section) for name, section in sections.items()})
