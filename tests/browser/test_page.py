@@ -276,9 +276,10 @@ def test_curves_can_be_hidden_and_drawn_against_something_else(server: PageServe
 
 
 def lanes_of(page: Any) -> Any:
+    wait_for(page, ".hint", "Drag over a part")
+    wait_for(page, ".part", "3 settings")  # all parts are there: the page grows no more
     lanes = page.locator(".zooms")
     lanes.scroll_into_view_if_needed()
-    wait_for(page, ".hint", "Drag over a part")
     return lanes
 
 
