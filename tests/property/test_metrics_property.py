@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.errors import DataError
-from atoll.runs.events import _LONG_NUMBER, Event, Jsonl, Tail, _line, read
+from atoll.runs.events import _LONG_NUMBER, Event, Jsonl, _line, read
+from atoll.runs.tail import Tail
 
 
 def readable(event: Event) -> bool:

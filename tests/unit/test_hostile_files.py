@@ -17,8 +17,9 @@ from pyarrow import parquet
 from atoll._util.disk import is_deeper, lines_limited, open_plain, parse_json, read_limited
 from atoll.errors import AtollError, ConfigError, DataError
 from atoll.report.load import load
-from atoll.runs.events import Tail, read
+from atoll.runs.events import read
 from atoll.runs.layout import ABOUT, METRICS, RUN
+from atoll.runs.tail import Tail
 from atoll.settings import config, study
 from atoll.settings.config import RunConfig
 from atoll.settings.model_presets import preset

@@ -31,11 +31,11 @@ from atoll.runs.events import (
     Saved,
     Start,
     Step,
-    Tail,
     read,
     utilisation,
 )
 from atoll.runs.sinks import Metrics, TensorBoard, Trackio, WandB, scalars
+from atoll.runs.tail import Tail
 
 
 def a_step(step: int, loss: list[float | None] | None = None) -> Step:

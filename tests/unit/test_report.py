@@ -27,8 +27,8 @@ from atoll.plan.simulate import time_of
 from atoll.report.canvas import DARK, LIGHT, Draw
 from atoll.report.figures import pictures
 from atoll.report.lanes import clock
-from atoll.report.members import presences
 from atoll.report.page import page
+from atoll.report.presence import presences
 from atoll.report.trace import entries
 from atoll.runs.events import (
     End,
@@ -410,7 +410,7 @@ def test_a_folder_of_runs_stands_for_them_in_name_order(tmp_path: Path) -> None:
         ('sed -i \'s/"workers": *4/"workers":3/\' run/metrics.jsonl', "the start event cannot be that of a run: delay"),
         (
             'sed -i \'s/"workers": *4/"workers":1000000000/\' run/metrics.jsonl',
-            "workers must be at most 4096, got 1000000000",
+            "workers must be between 1 and 4096, got 1000000000",
         ),
         ('sed -i \'s/"period": *10/"period":4/\' run/metrics.jsonl', "delay must be between 0 and period"),
         ("sed -i '3s/.*/{}/' run/metrics.jsonl", r"metrics\.jsonl"),

@@ -20,9 +20,9 @@ from atoll.plan.line import parse_line
 from atoll.report import load_all, rich_table, summary, write
 from atoll.report.table import Row
 from atoll.report.tasks import comparison_table
-from atoll.runs.events import Tail
 from atoll.runs.events import read as read_events
 from atoll.runs.layout import LOG, METRICS
+from atoll.runs.tail import Tail
 from atoll.settings.config import RunConfig
 from atoll.settings.study import Claim, Study, read, titles
 from atoll.train.folder import RunFolder

@@ -22,6 +22,7 @@ from atoll.cli.plan.command import plan
 from atoll.cli.registry import registry
 from atoll.cli.replay import replay
 from atoll.cli.status import status
+from atoll.cli.watch import watch
 from atoll.errors import ConfigError, printable
 from atoll.runs.layout import RUN, worker_folder, worker_folders, worker_of
 
@@ -383,9 +384,8 @@ def sample(
 app.command("eval")(evaluate)
 app.command()(plan)
 app.add_typer(keys, name="keys")
-app.command()(registry)
-app.command()(status)
-app.command()(replay)
+for command in (registry, status, watch, replay):
+    app.command()(command)
 
 
 def main() -> None:

@@ -76,10 +76,15 @@ def _waits(flights: Iterable[tuple[RoundApplied, Span]], begin_s: float) -> Iter
     """Yields the waits: a worker waits until a round is done, and for one round after the other."""
     free_s = begin_s
     for r, span in sorted(flights, key=lambda flight: flight[1].end_s):
-        wait = Span(max(span.end_s - r.waited_s, free_s), span.end_s)
-        if wait.end_s > wait.begin_s:  # false for NaN
+        if (wait := wait_until(span.end_s, r.waited_s, free_s)) is not None:
             yield wait
             free_s = wait.end_s
+
+
+def wait_until(end_s: float, waited_s: float, free_s: float) -> Span | None:
+    """Returns the wait for a round that was done at `end_s`; None if the worker did not wait after `free_s`."""
+    wait = Span(max(end_s - waited_s, free_s), end_s)
+    return wait if wait.end_s > wait.begin_s else None  # also for NaN
 
 
 def rows(spans: Sequence[Span]) -> list[int]:

@@ -26,7 +26,7 @@ def load(folder: Path) -> RunRecord:
     if not folder.is_dir():
         what = "is a file, not" if folder.exists() else "does not exist, or is not"
         raise DataError(f"{folder} {what} the folder of a run: give the folder that holds {METRICS}")
-    homes = [folder] if (folder / METRICS).is_file() else _worker_folders(folder) or [folder]
+    homes = [folder] if (folder / METRICS).is_file() else worker_homes(folder) or [folder]
     for needed in (METRICS, RUN):
         if not (homes[0] / needed).is_file():
             raise DataError(f"{homes[0]} is not the folder of a run: it has no {needed}")
@@ -34,7 +34,10 @@ def load(folder: Path) -> RunRecord:
     if not found:
         raise DataError(f"{homes[0] / METRICS} has no start event: nothing has happened in this run yet")
     for home, log in found.items():
-        _check(log.start, home)
+        try:
+            check_start(log.start, worker_of(home))
+        except DataError as error:
+            raise DataError(f"{home / METRICS}: {error}") from error
     try:
         whole = merge(list(found.values()))
     except DataError as error:
@@ -42,7 +45,7 @@ def load(folder: Path) -> RunRecord:
     record = RunRecord(
         name=plain_text(whole.start.name) or plain_text(folder.resolve().name),
         folder=folder,
-        config=_toml(homes[0] / RUN),
+        config=run_table(homes[0] / RUN),
         about=_json(homes[0] / ABOUT),
         processes=tuple(found.values()),
         **{field.name: getattr(whole, field.name) for field in fields(EventLog)},
@@ -54,17 +57,21 @@ def load(folder: Path) -> RunRecord:
     return record
 
 
-def _check(start: Start, home: Path) -> None:
-    """Refuses numbers of workers that no run has, and a worker in the folder of another."""
+def check_start(start: Start, folder_worker: int | None = None) -> None:
+    """Refuses numbers of workers that no run has, and a worker in the folder of another.
+
+    Raises:
+        DataError: the event cannot be that of a run.
+    """
     problem = ""
-    if start.workers > _MOST_WORKERS:
-        problem = f"workers must be at most {_MOST_WORKERS}, got {start.workers}"
+    if not 1 <= start.workers <= _MOST_WORKERS:
+        problem = f"workers must be between 1 and {_MOST_WORKERS}, got {start.workers}"
     elif start.worker is not None and not 0 <= start.worker < start.workers:
         problem = f"worker must be between 0 and {start.workers - 1}, got {start.worker}"
-    elif start.worker is not None and worker_of(home) not in (None, start.worker):
-        problem = f"in {home.name} it should be worker {worker_of(home)}, got {start.worker}"
+    elif start.worker is not None and folder_worker not in (None, start.worker):
+        problem = f"in {worker_folder(folder_worker)} it should be worker {folder_worker}, got {start.worker}"
     if problem:
-        raise DataError(f"{home / METRICS}: the start event cannot be that of a run: {problem}")
+        raise DataError(f"the start event cannot be that of a run: {problem}")
 
 
 def load_all(folders: Sequence[Path]) -> list[RunRecord]:
@@ -86,16 +93,17 @@ def load_all(folders: Sequence[Path]) -> list[RunRecord]:
 
 def _runs_of(folder: Path) -> list[Path]:
     """Returns the folder itself, unless it is no run and holds some."""
-    if _is_run(folder) or not folder.is_dir():
+    if is_run(folder) or not folder.is_dir():
         return [folder]
-    return sorted(child for child in folder.iterdir() if _is_run(child)) or [folder]
+    return sorted(child for child in folder.iterdir() if is_run(child)) or [folder]
 
 
-def _is_run(folder: Path) -> bool:
-    return (folder / METRICS).is_file() or bool(_worker_folders(folder))
+def is_run(folder: Path) -> bool:
+    """Returns whether a folder is that of a run, or holds folders of its workers."""
+    return (folder / METRICS).is_file() or bool(worker_homes(folder))
 
 
-def _worker_folders(folder: Path) -> list[Path]:
+def worker_homes(folder: Path) -> list[Path]:
     """Returns the folders of a run's workers, in worker order."""
     numbered = {worker: file for file in folder.glob(f"*/{METRICS}") if (worker := worker_of(file.parent)) is not None}
     return [numbered[worker].parent for worker in sorted(numbered) if _trains_one(numbered[worker])]
@@ -127,7 +135,8 @@ def plain_text(text: str) -> str:
     return "".join(c if c.isprintable() else "\ufffd" for c in text).strip()
 
 
-def _toml(path: Path) -> dict[str, Any]:
+def run_table(path: Path) -> dict[str, Any]:
+    """Returns the table of a run.toml; DataError if it cannot be read."""
     try:
         return runfile.parse_toml(runfile.read(path), str(path))
     except ConfigError as error:

@@ -1,7 +1,6 @@
 """Draws who took part in elastic runs: a lane per worker over inner steps."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -11,64 +10,12 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from atoll._util.units import count_text, share_text
 from atoll.report.canvas import Palette, dress, heading, legend_above, new_figure, shorten
-from atoll.report.record import RunRecord
+from atoll.report.presence import Presence, presences
 from atoll.report.table import Row
 
 MOST_SEATS = 16
 """Workers of a run that the picture shows."""
 _CATCHING_UP = 0.35  # opacity
-
-
-@dataclass(slots=True)
-class Presence:
-    """Holds when one worker took part, in inner steps of the run."""
-
-    worker: int
-    training: list[tuple[int, int]] = field(default_factory=list)
-    """From one step to another."""
-    following: list[tuple[int, int]] = field(default_factory=list)
-    """While it caught up."""
-    lost: list[int] = field(default_factory=list)
-    """Steps after which it was no longer a member."""
-    joined: list[int] = field(default_factory=list)
-    """Steps after which it trained again, or for the first time."""
-
-    def share(self, steps: int) -> float:
-        """Returns the share of the run's steps, 0 to 1, that it made as a member."""
-        return sum(end - begin for begin, end in self.training) / max(steps, 1)
-
-
-def presences(record: RunRecord) -> list[Presence]:
-    """Returns a lane per worker, from the views that any process recorded."""
-    found = {worker: Presence(worker) for worker in range(record.start.workers)}
-    views = sorted(record.views, key=lambda view: view.view)
-    trained: set[int] = set()
-    for n, view in enumerate(views):
-        # A view can begin earlier than the one before, if the worker that was ahead is gone.
-        end = min((later.boundary for later in views[n + 1 :]), default=record.step)
-        span, training = (view.boundary, max(end, view.boundary)), set(view.members)
-        for worker in training & found.keys():
-            _extend(found[worker].training, span)
-        for worker in set(view.following) & found.keys():
-            _extend(found[worker].following, span)
-        for worker in (training - trained if n else set()) & found.keys():
-            found[worker].joined.append(min(view.boundary, end))
-        for worker in (trained - training) & found.keys():
-            found[worker].lost.append(min(view.boundary, end))
-        trained = training
-    return list(found.values())
-
-
-def _extend(spans: list[tuple[int, int]], span: tuple[int, int]) -> None:
-    """Adds a span to those before it, or makes the last one longer."""
-    begin, end = span
-    while spans and spans[-1][1] >= begin:
-        begin = min(begin, spans.pop()[0])
-    if end > begin:
-        spans.append((begin, end))
-
-
-# ---------------------------------------------------------------------- drawing
 
 
 def draw_members(rows: Sequence[Row], palette: Palette) -> Figure:

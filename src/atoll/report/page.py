@@ -16,6 +16,7 @@ from atoll.report.canvas import DARK, LIGHT, Draw, css_variables, shorten, to_sv
 from atoll.report.load import plain_text
 from atoll.report.members import MOST_SEATS
 from atoll.report.record import RunRecord
+from atoll.report.settings_text import flat_settings, value_text
 from atoll.report.table import Row, columns, notes
 from atoll.report.tasks import scores_by_task
 from atoll.report.timeline import MOST_WORKERS
@@ -157,28 +158,9 @@ def _faults(record: RunRecord) -> dict[str, Any]:
 # ---------------------------------------------------------------------- settings
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Returns the settings of run.toml as text, by their full names."""
-    flat: dict[str, str] = {}
-    for key, value in table.items():
-        name = plain_text(f"{prefix}{key}")
-        flat |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: _value(value)}
-    return flat
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return "[" + ", ".join(_value(v) for v in value) + "]"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{plain_text(str(k))} {_value(v)}" for k, v in value.items())
-    return plain_text(str(value))
-
-
 def _differences(records: Sequence[RunRecord]) -> Facts:
     """Returns the settings in which the runs differ; '-' where a file leaves one out."""
-    settings = [_flat(record.config) for record in records]
+    settings = [flat_settings(record.config) for record in records]
     keys = dict.fromkeys(key for setting in settings for key in setting if key != "name")
     found = {key: [setting.get(key, "-") for setting in settings] for key in keys}
     return {key: values for key, values in found.items() if len(set(values)) > 1}
@@ -202,9 +184,9 @@ _SETTINGS = {
 
 def _facts_of(r: RunRecord) -> dict[str, str]:
     """Returns the facts about one run; '-' where there is none."""
-    start, settings = r.start, _flat(r.config)
+    start, settings = r.start, flat_settings(r.config)
     rounds = start.method not in ("none", "data-parallel")
-    delay = counted(start.delay[0], "step") if len({*start.delay}) == 1 else f"{_value(start.delay)[1:-1]} steps"
+    delay = counted(start.delay[0], "step") if len({*start.delay}) == 1 else f"{value_text(start.delay)[1:-1]} steps"
     numbers = {word: settings.get(f"sync.outer_{word}") for word in ("lr", "momentum", "betas", "eps")}
     outer = [settings.get("sync.outer"), *(f"{word} {value}" for word, value in numbers.items() if value)]
     return {
@@ -230,6 +212,6 @@ def _facts_of(r: RunRecord) -> dict[str, str]:
         "device": plain_text(start.device),
         "threads": str(start.threads),
         "resumed": counted(len(r.resumes), "time") if r.resumes else "never",
-        **{key: _value(r.about.get(key, "-")) for key in ("seed", "started", "command", "versions")},
+        **{key: value_text(r.about.get(key, "-")) for key in ("seed", "started", "command", "versions")},
         "folder": plain_text("/".join(r.folder.resolve().parts[-2:])),
     }

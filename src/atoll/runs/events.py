@@ -227,6 +227,8 @@ class Resumed:
     event: Literal["resumed"] = "resumed"
     step: int
     seconds: Number
+    began: Number = 0.0
+    """Unix time of this moment, seconds; 0: unknown (older files)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,41 +314,9 @@ def read(path: str | Path) -> list[Event]:
     path = Path(path)
     try:
         with open_plain(path) as file:
-            return [event for _, event in _parsed(path, file)]
+            return [event for _, event in parsed(path, file)]
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror}; give the metrics.jsonl of a run") from fault
-
-
-class Tail:
-    """Reads a file of events while another process writes it."""
-
-    def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
-        self._offset = self._lines = 0
-        self._last = b""  # the bytes before the offset, to notice a file that was cut and has grown past it
-
-    def new(self) -> list[Event]:
-        """Returns the events since the last call: none without a file, all again after it was cut and rewritten."""
-        try:
-            with open_plain(self._path) as file:
-                file.seek(self._offset - len(self._last))
-                if file.read(len(self._last)) != self._last:
-                    self._forget()
-                    file.seek(0)
-                found = list(_parsed(self._path, file, after=self._lines))
-        except FileNotFoundError:
-            self._forget()
-            return []
-        except OSError as fault:
-            raise DataError(f"{self._path} cannot be read: {fault.strerror}") from fault
-        if found:
-            self._offset += sum(len(line) for line, _ in found)
-            self._lines += len(found)
-            self._last = found[-1][0][-64:]
-        return [event for _, event in found]
-
-    def _forget(self) -> None:
-        self._offset, self._lines, self._last = 0, 0, b""
 
 
 def _line(event: Event) -> bytes:
@@ -371,8 +341,13 @@ def _parser() -> TypeAdapter[Event]:
     return TypeAdapter(Annotated[Event, Discriminator("event")])
 
 
-def _parsed(path: Path, file: IO[bytes], after: int = 0) -> Iterator[tuple[bytes, Event]]:
-    """Yields the whole lines of a file, each with its event; `after` lines of the file were read before."""
+def parsed(path: Path, file: IO[bytes], after: int = 0) -> Iterator[tuple[bytes, Event]]:
+    """Yields the whole lines of a file, each with its event; `after` lines of the file were read before.
+
+    Raises:
+        DataError: a line is damaged.
+        OSError: the file cannot be read, or a line is too long.
+    """
     for number, line in enumerate(lines_limited(path, file, MOST_LINE), after + 1):
         if not line.endswith(b"\n"):
             return

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -271,7 +272,7 @@ def _open_log(trainer: Trainer, folder: RunFolder, others: Sink, length: int | N
     if log.position() == 0:
         trainer.reporter.write_start(trainer.parameters, trainer.models[0].vocabulary)
     if resumed:
-        trainer.reporter.sink.write(Resumed(step=trainer.steps, seconds=trainer.seconds))
+        trainer.reporter.sink.write(Resumed(step=trainer.steps, seconds=trainer.seconds, began=time.time()))
     return log
 
 

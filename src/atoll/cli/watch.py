@@ -1,0 +1,131 @@
+"""Defines `atoll watch`, which serves the page of a run until it is interrupted."""
+
+import asyncio
+import gc
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from ipaddress import ip_address
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atoll.errors import ConfigError
+
+if TYPE_CHECKING:  # starlette and uvicorn are imported by the command alone
+    from atoll.watch.server import Watch
+    from atoll.watch.source import Source
+
+_NICE = 19  # training on the same machine comes first
+
+
+def watch(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folder of a run, or folders of its workers on this machine.")
+    ],
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Where the page is; 0: a free port.")] = 8420,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Where to listen; other than 127.0.0.1, viewers need a token.")
+    ] = "127.0.0.1",
+    token: Annotated[
+        str | None,
+        typer.Option(metavar="SECRET", envvar="ATOLL_WATCH_TOKEN", help="What viewers must know; left out: by host."),
+    ] = None,
+) -> None:
+    """Serve a page that shows a run while it trains.
+
+    Who trains, what travels and what waits: state and time left, losses, members
+    over time, bytes, faults, settings. /metrics is for Prometheus. Ctrl-C stops
+    it; the run does not notice.
+
+    [bold]Examples:[/]
+      atoll watch runs/run
+      atoll watch runs/run/worker-0 /mnt/other/runs/run/worker-1
+      atoll watch runs/run --host 0.0.0.0
+    """
+    from atoll.watch.folders import Folders
+
+    serve(Folders(runs), host, port, token)
+
+
+def serve(source: "Source", host: str, port: int, token: str | None) -> None:
+    """Serves a run until Ctrl-C or SIGTERM; prints the address."""
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        problem = f"atoll watch needs {' and '.join(missing)}, not installed here"
+        raise ConfigError(f"{problem}: pip install 'atoll[watch]'")
+    from atoll.watch.guard import Admission
+    from atoll.watch.server import Watch
+
+    is_local = host == "localhost" or (_is_address(host) and ip_address(host).is_loopback)
+    if token is not None and len(token) < 16:
+        raise ConfigError("--token: must have at least 16 characters, or guessing finds it", setting="token")
+    if token is None and not is_local:
+        token = secrets.token_urlsafe(32)
+    with _listening(host, port) as listener:
+        port = listener.getsockname()[1]
+        shown = f"[{host}]" if ":" in host else host
+        names = [*dict.fromkeys(["localhost", "127.0.0.1", "[::1]", shown.lower()])]
+        admission = Admission(token=token, hosts=names if is_local else None, cookie=f"atoll_watch_{port}")
+        os.nice(_NICE)
+        gc.freeze()  # what was imported stays: the collector need not look at it
+        typer.echo(f"the page is at http://{shown}:{port}/{f'?token={token}' if token else ''}; Ctrl-C stops it")
+        asyncio.run(_serve(Watch(source, admission), listener))
+    typer.echo("stopped; the run is not affected")
+
+
+def _is_address(host: str) -> bool:
+    with suppress(ValueError):
+        ip_address(host)
+        return True
+    return False
+
+
+@contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    """Yields a socket that listens, so that a port that is taken is one clear error."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family, backlog=512)
+    except OSError as fault:
+        problem = f"cannot listen on {host}, port {port}: {fault.strerror}; give another --port or --host"
+        raise ConfigError(problem, setting="port", value=port) from fault
+    with listener:
+        yield listener
+
+
+async def _serve(app: "Watch", listener: socket.socket) -> None:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        """Leaves signals to the command."""
+
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    server = Server(
+        uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            log_level="critical",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,
+            limit_concurrency=1024,
+        )
+    )
+
+    def stop() -> None:
+        app.board.close()
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    await server.serve(sockets=[listener])

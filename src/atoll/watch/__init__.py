@@ -1,0 +1,1 @@
+"""Shows runs while they train: one page, served live or frozen into a file."""

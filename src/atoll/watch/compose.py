@@ -1,0 +1,300 @@
+"""Composes the sections of the page from a watched run."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, Literal
+
+import numpy as np
+
+from atoll._util.units import bytes_text, share_text
+from atoll.core.codec import Codec
+from atoll.errors import ConfigError
+from atoll.plan.line import Line, parse_line
+from atoll.plan.method import Job
+from atoll.plan.simulate import time_of
+from atoll.report.load import plain_text
+from atoll.report.record import RunRecord
+from atoll.report.settings_text import flat_settings
+from atoll.report.tasks import scores_by_task
+from atoll.runs import events
+from atoll.watch.lane_times import lanes_section, window_section
+from atoll.watch.process import MOST_KEPT, MOST_POINTS, ProcessLog
+from atoll.watch.run import LiveRun
+from atoll.watch.sections import (
+    Curve,
+    Fault,
+    FaultsSection,
+    LossSection,
+    OuterSection,
+    Planned,
+    RunSection,
+    Sections,
+    SpeedSection,
+    TrafficOfWorker,
+    TrafficSection,
+)
+from atoll.watch.state import condition
+from atoll.watch.thinning import Bucket
+
+_LONGEST = 300  # characters of words
+_MOST_SETTINGS = 400
+_PERIODS = 12  # that the planner simulates: enough for a steady state
+
+
+def compose(run: LiveRun, share: float, now: float) -> Sections:
+    """Returns all sections of a run at a Unix time; `share` is the part of its files that was read, 0 to 1."""
+    record = run.record()
+    return {
+        "run": run_section(run, record, share, now),
+        "loss": loss_section(run),
+        "speed": speed_section(run),
+        "lanes": lanes_section(run, record, now) if record else {"end_s": 0.0, "workers": [], "views": []},
+        "now": window_section(run),
+        "traffic": traffic_section(run, record),
+        "outer": outer_section(run),
+        "faults": faults_section(run),
+        "samples": [],
+        "settings": settings_section(run),
+        "scores": scores_section(record),
+    }
+
+
+def run_section(run: LiveRun, record: RunRecord | None, share: float, now: float) -> RunSection:
+    """Returns what the run is, and how it is doing."""
+    start, how = record.start if record else None, condition(run, record, share, now)
+    updated = max(run.heard.values(), default=None)
+    left_s = None if record is None or record.end is not None else run.left_s()
+    newest = [process.recent[-1][1] for process in run.logs() if process.recent]
+    return {
+        "name": record.name if record else plain_text(run.about.name),
+        "method": plain_text(start.method) if start else "",
+        "workers": start.workers if start else 0,
+        "steps": start.steps if start else 0,
+        "parameters": start.parameters if start else 0,
+        "period": start.period if start else 0,
+        "delay": start.delay if start else [],
+        "codec": plain_text(start.codec) if start else "",
+        "device": plain_text(start.device)[:_LONGEST] if start else "",
+        "began": run.began or None,
+        "state": how.state,
+        "state_words": how.words,
+        "since": how.since,
+        "step": record.step if record else 0,
+        "tokens": record.tokens if record else 0,
+        "seconds": run.newest_s if record else None,
+        "left_s": left_s,
+        "ends_at": updated + left_s if updated is not None and left_s is not None else None,
+        "tokens_per_s": max((step.tokens_per_s for step in newest), default=None),
+        "utilisation": record.utilisation if record else None,
+        "lr": newest[0].lr if newest else None,
+        "updated": updated,
+        "read": share,
+    }
+
+
+# ---------------------------------------------------------------------- curves
+
+
+def loss_section(run: LiveRun) -> LossSection:
+    """Returns the losses of the anchor and of each worker."""
+    evals: dict[int, tuple[ProcessLog, events.Eval]] = {}
+    for process in reversed(run.logs()):
+        evals |= {e.step: (process, e) for e in process.evals.items()}
+    rows = [
+        [e.step, e.tokens, run.since(p, p.base + e.seconds), e.loss, e.anchor_step, e.best]
+        for _, (p, e) in sorted(evals.items(), key=lambda item: item[0])
+    ]
+    workers = {}
+    for worker, process in sorted(((w, p) for p in run.logs() for w in p.tracks), key=lambda found: found[0]):
+        buckets = [bucket for bucket in process.tracks[worker].loss.buckets() if bucket.known]
+        steps, tokens, times = _places(buckets)
+        seconds = [run.since(process, at) for at in times]
+        workers[str(worker)] = {"step": steps, "tokens": tokens, "seconds": seconds, **_curve(buckets)}
+    return {"anchor": rows[:: -(-len(rows) // MOST_POINTS) or 1] if rows else [], "workers": workers}  # type: ignore[typeddict-item]
+
+
+def speed_section(run: LiveRun) -> SpeedSection:
+    """Returns the speed over time: rates of all workers as the lowest tells them, waits as mean of all."""
+    logs = [process for process in run.logs() if process.curves["lr"].buckets()]
+    if not logs:
+        return {"step": [], "seconds": [], "tokens_per_s": [], "utilisation": [], "lr": []}
+    first = logs[0]
+    curves = {name: first.curves[name].buckets() for name in ("tokens_per_s", "lr")}
+    steps, _, times = _places(curves["lr"])
+    seconds = [run.since(first, at) for at in times]
+    shares = np.stack([_at(run, process, "utilisation", seconds) for process in logs])
+    known = np.isfinite(shares)
+    counts = known.sum(axis=0)
+    means = np.where(known, shares, 0).sum(axis=0) / np.maximum(counts, 1)
+    return {
+        "step": steps,
+        "seconds": seconds,
+        "tokens_per_s": [bucket.mean for bucket in curves["tokens_per_s"]],
+        "utilisation": [mean if n else None for mean, n in zip(means.tolist(), counts.tolist(), strict=True)],
+        "lr": [bucket.mean for bucket in curves["lr"]],
+    }
+
+
+def _at(run: LiveRun, process: ProcessLog, name: str, seconds: Sequence[float]) -> "np.typing.NDArray[np.float64]":
+    """Returns the values of a curve at some times; NaN where it has none."""
+    buckets = [bucket for bucket in process.curves[name].buckets() if bucket.known]
+    if not buckets:
+        return np.full(len(seconds), math.nan)
+    times = [run.since(process, bucket.last[2]) for bucket in buckets]
+    return np.interp(seconds, times, [bucket.total / bucket.known for bucket in buckets], left=math.nan, right=math.nan)
+
+
+def outer_section(run: LiveRun) -> OuterSection:
+    """Returns the outer gradients, as the lowest worker tells them, and others where it was not there."""
+    logs = run.logs()
+    chosen: list[tuple[Bucket, Bucket]] = []
+    for process in logs:
+        pairs = list(zip(process.curves["norm"].buckets(), process.curves["cosine"].buckets(), strict=True))
+        chosen += (
+            [pair for pair in pairs if not any(_overlaps(pair[0], other) for other, _ in chosen)] if chosen else pairs
+        )
+    chosen.sort(key=lambda pair: pair[0].last)
+    chosen = chosen[:: -(-len(chosen) // MOST_POINTS) or 1]
+    return {
+        "fragments": len(logs[0].start.payload_bytes) if logs else 0,
+        "step": [norm.last[0] for norm, _ in chosen],
+        "norm": _curve([norm for norm, _ in chosen]),
+        "cosine": _curve([cosine for _, cosine in chosen]),
+    }
+
+
+def _overlaps(one: Bucket, other: Bucket) -> bool:
+    return one.first[0] <= other.last[0] and other.first[0] <= one.last[0]
+
+
+def _places(buckets: Sequence[Bucket]) -> list[list[float]]:
+    """Returns steps, tokens and times of the newest point of each bucket."""
+    return [[bucket.last[n] for bucket in buckets] for n in range(3)]
+
+
+def _curve(buckets: Sequence[Bucket]) -> Curve:
+    return {
+        "mean": [bucket.mean for bucket in buckets],
+        "low": [bucket.low if bucket.known else None for bucket in buckets],
+        "high": [bucket.high if bucket.known else None for bucket in buckets],
+    }
+
+
+# ---------------------------------------------------------------------- bytes
+
+
+def traffic_section(run: LiveRun, record: RunRecord | None) -> TrafficSection:
+    """Returns the bytes between workers, beside what the planner foretells."""
+    if record is None:
+        return {"pairs": [], "workers": [], "planned": None, "data_parallel_bytes": 0}
+    planned = _planned(record)
+    workers: list[TrafficOfWorker] = []
+    for process in run.logs():
+        for worker in process.tracks:
+            workers.append(
+                {
+                    "worker": worker,
+                    "sent_bytes": _entry(process.last, "wire_sent", worker),
+                    "received_bytes": _entry(process.last, "wire_received", worker),
+                    "rate": process.rate(partial(_entry, name="wire_sent", worker=worker)),
+                    "payload_bytes": _entry(process.last, "bytes_sent", worker),
+                    "planned_rate": planned["bytes_per_s"] if planned else None,
+                }
+            )
+    workers.sort(key=lambda found: found["worker"])
+    gradient = Codec("fp32").payload_bytes(max(record.start.parameters, 0))
+    return {"pairs": [], "workers": workers, "planned": planned, "data_parallel_bytes": record.step * gradient}
+
+
+def _entry(totals: events.Totals | None, name: str, worker: int) -> int:
+    values: list[int] = getattr(totals, name) if totals else []
+    return values[worker] if worker < len(values) else 0
+
+
+def _planned(record: RunRecord) -> Planned | None:
+    """Returns what the planner foretells for the run's line: the emulated one, or else one that is never slow."""
+    if not record.on_wire or record.step_s <= 0:
+        return None
+    link = record.config.get("link")
+    emulated = link.get("emulate") if isinstance(link, dict) else None
+    try:
+        line = parse_line(emulated) if isinstance(emulated, str) else None
+        job = replace(record.job(), finish=False, step_s=float(f"{record.step_s:.2g}"))
+        return _foretold(replace(job, steps=_PERIODS * (1 if job.gradients else job.period)), line)
+    except ConfigError:
+        return None
+
+
+@lru_cache(maxsize=64)
+def _foretold(job: Job, line: Line | None) -> Planned:
+    half = replace(job, steps=job.steps // 2)  # the first periods have no rounds to wait for
+    before, after = (time_of(one, line or Line(math.inf)) for one in (half, job))
+    seconds = after.total_s - before.total_s
+    rate = (after.bytes_per_worker - before.bytes_per_worker) / seconds if seconds > 0 else None
+    share = (after.compute_s - before.compute_s) / seconds if line and seconds > 0 else None
+    words = f"{bytes_text(rate or 0.0)}/s a worker on the wire"
+    if share is not None:
+        words = f"{words}, computing {share_text(share)} of the time on {line}"
+    return {"words": words, "bytes_per_s": rate, "utilisation": share}
+
+
+# ---------------------------------------------------------------------- faults and settings
+
+
+def faults_section(run: LiveRun) -> FaultsSection:
+    """Returns what went wrong, each once although several workers tell of it."""
+    found: dict[tuple[Any, ...], Fault] = {}
+    logs = run.logs()
+    for process in logs:
+        for kind in (events.Fault, events.Lost, events.RoundApplied):
+            for at, event in process.kept[kind]:
+                for fault in _faults(event):
+                    key = (
+                        fault["kind"],
+                        fault["step"],
+                        fault["worker"],
+                        fault["words"] if kind is events.Fault else "",
+                    )
+                    found.setdefault(key, fault | {"at_s": run.since(process, at)})
+    latest = sorted(found.values(), key=lambda fault: (fault["at_s"] or 0.0, fault["step"]), reverse=True)
+    return {"count": max(len(latest), _count(logs)), "latest": latest[:MOST_KEPT]}
+
+
+def _count(logs: Sequence[ProcessLog]) -> int:
+    """Returns how much went wrong: faults of each process, and payloads that any of them has missed."""
+    return sum(p.counts["faults"] for p in logs) + max((p.counts["missed"] for p in logs), default=0)
+
+
+def _faults(event: events.Event) -> Iterable[Fault]:
+    match event:
+        case events.Fault():
+            words = plain_text(event.what)[:_LONGEST]
+            yield {"at_s": None, "step": event.step, "worker": event.worker, "kind": _kind(words), "words": words}
+        case events.Lost():
+            words = f"no longer a member: {plain_text(event.why)[:_LONGEST]}"
+            yield {"at_s": None, "step": event.step, "worker": event.worker, "kind": "lost", "words": words}
+        case events.RoundApplied():
+            came = f"{len(event.members)} of {event.expected} payloads"
+            words = f"round of step {event.step}, fragment {event.fragment}: {came} came"
+            yield {"at_s": None, "step": event.step, "worker": None, "kind": "dropped", "words": words}
+
+
+def _kind(words: str) -> Literal["guarded", "left out", "rolled back", "fault"]:
+    """Returns the kind of a fault by the trainer's words."""
+    if "rolled back" in words:
+        return "rolled back"
+    if words.startswith("left out"):
+        return "guarded" if "far larger" in words else "left out"
+    return "fault"
+
+
+def settings_section(run: LiveRun) -> list[list[str]]:
+    """Returns the settings of the run file."""
+    return [[*item] for item in flat_settings(run.about.settings).items()][:_MOST_SETTINGS]
+
+
+def scores_section(record: RunRecord | None) -> list[list[str]]:
+    """Returns the accuracy on each task."""
+    return [[task, texts[0]] for task, texts in scores_by_task([record]).items()] if record else []

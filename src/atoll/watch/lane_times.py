@@ -1,0 +1,203 @@
+"""Computes when the workers of a watched run trained, waited and had rounds on their way."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
+from typing import Final
+
+from atoll.report.lanes import Span, rows, wait_until
+from atoll.report.load import plain_text
+from atoll.report.presence import Presence, presences
+from atoll.report.record import RunRecord
+from atoll.runs.events import Joined, Lost, Members, Resumed
+from atoll.watch.process import MOST_KEPT, ProcessLog, WorkerTrack
+from atoll.watch.run import LiveRun, sent_rounds
+from atoll.watch.sections import LaneOfWorker, LanesSection, Row, WindowOfWorker, WindowSection
+from atoll.watch.state import least_workers
+from atoll.watch.thinning import join_near
+
+NOW_S: Final = 60.0
+"""Seconds of the window that scrolls."""
+MOST_SPANS: Final = 2000
+"""Spans of each kind that a window has of a worker."""
+_LONGEST = 300  # characters of words
+
+
+# ---------------------------------------------------------------------- the whole run
+
+
+def lanes_section(run: LiveRun, record: RunRecord, now: float) -> LanesSection:
+    """Returns a lane per worker over the whole run."""
+    names = {worker: name for name, process in run.processes.items() for worker in process.tracks}
+    views = sorted(record.views, key=lambda view: view.view)
+    seats = presences(record) if views else [Presence(worker) for worker in sorted(names)]
+    paused = _paused(run, record, views)
+    times = dict(zip([v.view for v in views], run.time_of_step(v.boundary for v in views), strict=True))
+    found: list[LaneOfWorker] = []
+    for seat in seats:
+        name = names.get(seat.worker)
+        process = run.processes[name] if name is not None else None
+        spans = _by_views(run, seat, paused, run.newest_s) if views else []
+        if process is not None and not views:
+            spans = _by_process(run, process, process.tracks[seat.worker])
+        if name is not None and run.is_silent(name, now):
+            spans = _gone(run, run.processes[name], spans)
+        if spans or process is not None:
+            found.append(_lane(run, seat, process, spans[-MOST_KEPT:]))
+    return {"end_s": run.newest_s, "workers": found, "views": [[at, number] for number, at in times.items()][-200:]}
+
+
+def _lane(run: LiveRun, seat: Presence, process: ProcessLog | None, spans: list[Row]) -> LaneOfWorker:
+    lane: LaneOfWorker = {
+        "worker": seat.worker,
+        "spans": spans,
+        "marks": sorted(_marks(run, seat, process), key=lambda mark: mark[0])[-MOST_KEPT:],
+        "from_s": 0.0,
+        "bucket_s": 1.0,
+        "waiting": [],
+        "flying": [],
+    }
+    if process is not None:
+        track = process.tracks[seat.worker]
+        lane["from_s"] = run.since(process, process.began)
+        waiting, lane["flying"] = track.shares.until(process.newest)
+        lane["waiting"] = [min(share, 1.0) for share in waiting]
+        lane["bucket_s"] = track.shares.bucket_s
+    return lane
+
+
+def _paused(run: LiveRun, record: RunRecord, views: Sequence[Members]) -> list[Span]:
+    """Returns when fewer workers were there than the run needs."""
+    least = least_workers(record)
+    edges = [*run.time_of_step(view.boundary for view in views), run.newest_s]
+    few = [len(view.members) < least for view in views]
+    return [Span(begin, end) for begin, end, is_few in zip(edges, edges[1:], few, strict=False) if is_few]
+
+
+def _by_views(run: LiveRun, seat: Presence, paused: Sequence[Span], end_s: float) -> list[Row]:
+    """Returns the spans of a worker of an elastic run."""
+    steps = [(*span, "training") for span in seat.training] + [(*span, "catching up") for span in seat.following]
+    steps.sort()
+    times = run.time_of_step(step for begin, end, _ in steps for step in (begin, end))
+    found: list[Row] = []
+    free_s = 0.0
+    for (_, _, what), begin, end in zip(steps, times[::2], times[1::2], strict=True):
+        begin = max(begin, free_s)
+        if begin > free_s:
+            found.append([free_s, begin, "away"])
+        found += _cut(Span(begin, end), what, paused)
+        free_s = max(free_s, end)
+    if free_s < end_s:
+        still = bool(steps) and steps[-1][1] >= run.step  # its last span reaches to the newest step
+        found += _cut(Span(free_s, end_s), steps[-1][2], paused) if still else [[free_s, end_s, "away"]]
+    return _merged(found)
+
+
+def _cut(span: Span, what: str, paused: Sequence[Span]) -> Iterator[Row]:
+    """Yields a span in parts: some of it may have been a pause."""
+    begin = span.begin_s
+    for pause in paused if what == "training" else ():
+        if pause.end_s <= begin or pause.begin_s >= span.end_s:
+            continue
+        yield [begin, max(pause.begin_s, begin), what]
+        yield [max(pause.begin_s, begin), min(pause.end_s, span.end_s), "paused"]
+        begin = min(pause.end_s, span.end_s)
+    yield [begin, span.end_s, what]
+
+
+def _by_process(run: LiveRun, process: ProcessLog, track: WorkerTrack) -> list[Row]:
+    """Returns the spans of a worker by the events of its process alone."""
+    found: list[Row] = []
+    begin = run.since(process, process.began)
+    for away in track.away:
+        found.append([begin, run.since(process, away.begin_s), "training"])
+        found.append([run.since(process, away.begin_s), run.since(process, away.end_s), "away"])
+        begin = run.since(process, away.end_s)
+    found.append([begin, run.since(process, process.newest), "training"])
+    return _merged(found)
+
+
+def _gone(run: LiveRun, process: ProcessLog, spans: Iterable[Row]) -> list[Row]:
+    """Returns spans in which a silent process is gone since its newest event, as far as others go on."""
+    since_s = run.since(process, process.newest)
+    kept = [[begin, min(end, since_s), what] for begin, end, what in spans if begin < since_s]
+    return _merged([*kept, [since_s, run.newest_s, "gone"]])
+
+
+def _merged(spans: Iterable[Row]) -> list[Row]:
+    """Returns spans without empty ones; those that touch and are of one kind become one."""
+    found: list[Row] = []
+    for begin, end, what in spans:
+        if end <= begin:
+            continue
+        if found and found[-1][2] == what and found[-1][1] >= begin:
+            found[-1][1] = end
+        else:
+            found.append([begin, end, what])
+    return found
+
+
+def _marks(run: LiveRun, seat: Presence, process: ProcessLog | None) -> Iterator[Row]:
+    """Yields the moments of a worker's lane: those that others have told, and its own."""
+    told = {kind: _told(run, kind, seat.worker) for kind in (Lost, Joined)}
+    for at in run.time_of_step(seat.joined):
+        yield [at, "joined", f"Worker {seat.worker} has joined."]
+    for at in run.time_of_step(seat.lost):
+        why = min(told[Lost], key=lambda lost: abs(lost[0] - at), default=(0.0, ""))[1]
+        words = f"Worker {seat.worker} is gone: {why}" if why else f"Worker {seat.worker} is gone."
+        yield [at, "left" if "left" in why else "lost", words]
+    if process is not None:
+        for at, resumed in process.kept[Resumed]:
+            yield [run.since(process, at), "resumed", f"Worker {seat.worker} went on from step {resumed.step}."]
+
+
+def _told(run: LiveRun, kind: type, worker: int) -> list[tuple[float, str]]:
+    """Returns when and why a worker was lost, as the others tell."""
+    return [
+        (run.since(process, at), plain_text(getattr(event, "why", ""))[:_LONGEST])
+        for process in run.logs()
+        for at, event in process.kept[kind]
+        if event.worker == worker
+    ]
+
+
+# ---------------------------------------------------------------------- a window
+
+
+def window_section(run: LiveRun, window: Span | None = None) -> WindowSection:
+    """Returns what the workers did in a window, in seconds since the run began; None: the last minute."""
+    if window is None:
+        window = Span(max(0.0, run.newest_s - NOW_S), run.newest_s)
+    found = [
+        _in_window(run, process, worker, window)
+        for worker, process in sorted(((w, p) for p in run.logs() for w in p.tracks), key=itemgetter(0))
+    ]
+    return {"from_s": window.begin_s, "to_s": window.end_s, "workers": found}
+
+
+def _in_window(run: LiveRun, process: ProcessLog, worker: int, window: Span) -> WindowOfWorker:
+    origin = run.began if process.began else 0.0
+    inside = process.tracks[worker].flights.within(Span(window.begin_s + origin, window.end_s + origin))
+    inside[:, :2] -= origin
+    waits: list[Span] = []
+    free_s = 0.0
+    for _, end, waited_s, _, _ in inside[inside[:, 1].argsort(kind="stable")].tolist():
+        if (wait := wait_until(end, waited_s, free_s)) is not None:
+            waits.append(wait)
+            free_s = wait.end_s
+    under_way = sent_rounds(process) if worker == min(process.tracks) else []
+    times = run.time_of_step(step for step, _ in under_way)
+    return {
+        "worker": worker,
+        "waits": [[*span] for span in join_near(waits, MOST_SPANS)],
+        "flights": _flights(inside[inside[:, 0].argsort(kind="stable")].tolist()),
+        "on_their_way": [[*sent, at] for sent, at in zip(under_way, times, strict=True)],
+    }
+
+
+def _flights(inside: list[list[float]]) -> list[Row]:
+    """Returns the flights, in order of their beginnings, with the row of each; too many are joined in one row."""
+    spans = [Span(begin, end) for begin, end, *_ in inside]
+    if len(spans) > MOST_SPANS:
+        return [[*span, -1, -1, 0] for span in join_near(spans, MOST_SPANS)]
+    numbered = zip(spans, inside, rows(spans), strict=True)
+    return [[*span, int(step), int(fragment), row] for span, (*_, step, fragment), row in numbered]

@@ -1,0 +1,245 @@
+"""Keeps what one process of a run has told, thinned as it grows."""
+
+import math
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atoll.report.lanes import Span, wait_until
+from atoll.report.record import EventLog
+from atoll.runs.events import (
+    End,
+    Eval,
+    Event,
+    Fault,
+    Joined,
+    Lost,
+    Members,
+    Resumed,
+    RoundApplied,
+    Saved,
+    Start,
+    Step,
+    Totals,
+    utilisation,
+)
+from atoll.runs.scored import Scored
+from atoll.watch.thinning import Series, Thinned, TimeBuckets
+
+MOST_POINTS: Final = 400
+"""Points of a curve."""
+MOST_KEPT: Final = 200
+"""Newest faults, losses, joins and the like that are kept of each kind."""
+MOST_FLIGHTS: Final = 2_000_000
+"""Newest rounds of a worker whose times are kept one by one, in 40 bytes each."""
+_MOST_NUMBERS = 16_000  # points of the curves of all workers together
+_FEWEST_POINTS = 20
+_MOST_VIEWS = 1000
+_WAITING, _FLYING = 0, 1
+_RECENT = 64  # step events by which the speed is measured
+
+_KEPT = (Fault, Lost, Joined, Resumed, Scored, Members, RoundApplied)
+
+
+def points_of(workers: int) -> int:
+    """Returns the points of each worker's curve, an even number: fewer if there are many workers."""
+    return min(MOST_POINTS, max(_FEWEST_POINTS, _MOST_NUMBERS // max(workers, 1) // 2 * 2))
+
+
+class Flights:
+    """Keeps when each round of a worker was under way, one by one; times are Unix times."""
+
+    def __init__(self) -> None:
+        self._columns = tuple(array("d") for _ in range(5))
+
+    def add(self, r: RoundApplied, flight: Span) -> None:
+        """Adds a round."""
+        if len(self._columns[0]) >= MOST_FLIGHTS:
+            for column in self._columns:
+                del column[: MOST_FLIGHTS // 2]
+        for column, value in zip(self._columns, (*flight, r.waited_s, r.step, r.fragment), strict=True):
+            column.append(value)
+
+    def within(self, window: Span) -> NDArray[np.float64]:
+        """Returns rows of begin, end, seconds waited, step and fragment: the rounds under way in a window."""
+        begin, end = (np.array(column) for column in self._columns[:2])
+        inside = np.flatnonzero((begin < window.end_s) & (end > window.begin_s))
+        return np.stack([np.array(column)[inside] for column in self._columns], axis=1)
+
+
+class WorkerTrack:
+    """Keeps the losses and the rounds of one worker; times are Unix times."""
+
+    def __init__(self, points: int, began: float) -> None:
+        self.loss = Series(points)
+        self.flights = Flights()
+        self.shares = TimeBuckets(points, began, kinds=2)
+        """How long it waited, and how long rounds were on their way."""
+        self.applied: dict[int, int] = {}
+        """Fragment -> the step of its newest round."""
+        self.away: deque[Span] = deque(maxlen=MOST_KEPT)
+        """When it did not train, although its process did."""
+        self._free = began  # when its last wait was over
+
+    def apply(self, r: RoundApplied, base: float) -> None:
+        """Adds a round, whose times are in seconds after `base`."""
+        self.applied[r.fragment] = max(r.step, self.applied.get(r.fragment, 0))
+        if not (math.isfinite(r.opened_s) and math.isfinite(r.done_s)):
+            return
+        flight = Span(base + r.opened_s, base + max(r.done_s, r.opened_s))
+        self.flights.add(r, flight)
+        self.shares.add(_FLYING, flight)
+        if (wait := wait_until(flight.end_s, r.waited_s, self._free)) is not None:
+            self.shares.add(_WAITING, wait)
+            self._free = wait.end_s
+
+    def add_away(self, span: Span) -> None:
+        """Adds a time without training; one that touches the last makes it longer."""
+        if self.away and self.away[-1].end_s >= span.begin_s:
+            span = Span(self.away.pop().begin_s, span.end_s)
+        self.away.append(span)
+
+
+class ProcessLog:
+    """Keeps the events of one process, thinned; times are Unix times, or seconds if its begin is not known."""
+
+    def __init__(self, start: Start) -> None:
+        self.start = start
+        self.base = self.began
+        """The time at which the clock of its events was 0; later after a resume."""
+        self.newest = self.began
+        """The time of its newest event."""
+        self.last: Totals | None = None
+        self.kept: dict[type, deque[tuple[float, Any]]] = {
+            kind: deque(maxlen=_MOST_VIEWS if kind is Members else MOST_KEPT) for kind in _KEPT
+        }
+        """Kind of event -> (time, event) of the newest; of rounds those without some of their members."""
+        self.counts: Counter[str] = Counter()
+        """Of all events: "faults", and "missed" payloads."""
+        self.evals: Thinned[Eval] = Thinned(MOST_POINTS)
+        self.clock: Thinned[tuple[float, float]] = Thinned(MOST_POINTS)
+        """(step, time)."""
+        self.curves = {name: Series(MOST_POINTS) for name in ("tokens_per_s", "utilisation", "lr", "norm", "cosine")}
+        self.recent: deque[tuple[float, Step]] = deque(maxlen=_RECENT)
+        """(time, event) of the last steps since the start or resume."""
+        points = points_of(start.workers)
+        self.tracks = {worker: WorkerTrack(points, self.began) for worker in EventLog(start=start).workers}
+
+    @property
+    def began(self) -> float:
+        """The Unix time of its first start; 0 if it is not known."""
+        return self.start.began if 0 < self.start.began < math.inf else 0.0
+
+    @property
+    def end(self) -> End | None:
+        """How it has ended; None while it trains, or if it was killed."""
+        return self.last if isinstance(self.last, End) else None
+
+    def log(self) -> EventLog:
+        """Returns its start, its newest totals, and what is kept of the other events."""
+        names = {"faults": Fault, "resumes": Resumed, "views": Members, "losses": Lost, "joins": Joined}
+        kept: dict[str, Any] = {name: tuple(event for _, event in self.kept[kind]) for name, kind in names.items()}
+        steps = tuple(step for _, step in self.recent) or ((self.last,) if isinstance(self.last, Step) else ())
+        scores = tuple(event for _, event in self.kept[Scored])
+        return EventLog(
+            start=self.start, steps=steps, evals=tuple(self.evals.items()), scores=scores, end=self.end, **kept
+        )
+
+    # ---------------------------------------------------------------------- events
+
+    def take(self, event: Event) -> None:
+        """Adds an event."""
+        match event:
+            case RoundApplied():
+                self._take_round(event)
+            case Step():
+                self._take_step(event)
+            case Eval() | Saved() | Members() | End() | Resumed():
+                self._take_timed(event)
+            case Fault():
+                self.counts["faults"] += 1
+                self._keep(event)
+            case _ if type(event) in self.kept:
+                self._keep(event)
+
+    def _keep(self, event: Event) -> None:
+        self.kept[type(event)].append((self.newest, event))
+
+    def _pass(self, step: int, seconds: float) -> float:
+        """Returns the time of an event, by its clock."""
+        if math.isfinite(seconds):
+            self.newest = max(self.newest, self.base + seconds)
+            self.clock.add((step, self.newest))
+        return self.newest
+
+    def _take_timed(self, event: Eval | Saved | Members | End | Resumed) -> None:
+        before = self.newest
+        if isinstance(event, Resumed) and self.began and math.isfinite(event.seconds):
+            self.base = max(self.base, event.began - event.seconds)  # as it was if unknown: 0 or NaN
+        self._pass(event.step, event.seconds)
+        match event:
+            case Eval():
+                self.evals.add(event)
+            case End():
+                self.last = event
+            case Resumed():
+                self.last = None if self.end else self.last
+                self.recent.clear()
+                self._keep(event)
+                for track in self.tracks.values() if self.newest > before else ():
+                    track.add_away(Span(before, self.newest))
+            case Members():
+                self._keep(event)
+
+    def _take_step(self, event: Step) -> None:
+        before, at = self.newest, self._pass(event.step, event.seconds)
+        place = (event.step, event.tokens, at)
+        for worker, track in self.tracks.items():
+            loss = event.loss[worker] if worker < len(event.loss) else None
+            track.loss.add(place, loss)
+            if loss is None and at > before:
+                track.add_away(Span(before, at))
+        earlier = self.recent[-1][1] if self.recent else None
+        self.curves["tokens_per_s"].add(place, event.tokens_per_s)
+        self.curves["lr"].add(place, event.lr)
+        self.curves["utilisation"].add(place, self._busy_share(earlier, event))
+        self.recent.append((at, event))
+        self.last = event
+
+    def _busy_share(self, before: Step | None, now: Step) -> float | None:
+        """Returns the share of the time between two events in which the process's workers did not wait, mean."""
+        known = [worker for worker in self.tracks if worker < len(now.wait_s)]
+        if before is None or not known or any(worker >= len(before.wait_s) for worker in known):
+            return None
+        waited_s = sum(now.wait_s[worker] - before.wait_s[worker] for worker in known) / len(known)
+        return utilisation(waited_s, now.seconds - before.seconds)
+
+    def _take_round(self, event: RoundApplied) -> None:
+        if (missing := event.expected - len(event.members)) > 0:
+            self.counts["missed"] += missing
+            self._keep(event)
+        place = (event.step, 0, self.newest)
+        self.curves["norm"].add(place, event.norm)
+        self.curves["cosine"].add(place, event.cosine)
+        if (track := self.tracks.get(event.worker)) is not None:
+            track.apply(event, self.base)
+
+    # ---------------------------------------------------------------------- speed
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between its last step events, mean; 0 if there are fewer than two."""
+        if len(self.recent) < 2:
+            return 0.0
+        return (self.recent[-1][0] - self.recent[0][0]) / (len(self.recent) - 1)
+
+    def rate(self, total: Callable[[Step], float]) -> float | None:
+        """Returns how much a total grows in a second, over the last steps; None while it is not known."""
+        if len(self.recent) < 2 or self.recent[-1][0] <= self.recent[0][0]:
+            return None
+        (since, first), (now, last) = self.recent[0], self.recent[-1]
+        return max(0.0, total(last) - total(first)) / (now - since)

@@ -1,0 +1,89 @@
+"""Reads a watched run in one thread, and puts its sections on the board."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from atoll.report.lanes import Span
+from atoll.watch.compose import compose
+from atoll.watch.lane_times import window_section
+from atoll.watch.run import LiveRun
+from atoll.watch.serialise import to_json
+from atoll.watch.source import Source
+
+EVERY_S: Final = 0.5
+"""Seconds between two looks at the run while somebody watches."""
+UNWATCHED_S: Final = 2.0
+"""Seconds between two looks while nobody does: /metrics is no older than that."""
+_SHARE = 0.01  # of one core that following a run may take, on average
+
+
+class Reader:
+    """Follows a source in a thread.
+
+    Args:
+        source: Where the events come from.
+        publish: Takes the JSON of all sections, in the reader's thread.
+        is_watched: Says whether anybody looks at the page.
+    """
+
+    def __init__(
+        self, source: Source, publish: Callable[[Mapping[str, bytes]], object], is_watched: Callable[[], bool]
+    ) -> None:
+        self._source = source
+        self._publish = publish
+        self._is_watched = is_watched
+        self._run = LiveRun(source.about())
+        self._lock = threading.Lock()  # of the run
+        self._woken, self._stopped = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
+        self.read_s: float | None = None
+        """Seconds that it took to read all that was there at the start; None before."""
+
+    def start(self) -> None:
+        """Begins to read."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Looks at the run at once: somebody has come to watch."""
+        self._woken.set()
+
+    def stop(self) -> None:
+        """Ends the thread, and waits for it."""
+        self._stopped.set()
+        self._woken.set()
+        self._thread.join(timeout=10.0)
+        self._source.close()
+
+    def window(self, window: Span) -> bytes:
+        """Returns what the workers did in a window of time, as JSON; called in any thread."""
+        with self._lock:
+            found = window_section(self._run, window)
+        return to_json(found, decimals=6)
+
+    def _follow(self) -> None:
+        began, shown = time.monotonic(), -EVERY_S
+        while not self._stopped.is_set():
+            self._woken.clear()
+            busy = time.thread_time()
+            with self._lock:
+                self._run.take(self._source.poll())
+            share = self._source.share
+            if share < 1 and time.monotonic() - shown < EVERY_S:
+                continue
+            if share >= 1 and self.read_s is None:
+                self.read_s = time.monotonic() - began
+            self.look(share)
+            shown = time.monotonic()
+            if share < 1:
+                continue
+            pause_s = (time.thread_time() - busy) / _SHARE
+            self._woken.wait(max(EVERY_S if self._is_watched() else UNWATCHED_S, min(pause_s, UNWATCHED_S)))
+
+    def look(self, share: float) -> None:
+        """Publishes the sections as they are now."""
+        with self._lock:
+            self._run.about = self._source.about()
+            sections = compose(self._run, share, time.time())
+        self._publish({name: to_json(section) for name, section in sections.items()})

@@ -1,0 +1,151 @@
+"""Holds a watched run: the logs of its processes, and when each was last heard."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from atoll.core.schedule import Schedule
+from atoll.errors import ConfigError, DataError
+from atoll.report.load import check_start, plain_text
+from atoll.report.record import EventLog, RunRecord, merge
+from atoll.runs.events import Start, Step
+from atoll.watch.process import ProcessLog
+from atoll.watch.source import About, News
+
+QUIET_S: Final = 30.0
+"""Seconds after which a process that writes nothing counts as silent, if it does not write more seldom anyway."""
+_MOST_SENT = 64  # rounds on their way that are named
+_TIMES = 10  # intervals between its step events after which it counts as silent
+
+
+class LiveRun:
+    """Takes the news of a run's processes, and answers questions about all of them as one run."""
+
+    def __init__(self, about: About) -> None:
+        self.about = about
+        self.processes: dict[str, ProcessLog] = {}
+        self.heard: dict[str, float] = {}
+        """Process -> Unix time at which it was last known to be alive."""
+        self.stepped: dict[str, float] = {}
+        """Process -> Unix time at which it was heard with its newest step."""
+        self.troubles: dict[str, str] = {}
+        """Process -> why its events cannot be read any further."""
+
+    def take(self, news: Iterable[News]) -> None:
+        """Adds what is new."""
+        for told in news:
+            self.heard[told.process] = told.heard
+            self.troubles.pop(told.process, None)
+            if told.trouble:
+                self.troubles[told.process] = told.trouble
+            for event in told.events:
+                if isinstance(event, Start):
+                    self._begin(told.process, event)
+                elif (process := self.processes.get(told.process)) is not None:
+                    process.take(event)
+            if any(isinstance(event, Start | Step) for event in told.events):
+                self.stepped[told.process] = told.heard
+
+    def _begin(self, name: str, start: Start) -> None:
+        """Begins a process anew, if it is of this run."""
+        self.processes.pop(name, None)
+        try:
+            check_start(start)
+            merge([*(process.log() for process in self.processes.values()), EventLog(start=start)])
+        except DataError as error:
+            self.troubles[name] = f"{name}: {error}"
+        else:
+            self.processes[name] = ProcessLog(start)
+
+    # ---------------------------------------------------------------------- all processes as one run
+
+    def logs(self) -> list[ProcessLog]:
+        """Returns the processes in worker order."""
+        return sorted(self.processes.values(), key=lambda process: min(process.tracks))
+
+    def record(self) -> RunRecord | None:
+        """Returns the run as the report has it, without most of its steps and rounds; None before it begins."""
+        logs = [process.log() for process in self.logs()]
+        if not logs:
+            return None
+        whole = merge(logs)
+        return RunRecord(
+            name=plain_text(whole.start.name) or plain_text(self.about.name),
+            folder=Path(),
+            config=dict(self.about.settings),
+            about={},
+            processes=tuple(logs),
+            **{field.name: getattr(whole, field.name) for field in fields(EventLog)},
+        )
+
+    @property
+    def began(self) -> float:
+        """The Unix time at which its first worker began; 0 if that is not known."""
+        return min((process.began for process in self.processes.values() if process.began), default=0.0)
+
+    def since(self, process: ProcessLog, time: float) -> float:
+        """Returns a time of a process as seconds since the run began."""
+        return time - (self.began if process.began else 0.0)
+
+    @property
+    def newest_s(self) -> float:
+        """The time of the newest event, in seconds since the run began."""
+        return max((self.since(process, process.newest) for process in self.processes.values()), default=0.0)
+
+    @property
+    def step(self) -> int:
+        """The newest step of any process."""
+        return max((process.last.step for process in self.processes.values() if process.last), default=0)
+
+    def is_silent(self, name: str, now: float) -> bool:
+        """Returns whether a process that has not ended was not heard for long."""
+        return self.processes[name].end is None and now - self.heard[name] > self.patience_s(name)
+
+    def patience_s(self, name: str) -> float:
+        """Returns the seconds without an event after which something is wrong with a process."""
+        return max(QUIET_S, _TIMES * self.processes[name].interval_s)
+
+    def time_of_step(self, steps: Iterable[float]) -> list[float]:
+        """Returns when the run was at these steps, in seconds since it began."""
+        points = [(step, self.since(p, at)) for p in self.processes.values() for step, at in p.clock.items()]
+        first = dict(sorted([(0.0, 0.0), *points], reverse=True))  # of the first worker to get there
+        known = np.array(list(first.items()))[::-1]
+        times: list[float] = np.interp([*steps], known[:, 0], np.maximum.accumulate(known[:, 1])).tolist()
+        return times
+
+    def left_s(self) -> float | None:
+        """Returns the seconds from its newest event to its end, at the pace of the last steps; None if unknown."""
+        found = []
+        for process in self.processes.values():
+            pace = process.rate(lambda step: step.step)
+            if pace and process.end is None and process.last is not None:
+                found.append((process.start.steps - process.last.step) / pace)
+        left_s = max(found, default=math.nan)
+        return max(left_s, 0.0) if math.isfinite(left_s) else None
+
+
+def schedule_of(start: Start, worker: int) -> Schedule | None:
+    """Returns when a worker sends and applies its rounds; None if it exchanges none, or the numbers are damaged."""
+    if start.method in ("none", "data-parallel") or not start.payload_bytes or worker >= len(start.delay):
+        return None
+    try:
+        return Schedule(start.period, len(start.payload_bytes), start.delay[worker])
+    except ConfigError:
+        return None
+
+
+def sent_rounds(process: ProcessLog) -> list[tuple[int, int]]:
+    """Returns (step, fragment) of rounds that were sent and not applied yet, as far as its newest step tells."""
+    worker = min(process.tracks)  # workers of one process tell of rounds together
+    schedule, last = schedule_of(process.start, worker), process.last
+    if schedule is None or last is None or process.end is not None:
+        return []
+    found = []
+    for fragment in range(min(schedule.fragments, _MOST_SENT)):
+        since = max(process.tracks[worker].applied.get(fragment, 0), last.step - 2 * schedule.period)
+        found += [(step, fragment) for step in schedule.sends(fragment, since, last.step)]
+    return sorted(found)[-_MOST_SENT:]
