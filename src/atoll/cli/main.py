@@ -346,7 +346,8 @@ def report(
       atoll report runs/run --trace trace.json
     """
     from atoll.plan.line import parse_line
-    from atoll.report import write, write_trace
+    from atoll.report import write_trace
+    from atoll.watch.report import write
 
     page = out or (runs[0] if len(runs) == 1 else Path()) / "report.html"
     for path in write(runs, page, link=parse_line(link), png=png):

@@ -11,7 +11,7 @@ from matplotlib.ticker import NullLocator
 from atoll._util.units import share_text
 from atoll.plan.line import Line
 from atoll.report.canvas import Palette, dress, heading, legend_above, linear_time_axis, new_figure, shorten
-from atoll.report.lanes import Lane, Span, clock, lanes, modelled_lane
+from atoll.report.lanes import Lane, Span, lanes, modelled_lanes, window
 from atoll.report.record import RunRecord
 from atoll.report.table import Row
 
@@ -26,14 +26,8 @@ Drawn = Sequence[tuple[int, str, Lane]]
 
 def draw_modelled(rows: Sequence[Row], link: Line, palette: Palette) -> Figure:
     """Draws how each run would begin with one machine per worker and such a link for each."""
-    moving = [row.job for row in rows if row.job.steps]
-    outer = [job for job in moving if not job.gradients] or moving
-    window_s = _window([clock(job, link, min(3 * (1 if job.gradients else job.period), job.steps)) for job in outer])
-    drawn = []
-    for n, row in enumerate(rows):
-        for lane, workers in enumerate(row.job.lanes()):
-            title = _title(row.name, workers if len(row.job.lanes()) > 1 else (), palette)
-            drawn.append((n, title, modelled_lane(row.job, link, lane, row.link_time.utilisation, window_s)))
+    window_s, found = modelled_lanes([(row.job, row.link_time.utilisation) for row in rows], link)
+    drawn = [(n, _title(rows[n].name, workers, palette), lane) for n, workers, lane in found]
     return _draw(palette, drawn, window_s, "link busy", edge=0)
 
 
@@ -45,7 +39,7 @@ def is_measured(record: RunRecord) -> bool:
 def draw_measured(rows: Sequence[Row], palette: Palette) -> Figure:
     """Draws how each measured run began, one lane per worker."""
     shown = {n: _shown(row.record) for n, row in enumerate(rows) if is_measured(row.record)}
-    window_s = _window([_first_periods(rows[n].record, lanes_of) for n, lanes_of in shown.items()])
+    window_s = window([_first_periods(rows[n].record, lanes_of) for n, lanes_of in shown.items()])
     drawn = [(n, _title(rows[n].name, (lane.worker,), palette), lane) for n, of in shown.items() for lane in of]
     return _draw(palette, drawn, window_s, "a round under way", edge=0.6)
 
@@ -70,11 +64,6 @@ def _title(name: str, workers: Sequence[int], palette: Palette) -> str:
         return shorten(name, 28 if palette.narrow else 60)
     these = "worker" if len(workers) == 1 else "workers"
     return f"{shorten(name, 14 if palette.narrow else 40)}, {these} {', '.join(map(str, workers))}"
-
-
-def _window(spans: Sequence[float]) -> float:
-    """Returns the seconds to show: the longest of the runs' own, unless that would hide the shortest."""
-    return max(min(max(spans), 4 * min(spans)), 1e-6)
 
 
 # ---------------------------------------------------------------------- bars
