@@ -291,4 +291,4 @@ def test_sixty_four_workers(visit: Visit) -> None:
         assert page.evaluate(SIDEWAYS) == 0
         loss = section(page, "Loss")
         assert loss.locator(".curve").count() == 65 and loss.locator(".legend li").count() == 2
-        assert "12 busiest of 4,032 pairs" in text(page, ".part:has(.pairs) .hint")
+        assert "12 busiest of 4,032 pairs" in section(page, "Traffic").inner_text()

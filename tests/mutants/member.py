@@ -3,7 +3,7 @@
 from mutants.seed import Mutant
 
 TESTS = ["tests/unit/test_member.py"]
-TABLE, DONOR, ENTRANCE, ADMISSION, MEMBERSHIP, MEMBER, ELASTIC, LOOP, ADDRESS = (
+TABLE, DONOR, ENTRANCE, ADMISSION, MEMBERSHIP, MEMBER, ELASTIC, DEPARTURE, LOOP, ADDRESS = (
     f"link/net/{name}.py"
     for name in (
         "round_table",
@@ -13,6 +13,7 @@ TABLE, DONOR, ENTRANCE, ADMISSION, MEMBERSHIP, MEMBER, ELASTIC, LOOP, ADDRESS = 
         "membership",
         "member",
         "elastic_link",
+        "departure",
         "event_loop",
         "own_address",
     )
@@ -118,7 +119,7 @@ MUTANTS = [
     ),
     Mutant(
         "one that is excluded after its last round ends well",
-        ELASTIC,
+        DEPARTURE,
         "    if excluded is not None:\n",
         "    if False:\n",
         tests=_in("elastic", "test_one_that_is_excluded_after_its_last_round_does_not_end_well"),
@@ -328,7 +329,7 @@ MUTANTS = [
     ),
     Mutant(
         "the registry does not learn that a run is over",
-        ELASTIC,
+        DEPARTURE,
         "    if over:\n        await _end_run(member)\n",
         "",
         tests=_in("entrance", "test_nobody_joins_a_run_that_is_over"),

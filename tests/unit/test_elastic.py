@@ -193,7 +193,9 @@ def test_an_excluded_worker_joins_again(run: ElasticRun, pool: Threads) -> None:
     def run_cut_off() -> None:
         with pytest.raises(ExcludedError, match="worker 2"):
             cut_off.run()
+        sent = {worker: line.sent for worker, line in cut_off.link.lines().items()}
         cut_off.catch_up(cut_off.link.rejoin())
+        assert min(sent.values()) > 0 and all(cut_off.link.lines()[worker].sent >= sent[worker] for worker in sent)
         while cut_off.step < cut_off.steps:
             cut_off.step += 1
             cut_off.round(offer(2, cut_off.step))

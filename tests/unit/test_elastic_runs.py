@@ -1,5 +1,6 @@
 """Whole runs whose workers come and go: killed, stopped, late and cut off, all end with the same model."""
 
+import itertools
 import shutil
 import signal
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from atoll.runs.events import End, Eval, Joined, Lost, Members, Step
+from atoll.runs.lines import Lines
 from elastic_fleet import finish, running, status, when
 
 pytestmark = pytest.mark.processes
@@ -33,6 +35,9 @@ def test_a_killed_worker_is_not_waited_for_and_comes_back(tmp_path: Path) -> Non
         joined, own = run.has(0, Joined)[-1], run.has(1, Joined)[-1]
         assert joined.worker == own.worker == 1 and joined.at == own.at > lost_at + 12
         steps = [event.step for event in run.has(1, Step)]
+        lines = run.has(0, Lines)
+        assert lines[-1].sent_bytes[0] == 0 < min(lines[-1].sent_bytes[1:] + lines[-1].received_bytes[1:]), lines
+        assert all(a.sent_bytes[1] <= b.sent_bytes[1] for a, b in itertools.pairwise(lines)), lines
         jump = steps.index(own.at + 1)  # it restored a checkpoint, and goes on where the run is
         assert steps[:jump] == list(range(1, 11)) and steps[jump:] == list(range(own.at + 1, 61))
 

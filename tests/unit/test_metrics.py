@@ -34,6 +34,8 @@ from atoll.runs.events import (
     read,
     utilisation,
 )
+from atoll.runs.lines import Lines
+from atoll.runs.sample import Sample
 from atoll.runs.sinks import Metrics, TensorBoard, Trackio, WandB, scalars
 from atoll.runs.tail import Tail
 
@@ -103,6 +105,8 @@ ONE_OF_EACH: list[Event] = [
     Fault(step=11, worker=1, what='its loss is "nan"\nback to the anchor é\u2028'),
     Saved(step=12, seconds=6.0),
     Resumed(step=12, seconds=6.0),
+    Lines(step=20, seconds=9.0, worker=1, sent_bytes=[7, 0], received_bytes=[9, 0], capacity=[1e6, None]),
+    Sample(step=20, seconds=9.5, prompt="<b>The", text=' reef"\u2028\udc80'.encode(errors="replace").decode()),
     END,
 ]
 
@@ -490,7 +494,9 @@ def test_other_events_as_curves() -> None:
     assert scalars(an_eval(10)) == (10, {"loss/held_out": 4.0})
     assert scalars(an_eval(10, math.nan)) == (10, {})
     assert all(
-        not scalars(event)[1] for event in ONE_OF_EACH if isinstance(event, Start | Fault | Saved | Resumed | End)
+        not scalars(event)[1]
+        for event in ONE_OF_EACH
+        if isinstance(event, Start | Fault | Saved | Resumed | Lines | Sample | End)
     )
 
 

@@ -399,6 +399,13 @@ def test_a_temperature_of_0_takes_the_likeliest_token() -> None:
     assert torch.equal(likeliest, model.generate(tokens, 6, temperature=1e-6, generator=seeded()))
 
 
+def test_logits_that_are_not_finite_draw_a_token_all_the_same() -> None:
+    model = nano()
+    with torch.no_grad():
+        model.embedding.weight.fill_(float("nan"))
+    assert model.generate(batch(1, 4), 3, generator=seeded()).shape == (1, 7)
+
+
 def test_a_temperature_flattens_the_chances() -> None:
     model, prompt = nano(), batch(1, 4).expand(4000, 4)
     expected = (model(prompt[:1])[0, -1] / 2).softmax(-1)

@@ -57,6 +57,24 @@ def test_messages_arrive_whole_and_in_order(keys: KeyRing, listen: str, secure: 
     run(main())
 
 
+def test_bytes_are_counted_over_sessions(keys: KeyRing) -> None:
+    async def main() -> None:
+        async with ends(*(End(n, keys.workers[n]) for n in (0, 1))) as (zero, one):
+            for turn in (1, 2):
+                zero.meet(one)
+                one.meet(zero, dial=False)
+                await until(both(zero, one))
+                zero.peers.send_bulk(one.me, b"", bytes(1000))
+                await until(partial(has, one.log, bulk=turn))
+                assert (zero.peers.lines()[1].sent, zero.peers.lines()[1].received) == (1000 * turn, 0)
+                zero.peers.drop(one.me)
+                await until(partial(has, one.log, lost=turn))
+                assert (one.peers.lines()[0].sent, one.peers.lines()[0].received) == (0, 1000 * turn)
+                assert one.peers.lines()[0].bytes_per_s is None
+
+    run(main())
+
+
 def test_dials_that_cross_make_one_session(keys: KeyRing) -> None:
     async def main() -> None:
         async with ends(*(End(n, keys.workers[n], n + 1, connections=2) for n in (0, 1))) as (zero, one):

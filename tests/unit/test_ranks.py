@@ -23,6 +23,8 @@ from atoll.cli.launch import free_ports
 from atoll.errors import ConfigError
 from atoll.link.net.run_keys import throw_away
 from atoll.runs.events import End, Eval, Event, Fault, RoundApplied, Start, Step, read
+from atoll.runs.lines import Lines
+from atoll.runs.sample import Sample
 from atoll.settings import config
 from atoll.settings.config import RunConfig
 from atoll.train.run import train
@@ -208,6 +210,11 @@ def test_as_many_bytes_go_over_the_far_link_as_with_one_rank(
         headers = end.wire_sent[worker] - end.bytes_sent[worker]
         assert 0 < headers < 0.05 * end.bytes_sent[worker]
         assert sum(r.wire_sent for r in events(folder, RoundApplied)) == end.wire_sent[worker]
+        lines = events(folder, Lines)[-1]
+        assert end.bytes_sent[worker] <= lines.sent_bytes[1 - worker] <= end.wire_sent[worker], (lines, end)
+        assert end.bytes_received[worker] <= lines.received_bytes[1 - worker] <= end.wire_received[worker]
+        samples = events(folder, Sample)
+        assert bool(samples) == (worker == 0 and kind == "ddp"), "with FSDP, every token would gather the whole model"
         counted = [state_of(seat)["outer"][0]["counters"]["wire_sent"] for seat in (folder, folder / "rank-1")]
         assert all(counted) if kind == "fsdp" else counted[0] and not counted[1]
 

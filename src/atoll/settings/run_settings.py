@@ -43,6 +43,7 @@ from atoll.settings.value_types import (
     Steps,
     Text,
     Tokenizer,
+    Tokens,
     View,
     Worker,
     Workers,
@@ -333,5 +334,7 @@ class LogSection(Section):
     """Also send to this project of Weights & Biases."""
     trackio: Text | None = Field(default=None, examples=["atoll"])
     """Also write to this project of trackio."""
+    sample: Tokens = 64
+    """Tokens of text to sample at each evaluation, for metrics.jsonl; 0 for none. Not under train.parallel = "fsdp"."""
     view: View = "auto"
     """How a run shows its progress; auto: live in a terminal, else lines."""

@@ -72,6 +72,7 @@ MANY = 10**12
 Count = Annotated[int, Field(ge=1, le=MANY), Allowed("a whole number from 1 to 10^12")]
 Steps = Annotated[int, Field(ge=0, le=MANY), Allowed("a whole number from 0 to 10^12")]
 Size = Annotated[int, Field(ge=1, le=LARGEST), Allowed("a whole number from 1 to 10^7")]
+Tokens = Annotated[int, Field(ge=0, le=4096), Allowed("a whole number from 0 to 4096")]
 Even = Annotated[int, Field(ge=2, le=10**6, multiple_of=2), Allowed("an even whole number from 2 to 10^6")]
 Workers = Annotated[int, Field(ge=1, le=4096), Allowed("a whole number from 1 to 4096")]
 Worker = Annotated[int, Field(ge=0, le=4095), Allowed("a worker's number, from 0")]

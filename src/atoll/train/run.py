@@ -16,7 +16,7 @@ from atoll._util.units import count_text
 from atoll.errors import AtollError, ConfigError
 from atoll.link.base import Link
 from atoll.link.seat import Seat
-from atoll.runs.events import Jsonl, Resumed, Saved, Sink, read
+from atoll.runs.events import Event, Jsonl, Resumed, Saved, Sink, read
 from atoll.runs.evidence import Began
 from atoll.runs.layout import ANCHORS, BEST, METRICS, MODEL, worker_folder
 from atoll.runs.sinks import Metrics, TensorBoard, Trackio, WandB
@@ -27,7 +27,9 @@ from atoll.train.data.token_files import TokenData
 from atoll.train.folder import RunFolder
 from atoll.train.model.decoder import Decoder
 from atoll.train.model.export import load_start
+from atoll.train.progress.line_log import LineLog
 from atoll.train.progress.plan_check import plan_check
+from atoll.train.progress.text_sample import write_sample
 from atoll.train.progress.view import preparing, view
 from atoll.train.ranks.connect import connect_links, find_seat
 from atoll.train.ranks.control import ControlPlane, CoordinatedStop, Stopped
@@ -165,6 +167,7 @@ def _build(process: _Process, config: RunConfig) -> tuple[TokenData, Trainer]:
         trainer.reporter.members = process.control.members
         if process.control.elastic is not None:
             process.control.elastic.hooks.on_excluded = trainer.reporter.write_excluded
+            process.control.elastic.hooks.log = process.folder.path / METRICS
     return data, trainer
 
 
@@ -239,7 +242,9 @@ def _begin(process: _Process, trainer: Trainer, data: TokenData, restored: _Rest
     if process.ranks.is_leader:
         if trainer.reporter.members is not None:
             _open_evidence(trainer, folder, restored, process.cleanup)
-        log = _open_log(trainer, folder, others, restored.metrics if restored else None, process.cleanup)
+        log = _open_log(process, trainer, others, restored.metrics if restored else None)
+    elif not process.ranks.hold_whole_model:
+        trainer.reporter.sink = _with_lines(process, Metrics([]))
     if restored is None and folder.of_many:  # no worker trains on before all have a checkpoint to come back to
         folder.save(trainer, log.position() if log else 0, data)
         process.wait_for_all("begun")
@@ -258,13 +263,13 @@ def _other_sinks(config: RunConfig, folder: Path, step: int, seat: Seat | None) 
         yield Trackio(settings.trackio, name, table, resume=step > 0)
 
 
-def _open_log(trainer: Trainer, folder: RunFolder, others: Sink, length: int | None, cleanup: ExitStack) -> Jsonl:
+def _open_log(process: _Process, trainer: Trainer, others: Sink, length: int | None) -> Jsonl:
     """Send the trainer's events to the metrics file (of `length` bytes if resumed), the screen and other sinks."""
-    resumed = length is not None
+    folder, cleanup, resumed = process.folder, process.cleanup, length is not None
     log = cleanup.enter_context(closing(Jsonl(folder.path / METRICS, length)))
     past = read(folder.path / METRICS) if resumed else ()
     screen = cleanup.enter_context(closing(view(trainer.config.log.view, past=past)))
-    trainer.reporter.sink = Metrics([log, others, screen])
+    trainer.reporter.sink = _with_lines(process, Metrics([log, others, screen]), past)
     if trainer.ranks.hold_whole_model:  # else it is collective, and other ranks may have failed
         cleanup.callback(_write_last_rounds, trainer)
     if log.missing:
@@ -274,6 +279,13 @@ def _open_log(trainer: Trainer, folder: RunFolder, others: Sink, length: int | N
     if resumed:
         trainer.reporter.sink.write(Resumed(step=trainer.steps, seconds=trainer.seconds, began=time.time()))
     return log
+
+
+def _with_lines(process: _Process, sink: Sink, past: Sequence[Event] = ()) -> Sink:
+    """Let a process with connections to other workers report what they carry."""
+    if process.seat is None:
+        return sink
+    return LineLog(sink, process.seat, process.ranks, process.control.lines, past)
 
 
 def _open_evidence(trainer: Trainer, folder: RunFolder, restored: _Restored | None, cleanup: ExitStack) -> None:
@@ -328,8 +340,8 @@ def _train(process: _Process, trainer: Trainer, data: TokenData, log: Jsonl | No
         while not trainer.done and not stop.due():
             trainer.step()
             evaluates = trainer.evaluates and trainer.steps % settings.eval_every == 0 and not trainer.done
-            if evaluates and trainer.evaluate():
-                folder.export(trainer, data, BEST)
+            if evaluates:
+                _evaluate(folder, trainer, data)
             if trainer.steps % settings.save_every == 0 or trainer.done:
                 save()
         if not trainer.done:
@@ -357,10 +369,17 @@ def _end_stopped(process: _Process, trainer: Trainer, stop: CoordinatedStop) -> 
 def _finish(folder: RunFolder, trainer: Trainer, data: TokenData) -> None:
     """Bring all workers to one model, evaluate it and export it."""
     trainer.finish()
-    if trainer.evaluates and trainer.evaluate():
-        folder.export(trainer, data, BEST)
+    if trainer.evaluates:
+        _evaluate(folder, trainer, data)
     trainer.check_finite()
     folder.export(trainer, data, MODEL)
+
+
+def _evaluate(folder: RunFolder, trainer: Trainer, data: TokenData) -> None:
+    """Measure the outer parameters, keep them if they are the best so far, and sample a text."""
+    if trainer.evaluate():
+        folder.export(trainer, data, BEST)
+    write_sample(trainer, data)
 
 
 @contextmanager

@@ -3,10 +3,10 @@
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
 from atoll.report.lanes import Span
-from atoll.watch.compose import compose
+from atoll.watch.compose import compose, run_section
 from atoll.watch.lane_times import window_section
 from atoll.watch.run import LiveRun
 from atoll.watch.serialise import to_json
@@ -38,6 +38,7 @@ class Reader:
         self._lock = threading.Lock()  # of the run
         self._woken, self._stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
+        self._seen: tuple[object, ...] = ()  # by what the sections were composed, but for the time
         self.read_s: float | None = None
         """Seconds that it took to read all that was there at the start; None before."""
 
@@ -82,8 +83,15 @@ class Reader:
             self._woken.wait(max(EVERY_S if self._is_watched() else UNWATCHED_S, min(pause_s, UNWATCHED_S)))
 
     def look(self, share: float) -> None:
-        """Publishes the sections as they are now."""
+        """Publishes the sections that may have changed."""
         with self._lock:
-            self._run.about = self._source.about()
-            sections = compose(self._run, share, time.time())
+            about, now = self._source.about(), time.time()
+            seen = (self._run.taken, about, [self._run.is_silent(name, now) for name in self._run.processes])
+            self._run.about = about
+            sections: Mapping[str, Any] = (
+                compose(self._run, share, now)
+                if seen != self._seen
+                else {"run": run_section(self._run, self._run.record(), share, now)}
+            )
+            self._seen = seen
         self._publish({name: to_json(section) for name, section in sections.items()})

@@ -101,4 +101,4 @@ def _workers(numbers: Sequence[int]) -> str:
 
 
 def _troubles(run: LiveRun) -> str:
-    return "".join(f" {plain_text(trouble)[:_LONGEST]}." for trouble in list(run.troubles.values())[:4])
+    return "".join(f" {plain_text(trouble)[:_LONGEST]}." for trouble in run.troubles[:4])

@@ -1,8 +1,6 @@
 """Links workers on different machines that come and go while others train."""
 
-import asyncio
 import secrets
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,6 +12,7 @@ from atoll._util.checks import check_whole, config_error
 from atoll.core.allreduce import Reduction
 from atoll.errors import ExcludedError, LinkError
 from atoll.link.base import STEPS_MADE, Admission, FragmentState, Link, Offer, Pending, Round, RoundId, warn_unfinished
+from atoll.link.net import departure
 from atoll.link.net.admission import NetAdmission
 from atoll.link.net.donor import Donor
 from atoll.link.net.entrance import Entrance, run_is_over
@@ -21,7 +20,7 @@ from atoll.link.net.event_loop import event_loop
 from atoll.link.net.grace import watch_late
 from atoll.link.net.greeting import Greeting
 from atoll.link.net.identity import Identity
-from atoll.link.net.member import FINISHED, Member
+from atoll.link.net.member import Member
 from atoll.link.net.membership import Membership
 from atoll.link.net.messages import WIRE_FORMAT
 from atoll.link.net.open_registry import open_registry
@@ -30,6 +29,7 @@ from atoll.link.net.own_address import addresses_of
 from atoll.link.net.peers import Peers
 from atoll.link.net.protocol import Protocol
 from atoll.link.net.registry import Insecure
+from atoll.link.net.traffic import Line
 from atoll.link.net.views import Decision, Process
 from atoll.link.net.worker_keys import load_keys
 from atoll.link.seat import Seat
@@ -38,10 +38,6 @@ from atoll.version import __version__
 CONNECTIONS: Final = 8
 """Most TCP connections for payloads between two workers."""
 _ATTEMPTS = 5
-_CLOSE_S = 10.0  # for the others to have applied the rounds of a worker that leaves
-_FINISH_S = 600.0  # for the same at the end of a run, over a slow line; those that die or are silent do not count
-_END_S = 3.0  # for the registry to answer
-_SETTLED_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +76,8 @@ class ElasticHooks:
     """Called in the training thread when the others have gone on without this worker, before it joins again."""
     check_interrupts: Callable[[], None] | None = None
     """Called repeatedly while the link waits for others to come; may raise."""
+    log: Path | None = None
+    """File of lines that observers may follow, from join() on."""
     terms: Mapping[str, str] = field(default_factory=dict)
     """Further terms that all workers must have alike, from join() on."""
 
@@ -168,7 +166,7 @@ class ElasticLink(Link):
         """Join again, as another process would, after an ExcludedError."""
         self.hooks.on_excluded()
         if self._member is not None:
-            event_loop().run(_close(self._member, ""))
+            event_loop().run(departure.close(self._member, ""))
         admission = self._enter()
         if admission is None:
             raise LinkError(f"worker {self.worker} comes back to a run that nobody has kept up: start all again")
@@ -205,6 +203,10 @@ class ElasticLink(Link):
             silent_s=options.silent_s,
             connections=options.connections,
         )
+        if self._member is not None:  # this process has joined before
+            peers.traffic = self._member.peers.traffic
+        if self.hooks.log is not None:
+            peers.serve_log(self.hooks.log)
         member = handler.member = Member(protocol, membership, peers, greeting, self.workers, self._decided)
         self._member, self._opened_step = member, -1
         try:
@@ -216,7 +218,7 @@ class ElasticLink(Link):
             await Entrance(member, self.workers, options.min_workers, options.join_s, self.hooks.on_wait).enter()
         except BaseException as fault:
             self._member = None
-            await _close(member, str(fault))
+            await departure.close(member, str(fault))
             raise
 
     def _decided(self, decision: Decision) -> None:
@@ -229,6 +231,10 @@ class ElasticLink(Link):
         self.hooks.on_decision(decision)
 
     # ------------------------------------------------------------------ rounds
+
+    def lines(self) -> Mapping[int, Line]:
+        """Return worker -> what this worker has exchanged with it."""
+        return {} if self._member is None else event_loop().run(self._member.lines())
 
     def weights(self, step: int) -> Mapping[int, float]:
         """Return worker -> weight of all workers that owe payloads to rounds of this step.
@@ -298,7 +304,7 @@ class ElasticLink(Link):
         """
         if self._member is not None and not self._closed:
             self._closed = True
-            event_loop().run(_drain(self._member, reason))
+            event_loop().run(departure.drain(self._member, reason))
             self._staging.shutdown(wait=False)
 
     def close(self, reason: str | None = None) -> None:
@@ -312,7 +318,7 @@ class ElasticLink(Link):
         self._closed = True
         if reason is None:
             warn_unfinished(self)
-        event_loop().run(_leave(self._member, reason, over=reason is None and not self.unfinished))
+        event_loop().run(departure.leave(self._member, reason, over=reason is None and not self.unfinished))
         self._staging.shutdown(wait=False)
 
 
@@ -356,43 +362,3 @@ class _Handler:
 
     def bulk(self, peer: Process, header: bytes, body: bytearray) -> None:
         self.member.bulk(peer, header, body)
-
-
-async def _leave(member: Member, reason: str | None, *, over: bool) -> None:
-    """Close a member; in order, once all others have applied the rounds that this one has."""
-    until = time.monotonic() + (_FINISH_S if over else _CLOSE_S)
-    while reason is None and member.error is None and time.monotonic() < until:
-        if member.rounds.all_complete and member.protocol.is_settled(member.rounds.newest_step):
-            break
-        await asyncio.sleep(_SETTLED_S)
-    excluded = member.error if over and isinstance(member.error, ExcludedError) else None
-    if over:
-        await _end_run(member)
-    await _close(member, reason or FINISHED)
-    if excluded is not None:
-        advice = "its model may differ from theirs: copy it from the folder of another worker"
-        raise ExcludedError(f"{excluded}; {advice}", worker=excluded.worker)
-
-
-async def _end_run(member: Member) -> None:
-    """Let the registry know that nobody can join any more; another worker may have."""
-    until, membership, proposed = time.monotonic() + _END_S, member.membership, 0
-    while member.error is None and not membership.view.over and time.monotonic() < until:
-        if membership.view.number >= proposed:  # another view came first
-            proposed = membership.view.number + 1
-            membership.propose(membership.view.ending())
-        await asyncio.sleep(_SETTLED_S)
-
-
-async def _drain(member: Member, reason: str) -> None:
-    """Close a member whose run goes on, once the rounds that it has opened are complete."""
-    until = time.monotonic() + _CLOSE_S
-    while member.error is None and time.monotonic() < until and not member.rounds.all_complete:
-        await asyncio.sleep(_SETTLED_S)
-    await _close(member, reason)
-
-
-async def _close(member: Member, reason: str) -> None:
-    await member.peers.close(reason)
-    await member.membership.close()
-    member.rounds.close()

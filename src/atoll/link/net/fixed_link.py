@@ -36,6 +36,7 @@ from atoll.link.net.registry import Insecure
 from atoll.link.net.rendezvous import Rendezvous, Waiting, parse_address
 from atoll.link.net.root_cause import FailureReport
 from atoll.link.net.torchrun import refuse_a_group_of_workers, torchrun_place, torchrun_rank
+from atoll.link.net.traffic import Line
 from atoll.link.net.views import Process
 from atoll.link.net.worker_keys import load_keys
 from atoll.link.seat import Seat
@@ -200,13 +201,8 @@ class NetLink(Link):
             raise LinkError(f"{self.seat} has joined already: each OuterLoop needs its own link", worker=self.worker)
         if self.options.by_torchrun:
             refuse_a_group_of_workers()
-        mine = {
-            "atoll": __version__,
-            "wire format": WIRE_FORMAT,
-            "ranks": str(self.seat.ranks),
-            **terms,
-            **(start or {}),
-        }
+        mine = {"atoll": __version__, "wire format": WIRE_FORMAT, "ranks": str(self.seat.ranks), **terms}
+        mine |= start or {}
         rendezvous = self.rendezvous()
         rendezvous.publish("terms", mine)
         for peer, theirs in rendezvous.collect("terms", self.seat.peers()):
@@ -252,6 +248,10 @@ class NetLink(Link):
                 raise LinkError(f"{_BEFORE}: worker {report.worker} {report.why}", worker=report.worker)
 
     # ------------------------------------------------------------------ rounds
+
+    def lines(self) -> Mapping[int, Line]:
+        """Return worker -> what this worker has exchanged with it."""
+        return {} if self._member is None else event_loop().run(self._member.lines())
 
     def weights(self, step: int) -> Mapping[int, float]:
         """Return worker -> weight of all workers."""

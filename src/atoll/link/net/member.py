@@ -43,6 +43,7 @@ from atoll.link.net.peers import Peers
 from atoll.link.net.protocol import Protocol
 from atoll.link.net.round_table import RoundTable
 from atoll.link.net.session import REFUSED
+from atoll.link.net.traffic import Line
 from atoll.link.net.views import Decision, Process, Told
 from atoll.link.net.worker_status import MOST_ROUNDS, WorkerStatus
 
@@ -121,6 +122,10 @@ class Member:
         rounds = [(round_id.step, round_id.fragment) for round_id in self.rounds.on_their_way()[:MOST_ROUNDS]]
         sent, received = sum(rate.sent for rate in rates), sum(rate.received for rate in rates)
         return WorkerStatus(step=max(0, self.protocol.step), sent_bytes=sent, received_bytes=received, rounds=rounds)
+
+    async def lines(self) -> Mapping[int, Line]:
+        """Return worker -> what this worker has exchanged with it."""
+        return self.peers.lines()
 
     # ------------------------------------------------------------------ what the training thread does
 

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -26,12 +27,14 @@ from atoll.link.net.handshake import Own, RefusedError, name
 from atoll.link.net.held_bytes import MOST_HELD
 from atoll.link.net.identity import Bearer, Identity, how_to_renew
 from atoll.link.net.listening import listen_on, server_options
-from atoll.link.net.outbox import Foreground, Sending
+from atoll.link.net.log_feed import LogFeed
+from atoll.link.net.outbox import Sending
 from atoll.link.net.reception import Reception
 from atoll.link.net.registry import INSECURE, Insecure
 from atoll.link.net.revocation_watch import list_of, watch_revocations
 from atoll.link.net.revocations import Revocations
 from atoll.link.net.session import REFUSED, Handler, Session, Streams, pack_data
+from atoll.link.net.traffic import Line, Traffic
 from atoll.link.net.views import Process
 
 __all__ = ["Handler", "Peers", "Rate", "Sending"]
@@ -107,7 +110,8 @@ class Peers:
         self._sessions: dict[Process, Session] = {}
         self._unheard: dict[Session, tuple[_Wanted, bytes]] = {}  # chosen here, with the greeting
         self._reception = Reception(self._own, self._expects, self._begin)
-        self._foreground = Foreground()
+        self.traffic = Traffic()
+        """What this process has exchanged; a second `Peers` of the same worker takes over that of the first."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: grpc.aio.Server | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -178,6 +182,10 @@ class Peers:
         """Answer observers that ask how this process is doing with what this returns."""
         self._reception.status = status
 
+    def serve_log(self, path: Path) -> None:
+        """Let observers follow a file of lines that grows."""
+        self._reception.log = LogFeed(path, self.traffic.foreground)
+
     @property
     def wanted(self) -> tuple[Process, ...]:
         """The processes that this one wants a session with and has none."""
@@ -235,6 +243,14 @@ class Peers:
             for peer, one in self._sessions.items()
         }
 
+    def lines(self) -> Mapping[int, Line]:
+        """Return worker -> what has been exchanged with it, also with those that are gone."""
+        open_ones = {
+            peer.seat: (one.outbox.sent, one.assembly.received, one.outbox.rate) for peer, one in self._sessions.items()
+        }
+        known = {**self.traffic.sent, **open_ones}
+        return {worker: self.traffic.line(worker, *open_ones.get(worker, ())) for worker in known}
+
     async def close(self, reason: str = "") -> None:
         """Send what is queued, for at most 2 s, tell all peers the reason, and close everything."""
         if self._watching is not None:
@@ -261,6 +277,8 @@ class Peers:
         unheard = self._unheard.pop(session, None)
         if self._sessions.get(session.peer) is session:
             del self._sessions[session.peer]
+            self.traffic.sent[session.peer.seat] += session.outbox.sent
+            self.traffic.received[session.peer.seat] += session.assembly.received
             if why is not None and unheard is not None:
                 self.meet(session.peer, unheard[0].addresses, dial=True)
             elif why is not None:
@@ -286,7 +304,7 @@ class Peers:
         if streams.generation < self._own.least_generation(peer):
             raise RefusedError(f"the certificate of {name(peer)} is revoked")
         self._forget(peer, but=asyncio.current_task())
-        session = Session(peer, streams, self, self._handler, self._silent_s, self._foreground)
+        session = Session(peer, streams, self, self._handler, self._silent_s, self.traffic.foreground)
         self._sessions[peer] = session
         if self._own.chooses(peer):
             self._unheard[session] = wanted, greeting

@@ -14,6 +14,7 @@ from atoll.link.net.credentials import PeerRefusedError
 from atoll.link.net.frames import CONNECTIONS, BulkHello, FrameError, Hello, Kind
 from atoll.link.net.handshake import ACCEPTED, HANDSHAKE_S, SERVICE, Begin, Own, RefusedError, name
 from atoll.link.net.identity import Bearer
+from atoll.link.net.log_feed import BusyError, LogFeed
 from atoll.link.net.session import BROKEN, CLOSED, Session, Stream, Streams
 from atoll.link.net.views import Process
 
@@ -61,6 +62,8 @@ class Reception:
         self._changed = asyncio.Event()
         self.status: Callable[[], bytes] = lambda: b""
         """Returns what an observer is told."""
+        self.log: LogFeed | None = None
+        """The log that observers may follow."""
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """Return what gRPC's server calls."""
@@ -68,17 +71,34 @@ class Reception:
             "Control": grpc.stream_stream_rpc_method_handler(self._control),
             "Bulk": grpc.stream_stream_rpc_method_handler(self._bulk),
             "Status": grpc.unary_unary_rpc_method_handler(self._tell_status),
+            "Log": grpc.unary_unary_rpc_method_handler(self._tell_log),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def _tell_status(self, _: bytes, context: Context) -> bytes:
         """Answer an observer, or a worker, that asks how far this process is."""
+        await self._check_observer(context)
+        return self.status()
+
+    async def _tell_log(self, question: bytes, context: Context) -> bytes:
+        """Answer an observer, or a worker, that follows the log of this process."""
+        await self._check_observer(context)
+        if self.log is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"worker {self._own.me.seat} has no log for observers")
+        try:
+            return await self.log.answer(question)
+        except BusyError as busy:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(busy))
+        except ValueError as fault:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"worker {self._own.me.seat} got {fault}")
+
+    async def _check_observer(self, context: Context) -> None:
+        """Refuse a caller that has no certificate of the run, or one that is revoked."""
         try:
             if self._own.gate is not None:
                 self._own.gate.peer(context.auth_context(), ("worker", "observer"))
         except PeerRefusedError as refused:
             await context.abort(refused.code, str(refused))
-        return self.status()
 
     def wake(self) -> None:
         """Look again at dials that were not expected."""

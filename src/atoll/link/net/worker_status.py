@@ -51,7 +51,7 @@ async def ask(addresses: Mapping[int, Sequence[str]], security: Identity | Insec
 async def _ask_one(seat: int, addresses: Sequence[str], security: Identity | Insecure) -> WorkerStatus | None:
     for address in addresses:
         try:
-            async with _channel(seat, address, security) as channel:
+            async with open_channel(seat, address, security) as channel:
                 call = channel.unary_unary(f"/{SERVICE}/Status")
                 return WorkerStatus.model_validate_json(await call(b"", timeout=ANSWER_S))
         except (grpc.aio.AioRpcError, ValidationError):
@@ -59,7 +59,8 @@ async def _ask_one(seat: int, addresses: Sequence[str], security: Identity | Ins
     return None
 
 
-def _channel(seat: int, address: str, security: Identity | Insecure) -> grpc.aio.Channel:
+def open_channel(seat: int, address: str, security: Identity | Insecure) -> grpc.aio.Channel:
+    """Return a channel of an observer to a worker."""
     own = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
     if security == INSECURE:
         return grpc.aio.insecure_channel(address, options=own)

@@ -168,7 +168,10 @@ def _draw(logits: Tensor, temperature: float, generator: torch.Generator | None)
         return logits.argmax(-1, keepdim=True)
     # In fp64 and at most 0, or a temperature near 0 would overflow.
     scores = (logits - logits.amax(-1, keepdim=True)).double() / temperature
-    return torch.multinomial(scores.softmax(-1), 1, generator=generator)
+    # Without NaN, where multinomial would end the process on a GPU: a token whose logit is infinite is the likeliest.
+    chances = scores.nan_to_num(nan=0.0).softmax(-1)
+    drawn_on = chances.device if generator is None else generator.device
+    return torch.multinomial(chances.to(drawn_on), 1, generator=generator).to(logits.device)
 
 
 class Decoder(CausalModel):
@@ -214,25 +217,25 @@ class Decoder(CausalModel):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits [batch, time, vocabulary] of tokens [batch, time], int64; time is at most config.context."""
-        return functional.linear(self._hidden(tokens), self._matrix)
+        return functional.linear(self._hidden(tokens, self._compiled or self._body), self._matrix)
 
     def loss(self, tokens: Tensor) -> Loss:
         """Return the loss of predicting each token of [batch, time + 1], int64, from those before it."""
-        hidden = self._hidden(tokens[:, :-1])
+        hidden = self._hidden(tokens[:, :-1], self._compiled or self._body)
         return Loss(*head_loss(hidden, self._matrix, tokens[:, 1:], self.config.z_loss))
 
     @property
     def _matrix(self) -> Tensor:
         return self.embedding.weight if self.head is None else self.head.weight
 
-    def _hidden(self, tokens: Tensor) -> Tensor:
-        """Return the input of the head [batch, time, width]."""
+    def _hidden(self, tokens: Tensor, body: Callable[..., Tensor]) -> Tensor:
+        """Return the input of the head [batch, time, width], by a body that may be compiled."""
         self.check_length(tokens)
         config, kind = self.config, tokens.device.type
         own = self.embedding.weight.dtype
         stream = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else own
         rotary = rotary_tables(config.context, config.head_width, config.rope_base, tokens.device, own)
-        return (self._compiled or self._body)(tokens, rotary, stream)
+        return body(tokens, rotary, stream)
 
     def _body(self, tokens: Tensor, rotary: RotaryTables, stream: torch.dtype) -> Tensor:
         # In bf16 if matmuls are: no tensor is read and written more often than the stream.
@@ -247,4 +250,5 @@ class Decoder(CausalModel):
 
     def next_logits(self, tokens: Tensor, cache: Any) -> tuple[Tensor, None]:
         """Return the next token's logits [batch, vocabulary], without a cache."""
-        return self(tokens[:, -self.config.context :])[:, -1].float(), None
+        hidden = self._hidden(tokens[:, -self.config.context :], self._body)  # compiling for every length takes longer
+        return functional.linear(hidden[:, -1], self._matrix).float(), None

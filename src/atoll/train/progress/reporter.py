@@ -19,6 +19,7 @@ from atoll.outer.presets import Sync
 from atoll.outer.stats import Applied, Counters, sizes
 from atoll.runs.events import End, Eval, Event, Fault, Joined, Members, Outcome, RoundApplied, Sink, Start, Step
 from atoll.runs.evidence import AnchorMoved, Excluded
+from atoll.runs.sample import Sample
 from atoll.runs.sinks import Metrics
 from atoll.settings.config import RunConfig
 from atoll.train.progress.members import MembershipLog
@@ -288,6 +289,11 @@ class Reporter:
         self.totals.seconds += time.perf_counter() - self.began_s
         anchor, seconds = self.loops[0].anchor_step if self.loops else step, self.totals.seconds
         self._write(Eval(step=step, tokens=self._tokens, seconds=seconds, loss=loss, best=best, anchor_step=anchor))
+
+    def write_sample(self, step: int, prompt: str, text: str) -> None:
+        """Write a text that was sampled since `began_s`."""
+        self.totals.seconds += time.perf_counter() - self.began_s
+        self._write(Sample(step=step, seconds=self.totals.seconds, prompt=prompt, text=text))
 
     def write_fault(self, step: int, worker: int, what: str) -> None:
         """Write what went wrong on a worker."""

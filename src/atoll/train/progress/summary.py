@@ -23,6 +23,8 @@ from atoll.runs.events import (
     utilisation,
 )
 from atoll.runs.evidence import AnchorMoved, Began, Excluded
+from atoll.runs.lines import Lines
+from atoll.runs.sample import Sample
 from atoll.runs.scored import Scored
 
 KEPT = 18
@@ -63,7 +65,7 @@ class RunSummary:
         match event:
             case Start():
                 return type(self)(start=event, marks=((0, 0.0),))
-            case RoundApplied() | Scored() | Began() | AnchorMoved() | Excluded():
+            case RoundApplied() | Lines() | Sample() | Scored() | Began() | AnchorMoved() | Excluded():
                 return self
             case Fault():
                 return replace(self, step=event.step, faults=self.faults + 1)

@@ -12,6 +12,7 @@ from atoll._util.signals import Interrupts
 from atoll.errors import LinkError
 from atoll.link.base import LEFT_OUT, describe_differences
 from atoll.link.net.fixed_link import NetLink
+from atoll.link.net.traffic import Line
 from atoll.link.seat import Seat
 from atoll.settings.config import RunConfig, settings_of
 from atoll.train.data.token_files import TokenData
@@ -49,6 +50,10 @@ class ControlPlane:
     def gather(self, key: str, value: Any, within_s: float | None = None) -> dict[Seat, Any]:
         """Return what every process with a link says under a key, in worker order; JSON of one type."""
         return {} if self.link is None else self.link.gather(key, value, within_s)
+
+    def lines(self) -> Mapping[int, Line]:
+        """Return worker -> what this process has exchanged with it; empty without a link."""
+        return {} if self.link is None else self.link.lines()
 
     def wait_for_all(self, place: str) -> None:
         """Wait until all processes reach this place of the run, however long they evaluate or export."""

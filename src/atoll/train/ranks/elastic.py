@@ -9,6 +9,7 @@ from atoll._util.signals import Interrupts
 from atoll.errors import LinkError
 from atoll.link.base import Link
 from atoll.link.net.elastic_link import ElasticHooks, ElasticLink, ElasticOptions
+from atoll.link.net.traffic import Line
 from atoll.link.seat import Seat
 from atoll.settings.config import RunConfig
 from atoll.train.data.token_files import TokenData
@@ -44,6 +45,10 @@ class ElasticControl(ControlPlane):
         self.elastic = elastic
         self.members = members
         self._interrupts = interrupts
+
+    def lines(self) -> Mapping[int, Line]:
+        """Return worker -> what this process has exchanged with it; empty on ranks without a link."""
+        return {} if self.elastic is None else self.elastic.lines()
 
     def agree_on_settings(self, config: RunConfig) -> None:
         """Compare run files with each worker that this one meets."""

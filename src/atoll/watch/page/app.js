@@ -18,5 +18,6 @@ if (frozen) {
     const done = steps ? `${Math.floor(100 * step / steps)} % ` : "";
     document.title = `${done}${plain(name, 60)}, ${plain(state, 30)} - atoll`;
   });
-  document.body.append(element("main", {}, element("div", { class: "top" }, element("p", { class: "kicker" }, "atoll watch"), connection.node), run.node));
+  const top = element("div", { class: "top" }, element("p", { class: "kicker" }, "atoll watch"), connection.node);
+  document.body.append(element("main", {}, top, run.node));
 }

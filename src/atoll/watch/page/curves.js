@@ -4,7 +4,7 @@ import { Chart } from "./chart.js";
 import { choices, element } from "./dom.js";
 import { Part } from "./part.js";
 import { FoldedTable } from "./table.js";
-import { count, duration, known, share, short, small } from "./units.js";
+import { count, duration, known, NONE, share, short, small } from "./units.js";
 
 export class Speed {
   constructor(level) {
@@ -12,13 +12,16 @@ export class Speed {
     this.node = this.part.node;
     this.along = "seconds";
     this.charts = {
-      tokens_per_s: new Chart({ label: "Tokens a second, all workers", height: 110, value: short, range: [0, null], legend: false }),
-      utilisation: new Chart({ label: "Utilisation", height: 110, value: share, range: [0, 1], legend: false }),
-      lr: new Chart({ label: "Learning rate", height: 110, value: small, range: [0, null], legend: false }),
+      tokens_per_s: single("Tokens a second, all workers", 110, short, [0, null]),
+      utilisation: single("Utilisation", 110, share, [0, 1]),
+      lr: single("Learning rate", 110, small, [0, null]),
     };
     this.boxes = Object.fromEntries(Object.entries(this.charts).map(([key, chart]) => [key, titled(chart, level)]));
     this.table = new FoldedTable("speed over time");
-    this.part.controls.append(choices("Along", { seconds: "Time", step: "Steps" }, (key) => { this.along = key; this.draw(); }));
+    this.part.controls.append(choices("Along", { seconds: "Time", step: "Steps" }, (key) => {
+      this.along = key;
+      this.draw();
+    }));
     this.part.body.append(...Object.values(this.boxes), this.table.node);
   }
 
@@ -35,7 +38,8 @@ export class Speed {
     Object.entries(this.charts).forEach(([key, chart], at) => {
       const mean = this.content[key] ?? [];
       this.boxes[key].hidden = !mean.some(known);
-      chart.show([{ name: chart.label, colour: ["c2", "c0", "c4"][at], x: this.along === "step" ? step : seconds, mean }], this.along);
+      const x = this.along === "step" ? step : seconds;
+      chart.show([{ name: chart.label, colour: ["c2", "c0", "c4"][at], x, mean }], this.along);
     });
     this.table.show(() => ({
       columns: ["step", "time", "tokens a second", "utilisation", "learning rate"],
@@ -55,8 +59,8 @@ export class Outer {
   constructor(level) {
     this.part = new Part("Outer gradient", { level });
     this.node = this.part.node;
-    this.norm = new Chart({ label: "Norm of the mean delta, per fragment", height: 150, value: small, range: [0, null], legend: false });
-    this.cosine = new Chart({ label: "Cosine between workers", height: 150, value: (n) => (known(n) ? n.toFixed(2) : "–"), legend: false });
+    this.norm = single("Norm of the mean delta, per fragment", 150, small, [0, null]);
+    this.cosine = single("Cosine between workers", 150, (n) => (known(n) ? n.toFixed(2) : NONE), null);
     this.table = new FoldedTable("outer gradient by step");
     this.cosineBox = titled(this.cosine, level);
     this.part.body.append(titled(this.norm, level), this.cosineBox, this.table.node);
@@ -83,8 +87,9 @@ export class Outer {
 function sentence({ fragments, norm, cosine }) {
   const agreed = cosine?.mean?.findLast(known);
   const parts = fragments > 1 ? ` over ${count(fragments)} fragments; the band spans them` : "";
-  const words = known(agreed) ? `; workers' deltas have a cosine of ${agreed.toFixed(2)} (1: the same direction, 0: unrelated)` : "";
-  return `The mean delta has a norm of ${small(norm?.mean?.findLast(known))}${parts}${words}.`;
+  const words = "1: the same direction, 0: unrelated";
+  const cosines = known(agreed) ? `; workers' deltas have a cosine of ${agreed.toFixed(2)} (${words})` : "";
+  return `The mean delta has a norm of ${small(norm?.mean?.findLast(known))}${parts}${cosines}.`;
 }
 
 /** Joins the rounds of a period, one for each fragment, into one point whose band spans the fragments. */
@@ -96,13 +101,18 @@ function byPeriod(outer, period) {
     low: groups.map((group) => over(group, curve.low, (values) => Math.min(...values))),
     high: groups.map((group) => over(group, curve.high, (values) => Math.max(...values))),
   });
-  return { ...outer, step: groups.map((group) => outer.step[group.at(-1)]), norm: joined(outer.norm), cosine: joined(outer.cosine) };
+  const step = groups.map((group) => outer.step[group.at(-1)]);
+  return { ...outer, step, norm: joined(outer.norm), cosine: joined(outer.cosine) };
 }
 
 /** Applies a function to the numbers at some places of an array; null if there are none. */
 function over(places, values, act) {
   const found = places.map((at) => values?.[at]).filter(known);
   return found.length ? act(found) : null;
+}
+
+function single(label, height, value, range) {
+  return new Chart({ label, height, value, range, legend: false });
 }
 
 function titled(chart, level) {

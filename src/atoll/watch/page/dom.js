@@ -21,7 +21,7 @@ export function plain(text, most = 400) {
   return letters.length > most ? `${letters.slice(0, most - 1).join("")}…` : shown;
 }
 
-/** Returns an element with attributes (`on...` are listeners, false and null are left out) and children. */
+/** Returns an element with attributes (`on...` are listeners, false is left out) and children. */
 export function element(tag, attributes = {}, ...children) {
   return filled(document.createElement(tag), attributes, children);
 }
@@ -34,10 +34,28 @@ export function svg(tag, attributes = {}, ...children) {
 function filled(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (value !== false && value !== null && value !== undefined) node.setAttribute(name, value === true ? "" : value);
+    else if (value !== false && value !== null) node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.filter((child) => child !== null && child !== undefined).map((child) => (typeof child === "string" ? clean(child) : child)));
+  const there = children.filter((child) => child !== null);
+  node.append(...there.map((child) => (typeof child === "string" ? clean(child) : child)));
   return node;
+}
+
+/** Returns a span of a class. */
+export function span(name, ...children) {
+  return element("span", { class: name }, ...children);
+}
+
+/** Returns a small mark in a series' colour, for eyes only. */
+export function swatch(classes) {
+  return element("span", { class: `key ${classes}`, "aria-hidden": "true" });
+}
+
+/** Moves a box of text beside a place, in pixels from the left of what it lies in, and keeps it inside. */
+export function putBeside(box, place) {
+  const [width, free] = [box.offsetWidth, box.parentElement.clientWidth];
+  const left = place + 14 + width > free ? place - 14 - width : place + 14;
+  box.style.left = `${Math.max(0, Math.min(free - width, left))}px`;
 }
 
 /** Sets an element's text, and touches nothing if it is the same: a screen reader then stays quiet. */

@@ -20,7 +20,8 @@ export function colours() {
   const value = (name) => style.getPropertyValue(name).trim();
   return {
     paper: value("--paper"), ink: value("--ink"), muted: value("--muted"), grid: value("--grid"), idle: value("--idle"),
-    series: Array.from({ length: 8 }, (_, at) => value(`--run-${at}`)), font: getComputedStyle(document.body).fontFamily,
+    series: Array.from({ length: 8 }, (_, at) => value(`--run-${at}`)),
+    font: getComputedStyle(document.body).fontFamily,
   };
 }
 
@@ -85,8 +86,9 @@ export class LaneDrawing {
     context.font = `12px ${this.colours.font}`;
     context.textBaseline = "middle";
     context.fillStyle = this.colours.ink;
-    this.workers.forEach((lane, at) => {
-      if (at % every === 0) context.fillText(this.left < 40 ? String(lane.worker) : `worker ${lane.worker}`, 0, this.top(at) + heights.bar / 2 + 1);
+    this.workers.forEach(({ worker }, at) => {
+      const name = this.left < 40 ? String(worker) : `worker ${worker}`;
+      if (at % every === 0) context.fillText(name, 0, this.top(at) + heights.bar / 2 + 1);
     });
   }
 
@@ -134,7 +136,8 @@ export class LaneDrawing {
     context.strokeStyle = colour;
     context.lineWidth = 1.5;
     context.beginPath();
-    for (let at = Math.floor((Math.max(x, this.left) - height) / 6) * 6; at < Math.min(x + width, this.right); at += 6) {
+    const first = Math.floor((Math.max(x, this.left) - height) / 6) * 6;
+    for (let at = first; at < Math.min(x + width, this.right); at += 6) {
       context.moveTo(at, y + height);
       context.lineTo(at + height, y);
     }
@@ -150,7 +153,8 @@ export class LaneDrawing {
     if (!known(bucket) || bucket <= 0) return;
     const begin = lane.from_s ?? 0;
     const first = Math.max(0, Math.floor((this.from - begin) / bucket));
-    const last = Math.min(Math.max(lane.waiting?.length ?? 0, lane.flying?.length ?? 0), Math.ceil((this.to - begin) / bucket));
+    const buckets = Math.max(lane.waiting?.length ?? 0, lane.flying?.length ?? 0);
+    const last = Math.min(buckets, Math.ceil((this.to - begin) / bucket));
     const width = this.toX(bucket) - this.toX(0) + 0.4;
     this.context.globalAlpha = 0.75;
     for (let n = first; n < last; n += 1) {
@@ -160,8 +164,8 @@ export class LaneDrawing {
     }
     this.context.globalAlpha = 1;
     for (let n = first; n < last; n += 1) {
-      const waiting = lane.waiting?.[n];
-      if (known(waiting) && waiting > 0.004) this.#rect(this.toX(begin + n * bucket), y, width, Math.min(1, waiting) * heights.bar, this.colours.idle);
+      const height = Math.min(1, lane.waiting?.[n] ?? 0) * heights.bar;
+      if (height > 0.05) this.#rect(this.toX(begin + n * bucket), y, width, height, this.colours.idle);
     }
   }
 
@@ -169,15 +173,17 @@ export class LaneDrawing {
   spans(at, detail, now) {
     const { heights } = this;
     const y = this.top(at);
-    for (const [begin, end] of detail.waits ?? []) {
-      if (end >= this.from && begin <= this.to) this.#rect(this.toX(begin), y, Math.max(0.75, this.toX(end) - this.toX(begin)), heights.bar, this.colours.idle);
+    const inSight = (begin, end) => end >= this.from && begin <= this.to;
+    for (const [begin, end] of (detail.waits ?? []).filter(([begin, end]) => inSight(begin, end))) {
+      this.#rect(this.toX(begin), y, Math.max(0.75, this.toX(end) - this.toX(begin)), heights.bar, this.colours.idle);
     }
     const rows = Math.max(1, Math.floor((heights.rounds - 1) / 3));
     const thick = heights.rounds > 4 ? 2 : 1;
     this.context.globalAlpha = 0.8;
     const line = (begin, end, row) => {
-      if (end < this.from || begin > this.to) return;
-      this.#rect(this.toX(begin), y + heights.bar + 2 + (row % rows) * 3, Math.max(1, this.toX(end) - this.toX(begin) - 1), thick, this.colours.muted);
+      if (!inSight(begin, end)) return;
+      const width = Math.max(1, this.toX(end) - this.toX(begin) - 1);
+      this.#rect(this.toX(begin), y + heights.bar + 2 + (row % rows) * 3, width, thick, this.colours.muted);
     };
     for (const [begin, end, , , row] of detail.flights ?? []) line(begin, end, row ?? 0);
     (detail.on_their_way ?? []).forEach(([, , since], row) => line(since, now, row));

@@ -1,9 +1,11 @@
 // Lists of words: faults, samples of text, scores on tasks, settings.
 
-import { element, plain } from "./dom.js";
+import { element, plain, span } from "./dom.js";
 import { Part } from "./part.js";
 import { table } from "./table.js";
 import { count, duration, known } from "./units.js";
+
+const GRAVE = ["lost", "rolled back", "guarded"];
 
 /** Replaces the content of a list only if it changed: what is open, selected or focused stays so. */
 class List {
@@ -41,17 +43,20 @@ export class Faults extends List {
   sentence(faults) {
     if (!faults?.count) return "None so far.";
     const shown = faults.latest?.length ?? 0;
-    return shown < faults.count ? `${count(faults.count)} so far, the latest ${count(shown)} below.` : `${count(faults.count)} so far.`;
+    return `${count(faults.count)} so far${shown < faults.count ? `, the latest ${count(shown)} below` : ""}.`;
   }
 
   nodes(faults) {
     const latest = faults?.latest ?? [];
     if (!latest.length) return [];
     const items = latest.map(({ at_s, step, worker, kind, words }) => element("li", {},
-      element("span", { class: "when" }, known(at_s) ? `after ${duration(at_s)}` : `step ${count(step)}`),
-      element("span", { class: `tag ${["lost", "rolled back", "guarded"].includes(kind) ? "grave" : ""}` }, plain(kind, 20)),
-      element("span", { class: "what" }, known(worker) ? `worker ${worker}, step ${count(step)}: ` : "", element("bdi", {}, plain(words, 500)))));
-    return [element("div", { class: "scroll tall", role: "region", "aria-label": "Faults", tabindex: "0" }, element("ul", { class: "faults" }, ...items))];
+      span("when", known(at_s) ? `after ${duration(at_s)}` : `step ${count(step)}`),
+      span(GRAVE.includes(kind) ? "tag grave" : "tag", plain(kind, 20)),
+      span("what", known(worker) ? `worker ${worker}, step ${count(step)}: ` : "",
+        element("bdi", {}, plain(words, 500)))));
+    const list = element("ul", { class: "faults" }, ...items);
+    const scrolled = { class: "scroll tall", role: "region", "aria-label": "List of faults", tabindex: "0" };
+    return [element("div", scrolled, list)];
   }
 }
 
@@ -65,13 +70,17 @@ export class Samples extends List {
   }
 
   sentence(samples) {
-    return samples?.length ? "Text that the outer parameters write at each evaluation, newest first." : "This run writes no samples of text.";
+    if (!samples?.length) return "This run writes no samples of text.";
+    return "Text that the outer parameters write at each evaluation, newest first.";
   }
 
   nodes(samples) {
-    const [first, ...older] = (samples ?? []).map(({ step, text }) => element("figure", { class: "sample" }, element("figcaption", {}, `step ${count(step)}`), element("blockquote", {}, element("bdi", {}, plain(text, 4000)))));
-    if (!first) return [];
-    return older.length ? [first, element("details", { class: "folded" }, element("summary", {}, `${older.length} earlier`), ...older)] : [first];
+    const [first, ...older] = (samples ?? []).map(({ step, text }) => element("figure", { class: "sample" },
+      element("figcaption", {}, `step ${count(step)}`),
+      element("blockquote", {}, element("bdi", {}, plain(text, 4000)))));
+    if (!older.length) return first ? [first] : [];
+    const summary = element("summary", {}, `${older.length} earlier`);
+    return [first, element("details", { class: "folded" }, summary, ...older)];
   }
 }
 
@@ -88,14 +97,13 @@ export class Scores extends List {
     return "By atoll eval, the newest score of each task.";
   }
 
-  /** Scores are {task: text}, or a list of rows of text. */
   nodes(scores) {
-    const rows = Array.isArray(scores) ? scores : Object.entries(scores ?? {});
-    return rows.length ? [table(["task", "accuracy"], rows.map((row) => row.map((cell) => plain(cell, 120))), { label: "Accuracy on tasks" })] : [];
+    const rows = (scores ?? []).map((row) => row.map((cell) => plain(cell, 120)));
+    return rows.length ? [table(["task", "accuracy"], rows, "Scores of tasks")] : [];
   }
 
   isHidden(scores) {
-    return !this.nodes(scores).length;
+    return !scores?.length;
   }
 }
 
@@ -114,7 +122,10 @@ export class Settings extends List {
 
   nodes(settings) {
     if (!settings?.length) return [];
-    const rows = settings.map(([key, value]) => element("div", {}, element("dt", {}, plain(key, 120)), element("dd", {}, element("bdi", {}, plain(value, 2000)))));
-    return [element("details", { class: "folded" }, element("summary", {}, `${count(settings.length)} settings`), element("dl", { class: "settings" }, ...rows))];
+    const rows = settings.map(([key, value]) => element("div", {},
+      element("dt", {}, plain(key, 120)),
+      element("dd", {}, element("bdi", {}, plain(value, 2000)))));
+    const summary = element("summary", {}, `${count(settings.length)} settings`);
+    return [element("details", { class: "folded" }, summary, element("dl", { class: "settings" }, ...rows))];
   }
 }

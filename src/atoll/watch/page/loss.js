@@ -25,12 +25,18 @@ export class Loss {
     this.part = new Part("Loss", { level, wide: true });
     this.node = this.part.node;
     this.along = "tokens";
-    this.cut = 1;
+    this.parts = 1; // of which the last is drawn
     this.chart = new Chart({ label: "Loss", height: 270, value: loss, logarithmic: true });
     this.table = new FoldedTable("loss, evaluation by evaluation");
     this.part.controls.append(
-      choices("Along", { tokens: "Tokens", seconds: "Time", step: "Steps" }, (key) => { this.along = key; this.draw(); }),
-      choices("Range", { 1: "Whole run", 4: "Last quarter" }, (key) => { this.cut = Number(key); this.draw(); }));
+      choices("Along", { tokens: "Tokens", seconds: "Time", step: "Steps" }, (key) => {
+        this.along = key;
+        this.draw();
+      }),
+      choices("Range", { all: "Whole run", last: "Last quarter" }, (key) => {
+        this.parts = key === "all" ? 1 : 4;
+        this.draw();
+      }));
     this.part.body.append(this.chart.node, this.table.node);
   }
 
@@ -46,13 +52,19 @@ export class Loss {
   draw() {
     const workers = this.#workers();
     const isFew = workers.length <= MOST_COLOURS;
-    const series = workers.map(([worker, one], at) => ({
-      name: isFew ? `worker ${worker}` : at ? `worker ${worker}` : `${workers.length} workers`, unnamed: !isFew && at > 0, unvalued: !isFew,
-      colour: isFew ? colour(Number(worker) || 0) : "cmuted", style: "thin",
-      x: one[this.along], mean: one.mean, low: isFew ? one.low : null, high: isFew ? one.high : null,
+    const series = workers.map(([worker, one]) => ({
+      name: `worker ${worker}`,
+      group: isFew ? "" : `${workers.length} workers`,
+      colour: isFew ? colour(Number(worker) || 0) : "cmuted",
+      style: "thin",
+      x: one[this.along],
+      mean: one.mean,
+      low: isFew ? one.low : null,
+      high: isFew ? one.high : null,
     }));
-    if (this.content.anchor?.length) series.unshift(anchorSeries(this.content.anchor, this.along, "anchor, held out", { colour: "cink" }));
-    this.chart.show(this.cut > 1 ? series.map((one) => lastPart(one, series, this.cut)) : series, this.along);
+    const { anchor } = this.content;
+    if (anchor?.length) series.unshift(anchorSeries(anchor, this.along, "anchor, held out", { colour: "cink" }));
+    this.chart.show(this.parts > 1 ? series.map((one) => lastPart(one, series, this.parts)) : series, this.along);
     this.table.show(() => this.#rows());
   }
 
@@ -64,13 +76,21 @@ export class Loss {
   #sentence() {
     const rows = this.content.anchor ?? [];
     const last = rows.at(-1);
-    const anchor = last ? `The anchor${known(last[4]) ? ` of step ${count(last[4])}` : ""} has a held-out loss of ${loss(last[3])} nats per token` : "";
+    if (!last) return `The anchor has not been evaluated yet.${this.#spread()}`;
     const best = rows.reduce((least, row) => (known(row[3]) && !(row[3] >= least?.[3]) ? row : least), null);
-    const compared = best && best !== last ? `, the best was ${loss(best[3])} at step ${count(best[0])}` : rows.length > 1 ? ", the lowest so far" : "";
-    const ends = this.#workers().map(([worker, one]) => [worker, one.mean.findLast(known)]).filter(([, end]) => known(end));
-    ends.sort((a, b) => a[1] - b[1]);
-    const spread = ends.length > 1 ? ` In training, worker ${ends[0][0]} is lowest at ${loss(ends[0][1])} and worker ${ends.at(-1)[0]} highest at ${loss(ends.at(-1)[1])}.` : "";
-    return `${anchor ? `${anchor}${compared}.` : "The anchor has not been evaluated yet."}${spread}`;
+    let compared = rows.length > 1 ? ", the lowest so far" : "";
+    if (best && best !== last) compared = `; the lowest was ${loss(best[3])} at step ${count(best[0])}`;
+    const which = known(last[4]) ? ` of step ${count(last[4])}` : "";
+    return `The anchor${which} has a held-out loss of ${loss(last[3])} nats per token${compared}.${this.#spread()}`;
+  }
+
+  /** Says which workers have the lowest and the highest loss in training. */
+  #spread() {
+    const ends = this.#workers().map(([worker, one]) => [worker, one.mean.findLast(known)]);
+    const [low, ...others] = ends.filter(([, end]) => known(end)).sort((a, b) => a[1] - b[1]);
+    if (!others.length) return "";
+    const said = ([worker, end]) => `worker ${worker} (${loss(end)})`;
+    return ` In training, ${said(low)} has the lowest loss and ${said(others.at(-1))} the highest.`;
   }
 
   #rows() {

@@ -1,7 +1,7 @@
 // A frozen page: one run or several, from an object in the page itself.
 
 import { Chart } from "./chart.js";
-import { choices, element, plain } from "./dom.js";
+import { choices, element, plain, span, swatch } from "./dom.js";
 import { anchorSeries, colour } from "./loss.js";
 import { Part } from "./part.js";
 import { Run } from "./run.js";
@@ -11,8 +11,10 @@ import { loss } from "./units.js";
 /** Returns the page of {runs, title, summary: {columns, rows}, claims}. */
 export function report({ runs = [], title, summary, claims = [] }) {
   const isOne = runs.length === 1;
-  const nodes = [element("header", { class: "title" }, element("p", { class: "kicker" }, "atoll report"), element("h1", {}, plain(title || (isOne ? "One run" : `${runs.length} runs`), 200)))];
-  if (claims.length) nodes.push(element("ul", { class: "claims" }, ...claims.map((claim) => element("li", {}, plain(claim, 600)))));
+  const heading = element("h1", {}, plain(title || (isOne ? "One run" : `${runs.length} runs`), 200));
+  const nodes = [element("header", { class: "title" }, element("p", { class: "kicker" }, "atoll report"), heading)];
+  const items = claims.map((claim) => element("li", {}, plain(claim, 600)));
+  if (items.length) nodes.push(element("ul", { class: "claims" }, ...items));
   if (summary?.rows?.length) nodes.push(numbers(summary));
   if (!isOne && runs.length) nodes.push(overlaid(runs));
   nodes.push(...runs.map((sections, at) => (isOne ? opened(sections) : folded(sections, at))));
@@ -22,9 +24,9 @@ export function report({ runs = [], title, summary, claims = [] }) {
 function numbers({ columns, rows }) {
   const part = new Part("Numbers", { wide: true });
   part.say("");
-  const cells = rows.map((row, at) => row.map((cell, place) => (place || rows.length < 2 ? plain(cell, 200) :
-    element("span", {}, element("span", { class: `key round ${colour(at)}`, "aria-hidden": "true" }), plain(cell, 120)))));
-  part.body.append(table(columns.map((name) => plain(name, 80)), cells, { label: "Numbers" }));
+  const named = (name, at) => span("", rows.length > 1 ? swatch(`round ${colour(at)}`) : null, plain(name, 120));
+  const cells = rows.map(([name, ...others], at) => [named(name, at), ...others.map((cell) => plain(cell, 200))]);
+  part.body.append(table(columns.map((name) => plain(name, 80)), cells, "Numbers"));
   return part.node;
 }
 
@@ -55,8 +57,10 @@ function opened(sections) {
 }
 
 function folded(sections, at) {
-  const box = element("details", { class: "one-run", ontoggle: () => {
+  const name = plain(sections.run?.name || `run ${at + 1}`, 120);
+  const box = element("details", { class: "one-run" }, element("summary", {}, swatch(`round ${colour(at)}`), name));
+  box.addEventListener("toggle", () => {
     if (box.open && box.childElementCount === 1) box.append(opened(sections));
-  } }, element("summary", {}, element("span", { class: `key round ${colour(at)}`, "aria-hidden": "true" }), plain(sections.run?.name || `run ${at + 1}`, 120)));
+  });
   return box;
 }

@@ -10,20 +10,38 @@ import { Traffic } from "./traffic.js";
 
 /** Which sections each part draws. */
 const DRAWS = {
-  state: ["run", "loss", "lanes"], loss: ["loss"], members: ["lanes", "now", "run"], traffic: ["traffic", "run"], speed: ["speed"],
-  outer: ["outer", "run"], faults: ["faults"], samples: ["samples"], scores: ["scores"], settings: ["settings"],
+  state: ["run", "loss", "lanes"],
+  loss: ["loss"],
+  members: ["lanes", "now", "run"],
+  traffic: ["traffic", "run"],
+  speed: ["speed"],
+  outer: ["outer", "run"],
+  faults: ["faults"],
+  samples: ["samples"],
+  scores: ["scores"],
+  settings: ["settings"],
 };
 
 export class Run {
   /** Headings begin at `level`; `detail` fetches single waits and rounds, or is null. */
   constructor(level, detail) {
     this.sections = {};
+    const below = level + 1;
     this.parts = {
-      state: new State(level), loss: new Loss(level + 1), members: new Members(level + 1, detail), traffic: new Traffic(level + 1), speed: new Speed(level + 1),
-      outer: new Outer(level + 1), faults: new Faults(level + 1), samples: new Samples(level + 1), scores: new Scores(level + 1), settings: new Settings(level + 1),
+      state: new State(level),
+      loss: new Loss(below),
+      members: new Members(below, detail),
+      traffic: new Traffic(below),
+      speed: new Speed(below),
+      outer: new Outer(below),
+      faults: new Faults(below),
+      samples: new Samples(below),
+      scores: new Scores(below),
+      settings: new Settings(below),
     };
     const { state, ...others } = this.parts;
-    this.node = element("article", { class: "run" }, state.node, element("div", { class: "parts" }, ...Object.values(others).map(({ node }) => node)));
+    const parts = element("div", { class: "parts" }, ...Object.values(others).map(({ node }) => node));
+    this.node = element("article", { class: "run" }, state.node, parts);
   }
 
   /** Takes the sections that have changed. */

@@ -3,11 +3,11 @@
 import { element, plain } from "./dom.js";
 
 /** Returns a table; the first cell of every row is its heading. Cells are text or elements. */
-export function table(columns, rows, { label, names = false } = {}) {
+export function table(columns, rows, label) {
   const head = element("tr", {}, ...columns.map((name) => element("th", { scope: "col" }, name)));
   const body = rows.map((row) => element("tr", {}, ...row.map((cell, at) =>
-    at === 0 ? element("th", { scope: "row" }, cell) : element("td", { "data-label": columns[at] }, cell))));
-  const made = element("table", { class: names ? "facts" : "numbers" }, element("thead", {}, head), element("tbody", {}, ...body));
+    element(at ? "td" : "th", at ? {} : { scope: "row" }, cell))));
+  const made = element("table", { class: "numbers" }, element("thead", {}, head), element("tbody", {}, ...body));
   return element("div", { class: "scroll", role: "region", "aria-label": plain(label), tabindex: "0" }, made);
 }
 
@@ -16,7 +16,8 @@ export class FoldedTable {
   constructor(label) {
     this.label = label;
     this.content = null;
-    this.node = element("details", { class: "folded", ontoggle: () => this.draw() }, element("summary", {}, `Table: ${label}`));
+    const summary = element("summary", {}, `Table: ${label}`);
+    this.node = element("details", { class: "folded", ontoggle: () => this.draw() }, summary);
   }
 
   /** Takes a function that returns the columns and rows as they are now. */
@@ -32,7 +33,7 @@ export class FoldedTable {
       return;
     }
     const { columns, rows } = this.content();
-    const after = table(columns, rows, { label: this.label });
+    const after = table(columns, rows, this.label);
     if (!before) this.node.append(after);
     else before.replaceChildren(...after.childNodes); // stays scrolled and focused where it is
   }

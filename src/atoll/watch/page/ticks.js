@@ -19,7 +19,8 @@ export function timeTicks(low, high, most) {
 
 function placed(low, high, step) {
   const ticks = [];
-  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9 && ticks.length < 100; n += 1) ticks.push(n * step);
+  const last = Math.floor(high / step + 1e-9);
+  for (let n = Math.ceil(low / step - 1e-9); n <= last && ticks.length < 100; n += 1) ticks.push(n * step);
   return { ticks, step };
 }
 
@@ -28,7 +29,8 @@ export function logTicks(low, high, most) {
   if (high < 2 * low) return roundTicks(low, high, most);
   const decades = [];
   for (let power = 10 ** Math.floor(Math.log10(low)); power <= high; power *= 10) {
-    decades.push(...[1, 1.5, 2, 2.5, 3, 4, 5, 6, 8].map((n) => n * power).filter((tick) => tick >= low && tick <= high));
+    const ticks = [1, 1.5, 2, 2.5, 3, 4, 5, 6, 8].map((n) => n * power);
+    decades.push(...ticks.filter((tick) => tick >= low && tick <= high));
   }
   const every = Math.ceil(decades.length / (most + 3));
   const ticks = decades.filter((_, at) => at % every === 0);

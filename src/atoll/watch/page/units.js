@@ -80,7 +80,7 @@ const two = (n) => String(n).padStart(2, "0");
 export function hour(unix, precise = false) {
   if (!known(unix)) return NONE;
   const date = new Date(unix * 1000);
-  const time = precise ? { hour: "2-digit", minute: "2-digit", second: "2-digit" } : { hour: "2-digit", minute: "2-digit" };
+  const time = { hour: "2-digit", minute: "2-digit", ...(precise && { second: "2-digit" }) };
   const today = date.toDateString() === new Date().toDateString();
   const near = Math.abs(date - Date.now()) < 6 * 86400e3;
   const day = today ? {} : near ? { weekday: "short" } : { day: "numeric", month: "short" };

@@ -60,7 +60,8 @@ export class Zoom {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const act = {
       "+": () => this.by(1.6), "=": () => this.by(1.6), "-": () => this.by(1 / 1.6), "_": () => this.by(1 / 1.6),
-      ArrowLeft: () => this.move(-0.2), ArrowRight: () => this.move(0.2), Home: () => this.move(-1e9), End: () => this.move(1e9),
+      ArrowLeft: () => this.move(-0.2), ArrowRight: () => this.move(0.2),
+      Home: () => this.move(-1e9), End: () => this.move(1e9),
       0: () => this.all(), Escape: () => this.all(),
     }[event.key];
     if (!act) return;

@@ -1,0 +1,55 @@
+"""What observers of a run are told: its lines, samples of text, its events from far away, and alerts."""
+
+from mutants.seed import Mutant
+
+LINES = "tests/unit/test_line_log.py"
+TESTS = [LINES]
+TEXT = ("tests/unit/test_text_sample.py",)
+PEERS, ELASTIC = "link/net/peers.py", "link/net/elastic_link.py"
+LINE_LOG = "train/progress/line_log.py"
+SAMPLE = "train/progress/text_sample.py"
+_SESSIONS = ("tests/unit/test_peers.py::test_bytes_are_counted_over_sessions",)
+
+MUTANTS = [
+    Mutant(
+        "bytes sent over a connection that has ended are forgotten",
+        PEERS,
+        "            self.traffic.sent[session.peer.seat] += session.outbox.sent\n",
+        "",
+        tests=_SESSIONS,
+    ),
+    Mutant(
+        "bytes received over a connection that has ended are forgotten",
+        PEERS,
+        "self.traffic.received[session.peer.seat] += session.assembly.received",
+        "pass",
+        tests=_SESSIONS,
+    ),
+    Mutant(
+        "a worker that joins again counts from 0",
+        ELASTIC,
+        "            peers.traffic = self._member.peers.traffic\n",
+        "            pass\n",
+        tests=("tests/unit/test_elastic.py::test_an_excluded_worker_joins_again",),
+    ),
+    Mutant("lines are told with every step", LINE_LOG, "now_s + EVERY_S", "now_s"),
+    Mutant("the last bytes of a run are not told", LINE_LOG, " or isinstance(event, End)\n", "\n"),
+    Mutant("a resumed run counts its bytes from 0", LINE_LOG, "isinstance(event, Lines):", "False:"),
+    Mutant("lines come after the step", LINE_LOG, "        if isinstance(event, Step | End)",
+           "        self._sink.write(event)\n        if isinstance(event, Step | End)",
+           also=(LINE_LOG, "(lines)\n        self._sink.write(event)\n", "(lines)\n")),
+    Mutant("ranks wait for each other at times of their own", LINE_LOG, "if self._ranks.hold_whole_model and not is_due:",
+           "if not is_due:"),
+    # samples
+    Mutant("samples draw from torch's own random numbers", SAMPLE, ", generator=generator)[0]", ")[0]", tests=TEXT),
+    Mutant("no sample is asked for, and one is made", SAMPLE, "    if not tokens or", "    if", tests=TEXT),
+    Mutant("the time of a sample is lost", "train/progress/reporter.py",
+           '"""Write a text that was sampled since `began_s`."""\n        self.totals.seconds +=',
+           '"""Write a text that was sampled since `began_s`."""\n        _ =', tests=TEXT),
+    Mutant("a sample of the live parameters", SAMPLE, "with trainer.outer_model() as model, autocast(config):",
+           "model = trainer.models[0]\n    with autocast(config):", tests=TEXT),
+    Mutant("every length is compiled", "train/model/decoder.py", "-self.config.context :], self._body)",
+           "-self.config.context :], self._compiled or self._body)", tests=TEXT),
+    Mutant("numbers that are not finite end a run", "train/model/decoder.py", "scores.nan_to_num(nan=0.0).softmax(-1)",
+           "scores.softmax(-1)", tests=TEXT),
+]  # fmt: skip
