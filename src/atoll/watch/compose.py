@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from atoll._util.units import bytes_text, share_text
 from atoll.core.codec import Codec
-from atoll.errors import ConfigError
+from atoll.errors import ConfigError, printable
 from atoll.plan.line import Line, parse_line
 from atoll.plan.method import Job
 from atoll.plan.simulate import time_of
@@ -21,6 +21,8 @@ from atoll.report.record import RunRecord
 from atoll.report.settings_text import flat_settings
 from atoll.report.tasks import scores_by_task
 from atoll.runs import events
+from atoll.runs.lines import Lines
+from atoll.runs.sample import Sample
 from atoll.watch.lane_times import lanes_section, window_section
 from atoll.watch.process import MOST_KEPT, MOST_POINTS, ProcessLog
 from atoll.watch.run import LiveRun
@@ -31,6 +33,7 @@ from atoll.watch.sections import (
     LossCurve,
     LossSection,
     OuterSection,
+    Pair,
     Planned,
     RunSection,
     Sections,
@@ -42,7 +45,8 @@ from atoll.watch.state import condition
 from atoll.watch.thinning import Bucket, Spread
 
 _LONGEST = 300  # characters of words
-_MOST_SETTINGS = 400
+_LONGEST_SAMPLE = 4000
+_MOST_SETTINGS, _MOST_PAIRS, _MOST_SAMPLES = 400, 600, 20
 _PERIODS = 12  # that the planner simulates: enough for a steady state
 
 
@@ -58,7 +62,7 @@ def compose(run: LiveRun, share: float, now: float) -> Sections:
         "traffic": traffic_section(run, record),
         "outer": outer_section(run),
         "faults": faults_section(run),
-        "samples": [],
+        "samples": samples_section(run),
         "settings": settings_section(run),
         "scores": scores_section(record),
     }
@@ -215,7 +219,34 @@ def traffic_section(run: LiveRun, record: RunRecord | None) -> TrafficSection:
             )
     workers.sort(key=lambda found: found["worker"])
     gradient = Codec("fp32").payload_bytes(max(record.start.parameters, 0))
-    return {"pairs": [], "workers": workers, "planned": planned, "data_parallel_bytes": record.step * gradient}
+    return {"pairs": _pairs(run), "workers": workers, "planned": planned, "data_parallel_bytes": record.step * gradient}
+
+
+def _pairs(run: LiveRun) -> list[Pair]:
+    """Returns what workers have sent to each other; of very many pairs those that have sent most."""
+    found: list[Pair] = []
+    for process in run.logs():
+        if not process.kept[Lines]:
+            continue
+        (since, first), (at, last) = process.kept[Lines][0], process.kept[Lines][-1]
+        for to, (before, sent, capacity) in enumerate(
+            zip(first.sent_bytes, last.sent_bytes, last.capacity, strict=False)
+        ):
+            if to == last.worker or not (sent or capacity):
+                continue
+            rate = max(0, sent - before) / (at - since) if at > since else None
+            found.append(
+                {
+                    "from": last.worker,
+                    "to": to,
+                    "sent_bytes": sent,
+                    "rate": rate,
+                    "capacity": capacity,
+                    "at_s": run.since(process, at),
+                }
+            )
+    most = sorted(found, key=lambda pair: -pair["sent_bytes"])[:_MOST_PAIRS]
+    return sorted(most, key=lambda pair: (pair["from"], pair["to"]))
 
 
 def _entry(totals: events.Totals | None, name: str, worker: int) -> int:
@@ -298,6 +329,15 @@ def _kind(words: str) -> Literal["guarded", "left out", "rolled back", "fault"]:
     if words.startswith("left out"):
         return "guarded" if "far larger" in words else "left out"
     return "fault"
+
+
+def samples_section(run: LiveRun) -> list[dict[str, Any]]:
+    """Returns what the model wrote at the last evaluations, the newest first."""
+    found = [(e.step, e.prompt, e.text) for process in run.logs() for _, e in process.kept[Sample]]
+    return [
+        {"step": step, "prompt": printable(prompt)[:_LONGEST_SAMPLE], "text": printable(text)[:_LONGEST_SAMPLE]}
+        for step, prompt, text in sorted(dict.fromkeys(found), reverse=True)[:_MOST_SAMPLES]
+    ]
 
 
 def settings_section(run: LiveRun) -> list[list[str]]:

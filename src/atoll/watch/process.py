@@ -27,6 +27,8 @@ from atoll.runs.events import (
     Totals,
     utilisation,
 )
+from atoll.runs.lines import Lines
+from atoll.runs.sample import Sample
 from atoll.runs.scored import Scored
 from atoll.watch.thinning import Series, Thinned, TimeBuckets
 
@@ -38,12 +40,16 @@ MOST_FLIGHTS: Final = 2_000_000
 """Newest rounds of a worker whose times are kept one by one, in 40 bytes each."""
 _MOST_NUMBERS = 16_000  # points of the curves of all workers together
 _FEWEST_POINTS = 20
-_MOST_VIEWS = 1000
 _WAITING, _FLYING = 0, 1
 _WIDTH, _BLOCK = 5, 2048  # numbers of a round, rounds that are searched at once
 _RECENT = 64  # step events by which the speed is measured
 
-_KEPT = (Fault, Lost, Joined, Resumed, Scored, Members, RoundApplied)
+_KEPT: dict[type, int] = {  # how many of the newest events of each kind
+    **dict.fromkeys((Fault, Lost, Joined, Resumed, Scored, RoundApplied), MOST_KEPT),
+    Members: 1000,
+    Sample: 20,
+    Lines: 12,
+}
 
 
 def points_of(workers: int) -> int:
@@ -118,9 +124,7 @@ class ProcessLog:
         self.newest = self.began
         """The time of its newest event."""
         self.last: Totals | None = None
-        self.kept: dict[type, deque[tuple[float, Any]]] = {
-            kind: deque(maxlen=_MOST_VIEWS if kind is Members else MOST_KEPT) for kind in _KEPT
-        }
+        self.kept: dict[type, deque[tuple[float, Any]]] = {kind: deque(maxlen=most) for kind, most in _KEPT.items()}
         """Kind of event -> (time, event) of the newest; of rounds those without some of their members."""
         self.counts: Counter[str] = Counter()
         """Of all events: "faults", and "missed" payloads."""
@@ -163,7 +167,7 @@ class ProcessLog:
                 self._take_round(event)
             case Step():
                 self._take_step(event)
-            case Eval() | Saved() | Members() | End() | Resumed():
+            case Eval() | Saved() | Members() | End() | Resumed() | Lines() | Sample():
                 self._take_timed(event)
             case Fault():
                 self.counts["faults"] += 1
@@ -181,7 +185,7 @@ class ProcessLog:
             self.clock.add((step, self.newest))
         return self.newest
 
-    def _take_timed(self, event: Eval | Saved | Members | End | Resumed) -> None:
+    def _take_timed(self, event: Eval | Saved | Members | End | Resumed | Lines | Sample) -> None:
         before = self.newest
         if isinstance(event, Resumed) and self.began and math.isfinite(event.seconds):
             self.base = max(self.base, event.began - event.seconds)  # as it was if unknown: 0 or NaN
@@ -197,7 +201,7 @@ class ProcessLog:
                 self._keep(event)
                 for track in self.tracks.values() if self.newest > before else ():
                     track.add_away(Span(before, self.newest))
-            case Members():
+            case Members() | Lines() | Sample():
                 self._keep(event)
 
     def _take_step(self, event: Step) -> None:

@@ -9,6 +9,7 @@ from atoll.report.lanes import Span
 from atoll.watch.compose import compose, run_section
 from atoll.watch.lane_times import window_section
 from atoll.watch.run import LiveRun
+from atoll.watch.sections import Sections
 from atoll.watch.serialise import to_json
 from atoll.watch.source import Source
 
@@ -17,6 +18,16 @@ EVERY_S: Final = 0.5
 UNWATCHED_S: Final = 2.0
 """Seconds between two looks while nobody does: /metrics is no older than that."""
 _SHARE = 0.01  # of one core that following a run may take, on average
+
+
+def read_whole(source: Source) -> Sections:
+    """Returns the sections of all that a source has now."""
+    run = LiveRun(source.about())
+    while True:
+        run.take(source.poll())
+        if source.share >= 1:
+            run.about = source.about()
+            return compose(run, 1.0, time.time())
 
 
 class Reader:
