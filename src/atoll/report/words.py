@@ -118,7 +118,7 @@ def explained(rows: Sequence[Row], link: Line) -> str:
     modelled = "Time is" if measured else "Time and the share of it spent computing are"
     found = [
         "Held-out loss is in nats per token, of the outer parameters. Bytes are payloads, each counted once.",
-        "On the link a worker sends each payload M-1 times up to three workers, and 2(M-1)/M payloads beyond (M: workers).",
+        "On the link a worker sends each payload M-1 times up to three workers, beyond 2(M-1)/M payloads (M: workers).",
         f"{modelled} modelled: one machine per worker, {link} for each, and {compute}.",
     ]
     if measured:

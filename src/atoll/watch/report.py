@@ -19,7 +19,7 @@ from atoll.watch.compose import compose
 from atoll.watch.folders import Folders
 from atoll.watch.frozen import frozen_page
 from atoll.watch.lane_times import MOST_SPANS, window_section
-from atoll.watch.report_content import Modelled, ModelledLane, Report, Sent, Summary, Table
+from atoll.watch.report_content import Clock, Modelled, ModelledLane, Report, Sent, Summary, Table
 from atoll.watch.run import LiveRun
 from atoll.watch.sections import Sections, WindowSection
 from atoll.watch.thinning import join_near
@@ -165,14 +165,19 @@ def _modelled(rows: Sequence[Row], runs: Sequence[Sections], link: Line) -> Mode
         }
         for n, workers, lane in found
     ]
-    steps = [[point[0] for point in run["loss"]["anchor"]] for run in runs]
     return {
         "link": str(link),
         "words": _MODELLED_WORDS,
         "window_s": window_s,
         "lanes": lanes,
-        "anchor_s": [[clock(row.job, link, step) for step in at] for row, at in zip(rows, steps, strict=True)],
+        "clocks": [_clock(row, run, link) for row, run in zip(rows, runs, strict=True)],
     }
+
+
+def _clock(row: Row, run: Sections, link: Line) -> Clock:
+    curves = [[point[0] for point in run["loss"]["anchor"]], *(one["step"] for one in run["loss"]["workers"].values())]
+    steps = sorted({step for curve in curves for step in curve})
+    return {"step": steps, "seconds": [clock(row.job, link, step) for step in steps]}
 
 
 def _tables(records: Sequence[RunRecord]) -> list[Table]:

@@ -55,6 +55,13 @@ class ModelledLane(TypedDict):
     """[begin_s, end_s] of what its link carries."""
 
 
+class Clock(TypedDict):
+    """Says when a run would have made its steps."""
+
+    step: list[float]
+    seconds: list[float]
+
+
 class Modelled(TypedDict):
     """Holds the times that the runs would take on the given link."""
 
@@ -63,8 +70,8 @@ class Modelled(TypedDict):
     window_s: float
     """Seconds that the lanes show."""
     lanes: list[ModelledLane]
-    anchor_s: list[list[float]]
-    """For each run, the time of every row of its `loss.anchor`."""
+    clocks: list[Clock]
+    """For each run, the times of all steps of its losses."""
 
 
 class Report(TypedDict):
