@@ -336,8 +336,7 @@ def report(
 ) -> None:
     """Write a page about runs, with pictures and numbers.
 
-    Loss by tokens and by time on a link, bytes, a timeline per worker, and what
-    the runs differ in: one HTML file that needs no network.
+    The page of atoll watch, frozen into one HTML file that needs no network.
 
     [bold]Examples:[/]
       atoll report runs/run

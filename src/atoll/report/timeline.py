@@ -10,10 +10,11 @@ from matplotlib.ticker import NullLocator
 
 from atoll._util.units import share_text
 from atoll.plan.line import Line
-from atoll.report.canvas import Palette, dress, heading, legend_above, linear_time_axis, new_figure, shorten
+from atoll.report.canvas import Palette, dress, heading, legend_above, linear_time_axis, new_figure
 from atoll.report.lanes import Lane, Span, lanes, modelled_lanes, window
 from atoll.report.record import RunRecord
 from atoll.report.table import Row
+from atoll.report.words import shorten
 
 MOST_WORKERS = 8
 """Workers of a run that a measured timeline shows."""
@@ -27,7 +28,7 @@ Drawn = Sequence[tuple[int, str, Lane]]
 def draw_modelled(rows: Sequence[Row], link: Line, palette: Palette) -> Figure:
     """Draws how each run would begin with one machine per worker and such a link for each."""
     window_s, found = modelled_lanes([(row.job, row.link_time.utilisation) for row in rows], link)
-    drawn = [(n, _title(rows[n].name, workers, palette), lane) for n, workers, lane in found]
+    drawn = [(n, _title(rows[n].name, workers), lane) for n, workers, lane in found]
     return _draw(palette, drawn, window_s, "link busy", edge=0)
 
 
@@ -40,7 +41,7 @@ def draw_measured(rows: Sequence[Row], palette: Palette) -> Figure:
     """Draws how each measured run began, one lane per worker."""
     shown = {n: _shown(row.record) for n, row in enumerate(rows) if is_measured(row.record)}
     window_s = window([_first_periods(rows[n].record, lanes_of) for n, lanes_of in shown.items()])
-    drawn = [(n, _title(rows[n].name, (lane.worker,), palette), lane) for n, of in shown.items() for lane in of]
+    drawn = [(n, _title(rows[n].name, (lane.worker,)), lane) for n, of in shown.items() for lane in of]
     return _draw(palette, drawn, window_s, "a round under way", edge=0.6)
 
 
@@ -58,12 +59,12 @@ def _first_periods(record: RunRecord, shown: Iterable[Lane]) -> float:
     return max(ends) if ends else max(lane.end_s for lane in shown)
 
 
-def _title(name: str, workers: Sequence[int], palette: Palette) -> str:
+def _title(name: str, workers: Sequence[int]) -> str:
     """Returns the name of a run, or of some of its workers."""
     if not workers:
-        return shorten(name, 28 if palette.narrow else 60)
+        return shorten(name, 60)
     these = "worker" if len(workers) == 1 else "workers"
-    return f"{shorten(name, 14 if palette.narrow else 40)}, {these} {', '.join(map(str, workers))}"
+    return f"{shorten(name, 40)}, {these} {', '.join(map(str, workers))}"
 
 
 # ---------------------------------------------------------------------- bars
@@ -71,10 +72,10 @@ def _title(name: str, workers: Sequence[int], palette: Palette) -> str:
 
 def _draw(palette: Palette, drawn: Drawn, window_s: float, thin: str, edge: float) -> Figure:
     height = sum(_height(lane) for _, _, lane in drawn)
-    figure = new_figure(palette, 1.05 + 0.62 * height, narrow_height=1.58 + 0.62 * height)
+    figure = new_figure(1.05 + 0.62 * height)
     draw_lanes(figure.add_subplot(), palette, drawn, window_s, edge=edge)
     handles = lane_handles(palette, "computing (in the run's colour)", thin)
-    legend_above(figure, palette, handles, columns=1 if palette.narrow else 3)
+    legend_above(figure, palette, handles, columns=3)
     return figure
 
 
@@ -101,8 +102,7 @@ def draw_lanes(
     y = 0.0
     for place, title, lane in drawn:
         _draw_bars(axes, palette, palette.of(place), lane, y, window_s, edge)
-        said = "" if lane.utilisation is None else share_text(lane.utilisation)
-        said += "" if palette.narrow or not said else " computing"
+        said = "" if lane.utilisation is None else f"{share_text(lane.utilisation)} computing"
         heading(axes, palette, y - 0.3, title, said)
         y += _height(lane)
     axes.set_ylim(y - 0.55, -0.75)

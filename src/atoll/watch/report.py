@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Final
 
 from atoll._util.disk import write_atomically
-from atoll._util.units import bytes_text, ratio_text
 from atoll.plan.line import Line
 from atoll.report import RunRecord, load_all, png_files, summary
 from atoll.report.facts import Facts, differences, facts, failures
 from atoll.report.lanes import Span, clock, modelled_lanes
 from atoll.report.load import plain_text
-from atoll.report.table import Row, columns, notes
+from atoll.report.table import Row, bytes_sent, columns, notes
 from atoll.report.tasks import scores_by_task
 from atoll.report.words import explained, lead, warnings_of
 from atoll.watch.compose import compose
@@ -82,7 +81,7 @@ def report_content(rows: Sequence[Row], link: Line, title: str = "", claims: Seq
         "claims": [plain_text(claim) for claim in claims],
         "notes": list(warnings_of(records)),
         "summary": _summary(rows, link),
-        "sent": _sent(rows, runs),
+        "sent": _sent(rows),
         "modelled": _modelled(rows, runs, link) if any(row.job.steps for row in rows) else None,
         "tables": _tables(records),
         "runs": runs,
@@ -138,18 +137,9 @@ def _summary(rows: Sequence[Row], link: Line) -> Summary:
     }
 
 
-def _sent(rows: Sequence[Row], runs: Sequence[Sections]) -> list[Sent]:
-    """Returns the bytes of each run; without a data-parallel run also those that one would have sent."""
-    found: list[Sent] = []
-    for n, row in enumerate(rows):
-        compared = "" if row.fewer is None or row.is_reference else f", {ratio_text(row.fewer)}"
-        words = f"{bytes_text(row.sent_bytes)}{compared}" if row.sent_bytes else "sends nothing"
-        found.append({"name": row.name, "run": n, "sent_bytes": row.sent_bytes, "words": words})
-    reference = max((run["traffic"]["data_parallel_bytes"] for run in runs), default=0)
-    if reference and not any(row.record.gradients for row in rows):
-        words = f"{bytes_text(reference)}, it would have been"
-        found.append({"name": "data-parallel", "run": None, "sent_bytes": reference, "words": words})
-    return found
+def _sent(rows: Sequence[Row]) -> list[Sent]:
+    found = bytes_sent(rows)
+    return [{"name": name, "run": run, "sent_bytes": size, "words": words} for run, name, size, words in found]
 
 
 def _modelled(rows: Sequence[Row], runs: Sequence[Sections], link: Line) -> Modelled:
