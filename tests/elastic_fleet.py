@@ -53,6 +53,7 @@ class Run:
     fleet: Fleet
     workers: int
     registry: RegistryProcess
+    keys: Path
 
     def start(self, worker: int, *options: str, pause_s: float = STEP_S) -> Worker:
         """Start a worker, also one that has been started before."""
@@ -103,7 +104,7 @@ def running(
         settings = {"workers": workers, "steps": steps, "min_workers": min_workers, "join_s": join_s}
         text = RUN.format(folder=folder, registry=registry.address, keys=keys, silent_s=silent_s, **settings)
         (folder / "run.toml").write_text(text)
-        yield Run(folder, opened.enter_context(Fleet(folder / "logs", workers)), workers, registry)
+        yield Run(folder, opened.enter_context(Fleet(folder / "logs", workers)), workers, registry, keys)
 
 
 def _train(me: Me, file: Path, options: tuple[str, ...], pause_s: float) -> None:

@@ -96,7 +96,7 @@ def _loss(step: float, worker: int = 0) -> float:
 
 
 def _evaluation(step: float, step_s: float) -> list[float | bool]:
-    return [int(step), step * 32768, step * step_s, _loss(step) - 0.04, int(step) // 100 * 100, True]
+    return [int(step), step * 32768, step * step_s, _loss(step) - 0.04, int(step) - 60, True]
 
 
 def _losses(worker: int, along: list[float], step_s: float) -> Sections:

@@ -30,6 +30,8 @@ class PageServer(ThreadingHTTPServer):
         self.changed = threading.Condition()
         self.messages: list[Sections] = []
         self.is_open = True
+        self.is_full = False
+        """Whether pages are refused, as by a server with too many viewers."""
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
 
     @property
@@ -94,6 +96,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _stream(self) -> None:
+        if self.server.is_full:
+            self.send_error(503)
+            return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()

@@ -33,7 +33,15 @@ def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
     contexts: list[Any] = []
     problems: list[str] = []
 
-    def visit(url: str, *, width: int = 1280, dark: bool = False, still: bool = True, touch: bool = False) -> Any:
+    def visit(
+        url: str,
+        *,
+        width: int = 1280,
+        dark: bool = False,
+        still: bool = True,
+        touch: bool = False,
+        refused: bool = False,
+    ) -> Any:
         context = chromium.new_context(
             viewport={"width": width, "height": 800},
             color_scheme="dark" if dark else "light",
@@ -43,7 +51,7 @@ def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
         context.set_default_timeout(30_000)
         contexts.append(context)
         page = context.new_page()
-        page.allowed_errors = False  # set by tests that take the server away
+        page.allowed_errors = refused  # set also by tests that take the server away
         origin = url.partition("?")[0]
         page.on("pageerror", lambda error: problems.append(f"error: {error}"))
         page.on("dialog", lambda dialog: problems.append(f"dialog: {dialog.message}"))

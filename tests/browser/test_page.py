@@ -45,7 +45,7 @@ def test_the_first_screen_answers_the_first_questions(server: PageServer, visit:
     wait_for(page, "h1", "four-sites")
     assert text(page, "[role=status]") == "Training"
     figures = text(page, ".figures")
-    for wanted in ("2 h 05 min", "3.2", "anchor of step 18,000", "3 of 4", "without 3", "28 k", "93 %"):
+    for wanted in ("2 h 05 min", "3.2", "anchor of step 17,940", "3 of 4", "without 3", "28 k", "93 %"):
         assert wanted in figures
     assert [chip.split("\n")[-1] for chip in page.locator(".chip").all_inner_texts()][:3] == ["training"] * 3
     assert "away 2 min 10 s" in text(page, ".chip.away")
@@ -130,6 +130,14 @@ def test_it_says_since_when_it_is_disconnected_and_connects_again(visit: Visit) 
     assert re.search(r"\d\d:\d\d:\d\d", said)
 
 
+def test_it_comes_back_after_the_server_has_refused_it(server: PageServer, visit: Visit) -> None:
+    server.is_full = True
+    page = visit(server.url, refused=True)
+    wait_for(page, ".connection", "^disconnected since")
+    server.is_full = False
+    wait_for(page, "h1", "four-sites")
+
+
 @pytest.mark.parametrize("still", [True, False])
 def test_the_last_minute_moves_unless_motion_is_unwanted(server: PageServer, visit: Visit, still: bool) -> None:
     page = visit(server.url, still=still)
@@ -180,11 +188,62 @@ def test_no_text_of_a_chart_lies_over_another(server: PageServer, visit: Visit, 
     assert over == []
 
 
+@pytest.mark.parametrize("width", [360, 1280])
+def test_no_curve_is_cut_off(server: PageServer, visit: Visit, width: int) -> None:
+    page = visit(server.url, width=width)
+    page.wait_for_selector(".curve", state="attached")
+    outside = page.evaluate("""() => [...document.querySelectorAll('.picture')].filter((picture) => {
+        const [, , width, height] = picture.getAttribute('viewBox').split(' ').map(Number);
+        return [...picture.querySelectorAll('.curve, .band')].map((one) => one.getBBox()).some((box) =>
+            box.x < 0 || box.y < 0 || box.x + box.width > width || box.y + box.height > height - 20);
+    }).length""")
+    assert outside == 0
+    assert page.locator(".band").count() >= 6
+
+
+def test_bytes_are_compared_on_a_linear_scale(server: PageServer, visit: Visit) -> None:
+    page = visit(server.url)
+    wait_for(page, ".amount", "1.87 TB")
+    widths = [bar.evaluate("(bar) => parseFloat(bar.style.width)") for bar in page.locator(".amount i").all()]
+    assert widths == [pytest.approx(0.3), pytest.approx(100)]  # 0.3 is the least that can be seen
+    assert "603 times fewer than data-parallel" in section(page, "Traffic").inner_text()
+    used = page.locator(".pairs li").nth(4).locator("i").evaluate("(bar) => parseFloat(bar.style.width)")
+    assert used == pytest.approx(100 * 2.4 / 12.5, abs=0.01)
+
+
+UNITS = {
+    "bytes": [(999, "999 B"), (1_234_567, "1.23 MB"), (9.3e9, "9.30 GB"), (None, "\u2013")],
+    "rate": [(3.4e6, "3.40 MB/s")],
+    "short": [(12, "12"), (213_504, "214 k"), (999_600, "1 M")],
+    "share": [(0.704, "70 %"), (0.998, "99.8 %"), (0.001, "<1 %"), (1, "100 %")],
+    "duration": [
+        (0.34, "340 ms"),
+        (3.21, "3.2 s"),
+        (59.97, "1 min 00 s"),
+        (3599.7, "1 h 00 min"),
+        (7512, "2 h 05 min"),
+    ],
+    "small": [(0.0003, "0.0003"), (3e-7, "3e-7"), (2.5e-5, "2.5e-5")],
+}
+
+
+def test_units(server: PageServer, visit: Visit) -> None:
+    page = visit(server.url)
+    shown = page.evaluate(
+        "async (cases) => { const units = await import(new URL('units.js', location.href)); return Object.fromEntries("
+        "Object.entries(cases).map(([name, pairs]) => [name, pairs.map(([value]) => units[name](value))])); }",
+        UNITS,
+    )
+    said = {name: [text.replace("\u00a0", " ") for text in texts] for name, texts in shown.items()}
+    assert said == {name: [text for _, text in pairs] for name, pairs in UNITS.items()}
+
+
 def test_values_under_a_pointer_and_by_keyboard(server: PageServer, visit: Visit) -> None:
     page = visit(server.url)
     plot = section(page, "Loss").get_by_role("slider")
     plot.hover(position={"x": 600, "y": 100})
-    wait_for(page, ".readout", r"tokens\s+anchor, held out\s+\d\.\d\d\d.*\s+worker 0\s+\d\.\d\d\d")
+    words = r"tokens\s+anchor, held out\s+\d\.\d\d\d \(anchor of step [\d,]+\)\s+worker 0\s+\d\.\d\d\d"
+    wait_for(page, ".readout", words)
     page.mouse.move(5, 5)
     plot.focus()
     plot.press("End")

@@ -7,6 +7,10 @@ TESTS = [LINES]
 TEXT = ("tests/unit/test_text_sample.py",)
 PEERS, ELASTIC = "link/net/peers.py", "link/net/elastic_link.py"
 LINE_LOG = "train/progress/line_log.py"
+FEED = ("tests/unit/test_log_feed.py",)
+FAR = ("tests/unit/test_watch_registry.py::"
+       "test_an_observer_sees_events_of_all_workers_also_of_one_that_was_killed_and_is_back",)  # fmt: skip
+LOG, WORKER_LOG, RECEPTION = (f"link/net/{name}.py" for name in ("log_feed", "worker_log", "reception"))
 SAMPLE = "train/progress/text_sample.py"
 _SESSIONS = ("tests/unit/test_peers.py::test_bytes_are_counted_over_sessions",)
 
@@ -52,4 +56,24 @@ MUTANTS = [
            "-self.config.context :], self._compiled or self._body)", tests=TEXT),
     Mutant("numbers that are not finite end a run", "train/model/decoder.py", "scores.nan_to_num(nan=0.0).softmax(-1)",
            "scores.softmax(-1)", tests=TEXT),
+    # logs for observers
+    Mutant("anybody may follow a log", RECEPTION, "_tell_log(self, question: bytes, context: Context) -> bytes:\n"
+           '        """Answer an observer, or a worker, that follows the log of this process."""\n'
+           "        await self._check_observer(context)\n",
+           "_tell_log(self, question: bytes, context: Context) -> bytes:\n", tests=FEED),
+    Mutant("a log that was cut is read on", LOG, "!= question.before:", "== b'?':", tests=FEED),
+    Mutant("all of a large log is told", LOG, "_LARGE = 2 * LAST_BYTES", "_LARGE = 99 * LAST_BYTES", tests=FEED),
+    Mutant("a large log begins amid a line", LOG, "        offset = file.tell()\n",
+           "        offset = size - LAST_BYTES\n", tests=FEED),
+    Mutant("payloads wait for observers", LOG, "BYTES_PER_S[not self._foreground.messages]", "BYTES_PER_S[1]", tests=FEED),
+    Mutant("any number of observers waits", LOG, "if self._waiting >= MOST_WAITING:", "if False:", tests=FEED),
+    Mutant("an observer that gave up waits for ever", LOG, "            self._waiting -= 1\n", "            pass\n", tests=FEED),
+    Mutant("a part may be of any size", LOG, "if len(data) > PART_BYTES or not unpacking.eof:",
+           "if False:", tests=FEED),
+    Mutant("half a line of the old log begins the new one", WORKER_LOG, "self._before = self._unfinished = b\"\"",
+           "self._before = b\"\"", tests=FEED),
+    Mutant("a line may be of any length", WORKER_LOG, "if len(rest) > self._most_line:", "if False:", tests=FEED),
+    Mutant("an observer misses the end", PEERS, "await asyncio.sleep(self._reception.log.linger_s)", "pass", tests=FAR),
+    Mutant("one that comes back is not followed", "watch/registry.py",
+           "self._workers[seat].follow(known.addresses)", "pass", tests=FAR),
 ]  # fmt: skip

@@ -13,6 +13,7 @@ from atoll.link.net.identity import Identity
 from atoll.link.net.log_feed import LAST_BYTES, PART_BYTES, BusyError, LogFeed, Part, Question
 from atoll.link.net.outbox import Foreground
 from atoll.link.net.registry import INSECURE, Insecure
+from atoll.link.net.revocations import Revocations
 from atoll.link.net.run_keys import KeyRing, throw_away
 from atoll.link.net.worker_log import WorkerLog
 from peer_ends import End, ends, run
@@ -24,7 +25,7 @@ class Follower(WorkerLog):
     """Reads a file as a worker answers, without a network between."""
 
     def __init__(self, path: Path, most_line: int = 1 << 20) -> None:
-        super().__init__(3, [], INSECURE, most_line)
+        super().__init__(3, INSECURE, most_line)
         self.path = path
 
     async def _ask(self, question: Question) -> Part:
@@ -58,7 +59,7 @@ def test_whole_lines_come_once_while_the_file_grows(path: Path) -> None:
 @pytest.mark.parametrize("grown", [0, 1, 50])
 def test_a_file_that_was_cut_begins_anew(path: Path, grown: int) -> None:
     follower = Follower(path)
-    path.write_bytes(LINE * 10)
+    path.write_bytes(LINE * 10 + LINE[:7])
     assert follower.read() == ([LINE] * 10, False)
     other = LINE.replace(b"step", b"eval")
     path.write_bytes(other * grown)
@@ -147,7 +148,8 @@ def test_an_observer_follows_a_worker_and_a_stranger_does_not(keys: KeyRing, pat
     path.write_bytes(LINE * 3)
 
     async def told(end: End, security: Identity | Insecure, seat: int = 0) -> list[bytes]:
-        log = WorkerLog(seat, ["127.0.0.1:1", end.address], security, 1 << 20)
+        log = WorkerLog(seat, security, 1 << 20)
+        await log.move(["127.0.0.1:1", end.address])
         try:
             return (await log.new())[0]
         finally:
@@ -165,5 +167,11 @@ def test_an_observer_follows_a_worker_and_a_stranger_does_not(keys: KeyRing, pat
                     await told(zero, stranger)
             with pytest.raises(LinkError, match="cannot be reached"):
                 await told(zero, keys.observer, seat=1)  # the certificate is another worker's
+        revoked = Revocations(keys.observer.bearer.run, {("observer", 0): 1})
+        async with ends(End(0, keys.workers[0], revocations=revoked)) as (zero,):
+            zero.peers.serve_log(path)
+            assert await told(zero, keys.workers[1]) == [LINE] * 3
+            with pytest.raises(LinkError, match="revoked"):
+                await told(zero, keys.observer)
 
     run(main())

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from atoll.cli.security import load_security
 from atoll.errors import ConfigError
 
 if TYPE_CHECKING:  # starlette and uvicorn are imported by the command alone
@@ -26,8 +27,19 @@ _NICE = 19  # training on the same machine comes first
 
 def watch(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folder of a run, or folders of its workers on this machine.")
-    ],
+        list[Path] | None,
+        typer.Argument(metavar="[RUN...]", help="Folder of a run, or folders of its workers on this machine."),
+    ] = None,
+    registry: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Of an elastic run: HOST:PORT of `atoll registry`, or etcd://..."),
+    ] = None,
+    keys: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="With --registry: folder of the observer's keys.")
+    ] = None,
+    security: Annotated[
+        str, typer.Option(metavar="HOW", help="With --registry: keys, or none if the run has link.security = none.")
+    ] = "keys",
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Where the page is; 0: a free port.")] = 8420,
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Where to listen; other than 127.0.0.1, viewers need a token.")
@@ -47,10 +59,22 @@ def watch(
       atoll watch runs/run
       atoll watch runs/run/worker-0 /mnt/other/runs/run/worker-1
       atoll watch runs/run --host 0.0.0.0
+      atoll watch --registry 10.0.0.1:29400 --keys runs/run/keys/observer
     """
-    from atoll.watch.folders import Folders
+    serve(_source(runs or [], registry, keys, security), host, port, token)
 
-    serve(Folders(runs), host, port, token)
+
+def _source(runs: list[Path], registry: str | None, keys: Path | None, security: str) -> "Source":
+    """Returns where the events come from: folders on this machine, or a registry."""
+    if bool(runs) == (registry is not None):
+        raise ConfigError("give folders of a run, or --registry ADDRESS, and not both", setting="registry")
+    if registry is None:
+        from atoll.watch.folders import Folders
+
+        return Folders(runs)
+    from atoll.watch.registry import RegistryRun
+
+    return RegistryRun(registry, load_security(keys, security, "observer"))
 
 
 def serve(source: "Source", host: str, port: int, token: str | None) -> None:

@@ -27,6 +27,8 @@ MOST_WAITING: Final = 16
 """Observers that wait for an answer; more are refused."""
 BYTES_PER_S: Final = (1 << 16, 1 << 20)
 """Most bytes a second to all observers together: while messages travel to other workers, and otherwise."""
+_RECENT_S = 3.0  # in which an observer that follows asks again
+_LINGER_S = 1.5
 _ASKED, _TOLD = struct.Struct("!Q"), struct.Struct("!QQ")
 _LARGEST = 1 << 60
 
@@ -104,6 +106,12 @@ class LogFeed:
         self._turn = asyncio.Lock()
         self._waiting = 0
         self._next_s = 0.0
+        self._asked_s = -_RECENT_S
+
+    @property
+    def linger_s(self) -> float:
+        """Seconds for which to answer after the last line, so that observers get it; 0 if nobody follows."""
+        return _LINGER_S if time.monotonic() - self._asked_s < _RECENT_S else 0.0
 
     async def answer(self, message: bytes) -> bytes:
         """Answer an observer when its turn comes.
@@ -113,6 +121,7 @@ class LogFeed:
             ValueError: The message is no question.
         """
         question = Question.parse(message)
+        self._asked_s = time.monotonic()
         if self._waiting >= MOST_WAITING:
             raise BusyError(f"{MOST_WAITING} observers wait already: ask again later")
         self._waiting += 1

@@ -266,6 +266,8 @@ class Peers:
             self._forget(peer)
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._server is not None:
+            if reason and self._reception.log is not None:  # it leaves for good
+                await asyncio.sleep(self._reception.log.linger_s)
             await self._server.stop(_GRACE_S)
 
     # ------------------------------------------------------------------ sessions

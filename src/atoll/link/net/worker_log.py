@@ -22,18 +22,17 @@ class WorkerLog:
 
     Args:
         seat: The worker.
-        addresses: HOST:PORT of it, tried in turn.
         security: The identity of an observer or a worker, or "none".
         most_line: Longest line in bytes; a longer one is an error.
     """
 
-    def __init__(self, seat: int, addresses: Sequence[str], security: Identity | Insecure, most_line: int) -> None:
+    def __init__(self, seat: int, security: Identity | Insecure, most_line: int) -> None:
         self.size = 0
         """Bytes of the whole log, as of the last answer."""
         self.offset = 0
         """Bytes of it that were read, or left out."""
         self._seat = seat
-        self._addresses = addresses
+        self._addresses: Sequence[str] = ()
         self._security = security
         self._most_line = most_line
         self._channel: grpc.aio.Channel | None = None
@@ -60,6 +59,11 @@ class WorkerLog:
         if len(rest) > self._most_line:
             raise LinkError(f"worker {self._seat} sent a line of more than {self._most_line} bytes", worker=self._seat)
         return [line + b"\n" for line in lines], begins
+
+    async def move(self, addresses: Sequence[str]) -> None:
+        """Ask the worker at these addresses, HOST:PORT, tried in turn; if it has another log, that begins anew."""
+        await self.close()
+        self._addresses = addresses
 
     @property
     def has_more(self) -> bool:

@@ -60,7 +60,7 @@ export class Chart {
     if (!this.frame) return;
     this.#axes();
     for (const one of this.shown) this.#band(one);
-    for (const one of this.shown) this.#curve(one);
+    for (const one of this.shown.toReversed()) this.#curve(one); // the first lies on top
     this.marker = svg("g", { class: "marker" });
     this.picture.append(this.marker);
     this.#read();

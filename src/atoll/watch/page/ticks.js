@@ -3,17 +3,17 @@
 const TIMES = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800,
   3600, 7200, 14400, 21600, 43200, 86400, 172800, 432000, 864000, 1728000, 4320000, 8640000];
 
-/** Returns at most about `most` round numbers between two values, and the distance between them. */
+/** Returns about `most` round numbers between two values, and the distance between them. */
 export function roundTicks(low, high, most) {
-  const rough = (high - low) / Math.max(1, most) || 1;
+  const rough = (high - low) / (most + 0.99) || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = power * ([1, 2, 5].find((n) => n * power >= rough) ?? 10);
   return placed(low, high, step);
 }
 
-/** Returns at most about `most` round times between two, in seconds, and the distance between them. */
+/** Returns about `most` round times between two, in seconds, and the distance between them. */
 export function timeTicks(low, high, most) {
-  const rough = (high - low) / Math.max(1, most);
+  const rough = (high - low) / (most + 0.99);
   return placed(low, high, TIMES.find((step) => step >= rough) ?? 86400 * 365 * Math.ceil(rough / 86400 / 365));
 }
 
