@@ -186,7 +186,7 @@ MUTANTS = [
            "new = tokens if cache is None else tokens[:, -1:]", "new = tokens", tests=HUB),
     # events
     Mutant("a torn last line is damage", "runs/events.py", 'if not line.endswith(b"\\n"):', "if False:", tests=METRICS),
-    Mutant("a file that was cut goes on unnoticed", "runs/events.py", "if file.read(len(self._last)) != self._last:",
+    Mutant("a file that was cut goes on unnoticed", "runs/tail.py", "if file.read(len(self._last)) != self._last:",
            "if False:", tests=METRICS),
     Mutant("resumed, a file is not cut", "runs/events.py", "            self._file.truncate(whole)\n", "", tests=METRICS),
     Mutant("an infinity stops a run", "runs/events.py", "isinstance(value, float) and not math.isfinite(value)",

@@ -610,7 +610,8 @@ def elastic(folder: Path) -> Path:
     told: list[Event] = [Lost(step=12, worker=2, why="is silent"), Joined(step=21, worker=2, at=20)]
     for worker, more in enumerate(([*of_both, *told], [*of_both, *of_one])):
         first, *others, end = events(start("x", "diloco", worker=worker))
-        in_order = sorted([*others, *more], key=lambda event: getattr(event, "step", 0))
+        both: list[Event] = [*others, *more]
+        in_order = sorted(both, key=lambda event: getattr(event, "step", 0))
         save(folder / f"worker-{worker}", [first, *in_order, end])
     return folder
 

@@ -8,6 +8,7 @@ import { timeTicks } from "./ticks.js";
 import { duration, known, loss, moment, share } from "./units.js";
 
 const WIDTH = 1000; // of a lane's drawing, which is stretched to its box
+const LEGEND = { training: "computing", idle: "waiting", rounds: "link busy" };
 const TIMES_LONGER = 6; // from which on a logarithmic axis shows what a linear one would hide
 
 export function modelled({ link, words, window_s, lanes, clocks }, runs) {
@@ -16,9 +17,9 @@ export function modelled({ link, words, window_s, lanes, clocks }, runs) {
   part.say(`The same losses over the time that a run would take with one machine per worker and ${where} for each.`);
   const chart = lossOverTime(runs, clocks, where);
   if (chart) part.body.append(chart);
-  part.body.append(element("h3", { class: "chart-title" }, "How it would begin"), element("p", { class: "hint" }, plain(words, 400)),
-    element("ul", { class: "legend plain" }, ...Object.entries({ training: "computing", idle: "waiting", rounds: "link busy" })
-      .map(([kind, name]) => element("li", {}, swatch(`lane ${kind}`), name))),
+  const keys = Object.entries(LEGEND).map(([kind, name]) => element("li", {}, swatch(`lane ${kind}`), name));
+  part.body.append(element("h3", { class: "chart-title" }, "How it would begin"),
+    element("p", { class: "hint" }, plain(words, 400)), element("ul", { class: "legend plain" }, ...keys),
     element("ul", { class: "modelled" }, ...lanes.map((lane) => drawn(lane, runs, window_s))), axis(window_s));
   return part.node;
 }
@@ -50,10 +51,13 @@ function drawn({ run, workers, end_s, utilisation, waits, busy }, runs, window_s
     const [x, right] = [begin, Math.min(end, window_s)].map((at) => (at / window_s * WIDTH).toFixed(2));
     return `M${x} ${y}H${right}V${y + height}H${x}Z`;
   }).join("");
-  const picture = svg("svg", { class: "picture", viewBox: `0 0 ${WIDTH} 20`, preserveAspectRatio: "none", "aria-hidden": "true" },
-    svg("path", { class: `solid ${colour}`, d: bars([[0, end_s]], 0, 12) }), svg("path", { class: "solid idle", d: bars(waits, 0, 12) }),
+  const box = { viewBox: `0 0 ${WIDTH} 20`, preserveAspectRatio: "none" };
+  const picture = svg("svg", { class: "picture", "aria-hidden": "true", ...box },
+    svg("path", { class: `solid ${colour}`, d: bars([[0, end_s]], 0, 12) }),
+    svg("path", { class: "solid idle", d: bars(waits, 0, 12) }),
     svg("path", { class: "solid cmuted", d: bars(busy, 14, 4) }));
-  return element("li", {}, element("p", {}, span("", `${name}${which}`), span("amounts", `${share(utilisation)} computing, ${duration(end_s)} in all`)),
+  const said = `${share(utilisation)} computing, ${duration(end_s)} in all`;
+  return element("li", {}, element("p", {}, span("", `${name}${which}`), span("amounts", said)),
     element("div", { class: "modelled-lane" }, picture));
 }
 

@@ -5,7 +5,7 @@ import { choices, element, plain, span, swatch } from "./dom.js";
 import { anchorSeries, colour } from "./loss.js";
 import { Part } from "./part.js";
 import { table } from "./table.js";
-import { known, loss, small } from "./units.js";
+import { known, loss, NONE, small } from "./units.js";
 
 const STYLES = ["", "dashed", "dotted", "dash-dotted"]; // a curve shows through the gaps of the one above it
 
@@ -55,7 +55,8 @@ export function lossSeries(runs, place, along = "step") {
   const faint = runs.map((sections, at) => {
     const curve = trained(Object.values(sections.loss?.workers ?? {}));
     const { name, colour: tint } = looks(sections, at);
-    return { name: `${name}, training`, group: "training", colour: tint, style: "faint", x: place(curve, at), mean: curve.mean };
+    const style = { colour: tint, style: "faint", group: "training" };
+    return { name: `${name}, training`, ...style, x: place(curve, at), mean: curve.mean };
   });
   const held = runs.map((sections, at) => {
     const { name, ...style } = looks(sections, at);
@@ -84,14 +85,16 @@ export function outerGradients(runs) {
     ({ ...looks(sections, at), x: sections.outer?.step ?? [], mean: sections.outer?.[key]?.mean ?? [] }));
   if (!series("norm").some((one) => one.mean.some(known))) return null;
   const part = new Part("Outer gradients of all runs", { wide: true });
-  part.say("Norm of the mean delta of a round, and how much the workers' deltas agree (1: the same direction, 0: unrelated).");
+  part.say("Norm of a round's mean delta, and how much workers' deltas agree (1: the same direction, 0: unrelated).");
   const chart = (label, key, options) => {
     const made = new Chart({ label, height: 190, ...options });
     made.show(series(key));
     return element("div", {}, element("h3", { class: "chart-title" }, label), made.node);
   };
-  part.body.append(element("div", { class: "halves" }, chart("Norm of the mean delta", "norm", { value: small, range: [0, null] }),
-    chart("Cosine between workers", "cosine", { value: (n) => (known(n) ? n.toFixed(2) : "–") })));
+  const cosine = (value) => (known(value) ? value.toFixed(2) : NONE);
+  part.body.append(element("div", { class: "halves" },
+    chart("Norm of the mean delta", "norm", { value: small, range: [0, null] }),
+    chart("Cosine between workers", "cosine", { value: cosine })));
   return part.node;
 }
 
@@ -110,7 +113,8 @@ export function sideBySide({ title, words, columns, rows }) {
   });
   const head = element("thead", { class: isSeveral ? "" : "unseen" }, element("tr", {}, element("td"), ...names));
   const made = element("table", { class: "side" }, head, element("tbody", {}, ...lines));
-  part.body.append(element("div", { class: "scroll", role: "region", "aria-label": plain(title, 80), tabindex: "0" }, made));
+  const label = plain(title, 80);
+  part.body.append(element("div", { class: "scroll", role: "region", "aria-label": label, tabindex: "0" }, made));
   return part.node;
 }
 

@@ -7,7 +7,8 @@ import { bytesSent, losses, numbers, outerGradients, sideBySide } from "./overvi
 import { Run } from "./run.js";
 
 /** Returns the page of a report, as atoll.watch.report_content defines it; what is left out is not shown. */
-export function report({ runs = [], title, lead, claims = [], notes = [], summary, sent, modelled: times, tables = [] }) {
+export function report({ runs = [], claims = [], notes = [], tables = [], ...content }) {
+  const { title, lead, summary, sent, modelled: times } = content;
   const isOne = runs.length === 1;
   const heading = element("h1", {}, plain(title || (isOne ? "One run" : `${runs.length} runs`), 200));
   const nodes = [element("header", { class: "title" }, element("p", { class: "kicker" }, "atoll report"), heading)];
