@@ -43,6 +43,7 @@ from atoll.runs.events import (
     Start,
     Step,
 )
+from atoll.watch.folders import MOST_EVENTS
 from atoll.watch.report import sections_of, write
 
 LINK = Line(1e6)
@@ -408,6 +409,16 @@ def test_a_table_fits_a_terminal_and_names_are_not_markup(records: list[report.R
 
 
 # ---------------------------------------------------------------------- folders
+
+
+def test_a_page_tells_runs_of_one_name_apart_and_reads_all_of_a_long_one(tmp_path: Path) -> None:
+    happened = events(start("same", "diloco"))
+    saved = [event for event in happened if isinstance(event, Eval)][:1] * (MOST_EVENTS + 1)
+    folders = [save(tmp_path / "a", happened), save(tmp_path / "b", [happened[0], *saved, *happened[1:]])]
+    (path,) = write(folders, tmp_path / "page.html", link=LINK)
+    runs = content_of(path)["runs"]
+    assert [run["run"]["name"] for run in runs] == ["same (a)", "same (b)"]
+    assert [run["run"]["state"] for run in runs] == ["finished", "finished"]
 
 
 def test_runs_of_one_name_are_told_apart_and_a_folder_counts_once(tmp_path: Path) -> None:
