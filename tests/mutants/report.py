@@ -5,7 +5,7 @@ from mutants.seed import Mutant
 TESTS = ["tests/unit/test_report.py"]
 
 _FROZEN = "tests/browser/test_frozen.py"
-_MEASURED = ("tests/unit/test_parts.py::test_the_report_has_what_is_measured_and_what_is_modelled",)
+_WAITS = ("tests/unit/test_parts.py::test_a_worker_waits_for_one_round_after_the_other",)
 
 MUTANTS = [
     Mutant("the best of many are not told", "report/words.py", "if len(others) <= _MOST_SENTENCES:", "if others:"),
@@ -17,7 +17,7 @@ MUTANTS = [
     Mutant("data-parallel is drawn beside itself", "report/table.py", "if would and not any(", "if would or any("),
     Mutant("data-parallel would have sent one gradient", "report/record.py", "return self.step * Codec", "return Codec"),
     Mutant("workers of one delay have a lane each", "report/lanes.py", "named = workers if", "named = workers[:1] if"),
-    Mutant("waits lie over each other", "report/lanes.py", "            free_s = wait.end_s\n", "", tests=_MEASURED),
+    Mutant("waits lie over each other", "report/lanes.py", "            free_s = wait.end_s\n", "", tests=_WAITS),
     Mutant("a page has no single rounds", "watch/report.py", '    sections["now"] = _detail(run, most)\n', ""),
     Mutant("a page has all single rounds", "watch/report.py", "return sum(counts) > most or", "return"),
     Mutant("twins have one name on the page", "watch/report.py", '    sections["run"]["name"] = record.name\n', ""),

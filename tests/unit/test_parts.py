@@ -24,7 +24,7 @@ from atoll.errors import DataError
 from atoll.plan.line import Line
 from atoll.report.canvas import LIGHT
 from atoll.report.figures import pictures
-from atoll.report.lanes import Span, lanes, rows
+from atoll.report.lanes import Span, lanes, rows, waits
 from atoll.report.record import log_of, merge
 from atoll.report.words import warnings_of
 from atoll.runs.events import End, Eval, Event, Fault, RoundApplied, Start, Step
@@ -321,6 +321,12 @@ def test_no_two_of_a_row_overlap_and_no_row_is_too_many(found: list[Span]) -> No
         assert all(before.end_s <= after.begin_s for before, after in pairwise(mine))
     busiest = max((sum(a.begin_s <= b.begin_s < a.end_s for a in found) for b in found), default=0)
     assert max(placed, default=-1) + 1 == busiest
+
+
+def test_a_worker_waits_for_one_round_after_the_other() -> None:
+    ended = [(2.5, 2.0), (2.0, 1.0), (4.0, 0.0), (5.0, math.nan)]
+    assert list(waits(ended, 0.5)) == [Span(1.0, 2.0), Span(2.0, 2.5)]
+    assert list(waits(ended[1:2], 1.75)) == [Span(1.75, 2.0)]
 
 
 def bars(record: report.RunRecord, colour: str) -> list[list[tuple[float, float]]]:
