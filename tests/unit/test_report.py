@@ -295,7 +295,8 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
     (path,) = write([run], tmp_path, link=Line(1e6))
     assert path == tmp_path / "report.html"
     content = content_of(path)
-    assert "no held-out loss" in content["lead"] and content["modelled"] is None and content["title"] == "Run young"
+    assert "young has come to step 0 of 40 and no held-out loss and sends nothing." in content["lead"]
+    assert content["modelled"] is None and content["title"] == "Run young"
 
 
 def test_a_page_has_the_title_and_claims_it_is_given(runs: list[Path], tmp_path: Path) -> None:
