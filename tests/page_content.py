@@ -168,3 +168,55 @@ def _traffic(workers: int, seconds: float) -> Sections:
 
 def _fault(at_s: float | None, worker: int, kind: str) -> Sections:
     return {"at_s": at_s, "step": 1200, "worker": worker, "kind": kind, "words": f"worker {worker} was {kind}"}
+
+
+def report(runs: list[Sections]) -> Sections:
+    """Returns the content of a frozen page of these runs; the first takes a hundred times as long on the link."""
+    names = [one["run"]["name"] for one in runs]
+    steps = [[row[0] for row in one["loss"]["anchor"]] for one in runs]
+    quick = [1.0 if n else 100.0 for n in range(len(runs))]
+    return {
+        "title": "Runs side by side",
+        "lead": "The reference ends at a held-out loss of 3.210.",
+        "claims": ["holds: little is lost"],
+        "notes": ["They have not trained on the same number of tokens."],
+        "summary": {
+            "columns": ["run", "held-out loss"],
+            "rows": [[name, "3.210"] for name in names],
+            "tags": ["reference", *["" for _ in names[1:]]],
+            "words": "Held-out loss is in nats per token.",
+        },
+        "sent": [
+            {"name": name, "run": n, "sent_bytes": 4e9 / (1 + 39 * n), "words": f"{n} GB"}
+            for n, name in enumerate(names)
+        ],
+        "modelled": {
+            "link": "100 Mbit/s",
+            "words": "How each run would begin.",
+            "window_s": 10.0,
+            "lanes": [
+                {
+                    "run": n,
+                    "workers": [0, 2] if n else [],
+                    "end_s": 100.0,
+                    "utilisation": 0.5,
+                    "waits": [[2, 6]],
+                    "busy": [[1, 6]],
+                }
+                for n in range(len(runs))
+            ],
+            "clocks": [
+                {"step": at, "seconds": [slow * step / 100 for step in at]}
+                for at, slow in zip(steps, quick, strict=True)
+            ],
+        },
+        "tables": [
+            {
+                "title": "Facts",
+                "words": "",
+                "columns": ["", *names],
+                "rows": [["codec", *["e3m0" for _ in names]], ["period", *map(str, range(len(names)))]],
+            }
+        ],
+        "runs": runs,
+    }

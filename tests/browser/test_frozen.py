@@ -6,12 +6,19 @@ from typing import Any
 
 import pytest
 
+from atoll.plan.line import Line
 from atoll.watch.frozen import frozen_page
+from atoll.watch.report import write
 from browser.conftest import serious_faults
-from page_content import sections
+from page_content import report, sections
+from voyage import Voyage, save_workers
 
 Visit = Callable[..., Any]
-SUMMARY = {"columns": ["run", "held-out loss"], "rows": [["slow", "3.210"], ["quick", "3.300"]]}
+SIDEWAYS = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+def section(page: Any, title: str) -> Any:
+    return page.locator("section.part").filter(has=page.get_by_role("heading", name=title, exact=True))
 
 
 def opened(visit: Visit, folder: Path, content: dict[str, Any], **options: Any) -> Any:
@@ -38,18 +45,67 @@ def test_one_run(visit: Visit, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("width", [360, 1280])
-def test_several_runs(visit: Visit, tmp_path: Path, width: int) -> None:
+@pytest.mark.parametrize(("width", "dark"), [(360, True), (1280, False)])
+def test_several_runs(visit: Visit, tmp_path: Path, width: int, dark: bool) -> None:
     runs = [sections(name="slow"), sections(workers=2, seconds=3600.0, name="quick")]
-    page = opened(visit, tmp_path, {"runs": runs, "title": "", "summary": SUMMARY, "claims": []}, width=width)
-    assert page.locator("h1").inner_text() == "2 runs"
-    assert page.get_by_role("table").first.locator("tbody th").all_inner_texts() == ["slow", "quick"]
-    assert page.locator(".picture .curve").count() == 2
-    assert page.locator(".legend .name").all_inner_texts() == ["slow", "quick"]
+    page = opened(visit, tmp_path, report(runs), width=width, dark=dark)
+    assert page.locator("h1").inner_text() == "Runs side by side"
+    assert page.locator(".lead").inner_text() == "The reference ends at a held-out loss of 3.210."
+    assert page.get_by_role("note").all_inner_texts() == ["They have not trained on the same number of tokens."]
+    numbers = section(page, "Numbers").get_by_role("rowheader").all_inner_texts()
+    assert [name.split("\n") for name in numbers] == [["slow", "reference"], ["quick"]]
+    loss = section(page, "Loss of all runs")
+    assert loss.locator(".curve").count() == 4 and loss.locator(".legend .name").all_inner_texts() == [
+        "slow",
+        "quick",
+        "training",
+    ]
+    loss.get_by_role("button", name="slow").click()
+    assert loss.locator(".curve").count() == 3
     folds = page.locator("details.one-run")
     assert folds.count() == 2 and page.locator(".run").count() == 0
     folds.nth(1).locator("summary").first.click()
     page.wait_for_selector(".run .picture .curve")
     assert page.locator(".run .name").first.inner_text() == "quick"
-    assert page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
+    assert page.evaluate(SIDEWAYS) == 0
+    assert serious_faults(page) == []
+
+
+def test_runs_are_compared_to_scale(visit: Visit, tmp_path: Path) -> None:
+    page = opened(visit, tmp_path, report([sections(name="slow"), sections(name="quick")]))
+    whole, part = (bar.bounding_box()["width"] for bar in section(page, "Bytes sent per worker").locator("i").all())
+    assert whole / part == pytest.approx(40, rel=0.1)
+    times = section(page, "Time at 100 Mbit/s, modelled")
+    assert [text.replace("\u00a0", " ") for text in times.locator(".tick:not([dy])").all_text_contents()] == [
+        "1 min",
+        "10 min",
+        "1 h",
+    ]
+    assert times.locator(".modelled li p").all_inner_texts()[1].startswith("quick, workers 0, 2")
+    assert times.locator(".solid.idle").first.get_attribute("d") == "M200.00 0H600.00V12H200.00Z"
+    facts = section(page, "Facts").get_by_role("row")
+    assert facts.nth(1).get_by_role("cell").all_inner_texts() == ["e3m0"], "what all have in common is said once"
+    assert facts.nth(2).get_by_role("cell").all_inner_texts() == ["0", "1"]
+
+
+def test_the_report_of_a_real_folder_zooms_to_single_rounds(visit: Visit, tmp_path: Path) -> None:
+    run = save_workers(tmp_path / "far", Voyage().events())
+    (path,) = write([run], tmp_path / "report.html", link=Line(1e6))
+    page = visit(path.as_uri())
+    page.wait_for_selector(".picture .curve", state="attached")
+    assert page.locator("h1").inner_text() == "Run far"
+    assert "data-parallel" in section(page, "Traffic").inner_text()
+    lanes = page.locator(".zooms")
+    lanes.scroll_into_view_if_needed()
+    lanes.focus()
+    for _ in range(3):
+        lanes.press("+")
+    box = lanes.bounding_box()
+    for place in range(100, 1100, 10):  # rounds are on their way most of the time
+        page.mouse.move(box["x"] + place, box["y"] + 10)
+        if "round of step" in page.locator(".zooms .readout").inner_text():
+            break
+    else:
+        pytest.fail("no single round is shown")
+    assert page.evaluate(SIDEWAYS) == 0
     assert serious_faults(page) == []

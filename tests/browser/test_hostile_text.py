@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from atoll.watch.frozen import frozen_page
-from page_content import Sections, sections
+from page_content import Sections, report, sections
 from page_server import PageServer
 
 SCRIPTS = [
@@ -35,7 +35,14 @@ SCRIPTS = [
 
 def hostile(seed: int) -> Sections:
     """Returns sections whose every text is one of a stranger."""
-    choose = random.Random(seed)
+    made = spoilt(sections(), choose := random.Random(seed))
+    keys = choose.sample(SCRIPTS, 4)
+    made["loss"]["workers"] = dict(zip(keys, made["loss"]["workers"].values(), strict=True))
+    return made
+
+
+def spoilt(content: Sections, choose: random.Random) -> Sections:
+    """Returns content in which every text is one of a stranger."""
 
     def bad(value: Any) -> Any:
         if isinstance(value, str):
@@ -44,9 +51,7 @@ def hostile(seed: int) -> Sections:
             return [bad(one) for one in value]
         return {key: bad(one) for key, one in value.items()} if isinstance(value, dict) else value
 
-    made: Sections = bad(sections())
-    keys = choose.sample(SCRIPTS, 4)
-    made["loss"]["workers"] = dict(zip(keys, made["loss"]["workers"].values(), strict=True))
+    made: Sections = bad(content)
     return made
 
 
@@ -80,12 +85,7 @@ def test_live(visit: Callable[..., Any], seed: int, width: int) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_frozen(visit: Callable[..., Any], tmp_path: Path, seed: int) -> None:
     runs = [hostile(seed), hostile(seed + 1)]
-    content = {
-        "runs": runs,
-        "title": SCRIPTS[1],
-        "summary": {"columns": SCRIPTS[:4], "rows": [SCRIPTS[:4], SCRIPTS[4:8]]},
-        "claims": SCRIPTS,
-    }
+    content = spoilt(report(runs), random.Random(seed)) | {"runs": runs, "title": SCRIPTS[1], "claims": SCRIPTS}
     path = tmp_path / "report.html"
     path.write_text(frozen_page(content, title=SCRIPTS[1]), encoding="utf-8")
     page = visit(path.as_uri())

@@ -41,5 +41,5 @@ MUTANTS = [
     Mutant("a shape of any size is a shape", "settings/model_presets.py", "getattr(self, setting), most=LARGEST)",
            "getattr(self, setting))"),
     Mutant("tables of RoPE of any size", "settings/model_presets.py", "> LARGEST_TABLE:", "> 10**30:"),
-    Mutant("numbers of any length in metrics", "runs/events.py", 'if b"0" * 30 in line.translate(_ZEROS) and _LONG_NUMBER.search(line):', "if False:"),
+    Mutant("numbers of any length in metrics", "runs/events.py", "and _LONG_NUMBER.search(line):", "and False:"),
 ]  # fmt: skip

@@ -35,9 +35,9 @@ MUTANTS = [
     ),
     Mutant(
         "content of a frozen page can end its script",
-        "watch/frozen.py",
-        'replace("<", "\\\\u003c")',
-        'replace("<", "<")',
+        "watch/serialise.py",
+        'in "<>&\\u2028\\u2029"',
+        'in ">&\\u2028\\u2029"',
     ),
     Mutant(
         "the policy of a frozen page allows another script",

@@ -1,6 +1,7 @@
 """Runs with a process per worker: their folders read as one run, and what was measured in numbers and pictures."""
 
 import io
+import json
 import math
 import re
 from dataclasses import replace
@@ -21,12 +22,13 @@ from amount import examples
 from atoll import report
 from atoll.errors import DataError
 from atoll.plan.line import Line
-from atoll.report.canvas import DARK, LIGHT
+from atoll.report.canvas import LIGHT
 from atoll.report.figures import pictures
-from atoll.report.lanes import Span, lanes, rows
-from atoll.report.page import page
+from atoll.report.lanes import Span, lanes, rows, waits
 from atoll.report.record import log_of, merge
+from atoll.report.words import warnings_of
 from atoll.runs.events import End, Eval, Event, Fault, RoundApplied, Start, Step
+from atoll.watch.report import report_content, write
 from voyage import BEGAN, Voyage, save, save_workers
 
 LINK = Line(1e6)
@@ -82,11 +84,11 @@ def test_workers_whose_folders_are_elsewhere_are_left_out_of_means(tmp_path: Pat
     some = report.load(save_workers(tmp_path / "gone", [[], one, two]))  # nothing has happened in worker 0's yet
     assert some.workers == (1, 2) and some.per_worker("bytes_sent") == 340_000 and some.evals == ()
     assert [r.worker for r in some.rounds] == [1] * 6
-    words = page(report.summary([some], LINK), {}, LINK)
-    assert "Worker 0 of far left no numbers here" in words and "Workers were away" not in words
+    (words,) = warnings_of([some])
+    assert "Worker 0 of far left no numbers here" in words
     alone = report.load(tmp_path / "gone" / "worker-2")
     assert alone.workers == (2,) and alone.per_worker("bytes_sent") == 340_000
-    assert "Workers 0, 1 of far left no numbers here" in page(report.summary([alone], LINK), {}, LINK)
+    assert "Workers 0, 1 of far left no numbers here" in " ".join(warnings_of([alone]))
 
 
 def test_workers_that_stopped_at_different_steps(tmp_path: Path) -> None:
@@ -272,12 +274,13 @@ def test_waits_are_columns_where_there_is_a_wire(record: report.RunRecord) -> No
     silent = replace(record, name="near", end=replace(record.end, wire_sent=[0] * 3, wire_received=[0] * 3))
     (quiet,) = report.summary([silent], LINK)
     assert quiet.wait_s is quiet.utilisation is None
-    words = page(report.summary([record, silent], LINK), {}, LINK)
-    assert "waited here" in words and re.search(r'data-label="computing here">8\d %</td>', words)
-    assert 'data-label="computing here">-</td>' in words
-    assert "put on the wire, per worker" in words and "601 kB" in words
-    plain = page(report.summary([silent], LINK), {}, LINK)
-    assert not [word for word in ("waited", "computing here", "measured:", "on the wire, per") if word in plain]
+    both, alone = (report_content(report.summary(of, LINK), LINK) for of in ([record, silent], [silent]))
+    shown = [dict(zip(both["summary"]["columns"], row, strict=True)) for row in both["summary"]["rows"]]
+    assert re.fullmatch(r"8\d %", shown[0]["computing here"]) and shown[1]["computing here"] == "-"
+    assert "waited here" in shown[0] and "are measured:" in both["summary"]["words"]
+    assert ["put on the wire, per worker", "601 kB", "-"] in both["tables"][-1]["rows"]
+    told = json.dumps([alone["summary"], alone["tables"]])
+    assert not [word for word in ("waited", "computing here", "measured:", "on the wire, per") if word in told]
 
 
 def test_the_table_with_waits_fits_a_terminal(record: report.RunRecord) -> None:
@@ -320,6 +323,12 @@ def test_no_two_of_a_row_overlap_and_no_row_is_too_many(found: list[Span]) -> No
     assert max(placed, default=-1) + 1 == busiest
 
 
+def test_a_worker_waits_for_one_round_after_the_other() -> None:
+    ended = [(2.5, 2.0), (2.0, 1.0), (4.0, 0.0), (5.0, math.nan)]
+    assert list(waits(ended, 0.5)) == [Span(1.0, 2.0), Span(2.0, 2.5)]
+    assert list(waits(ended[1:2], 1.75)) == [Span(1.75, 2.0)]
+
+
 def bars(record: report.RunRecord, colour: str) -> list[list[tuple[float, float]]]:
     """From where to where the bars of a colour go in the measured timeline, lane by lane."""
     drawn = pictures(report.summary([record], LINK), LINK)
@@ -342,12 +351,16 @@ def test_the_measured_timeline_is_drawn_to_scale(record: report.RunRecord) -> No
         assert worked[1][0] == pytest.approx(lane.waits[0].end_s)
 
 
-def test_the_report_says_what_is_measured_and_what_is_modelled(far: Path, tmp_path: Path) -> None:
-    written = report.write([far], tmp_path / "page.html", link=LINK, png=tmp_path / "png")
+def test_the_report_has_what_is_measured_and_what_is_modelled(far: Path, tmp_path: Path) -> None:
+    written = write([far], tmp_path / "page.html", link=LINK, png=tmp_path / "png")
     assert {"measured.png", "timeline.png"} <= {path.name for path in written}
-    text = written[0].read_text("utf-8")
-    assert "Compute and communication, measured" in text
-    assert "Compute and communication at 1 Mbit/s, modelled" in text
+    (row,) = report.summary([report.load(far)], LINK)
+    content = report_content([row], LINK)
+    measured = {one["worker"]: one for one in content["runs"][0]["now"]["workers"]}
+    for lane in lanes(row.record):
+        assert [wait[:2] for wait in measured[lane.worker]["waits"]] == [pytest.approx(wait) for wait in lane.waits]
+        assert [flight[:2] for flight in measured[lane.worker]["flights"]] == [pytest.approx(f) for f in lane.flights]
+    assert content["modelled"] is not None and content["modelled"]["link"] == "1 Mbit/s"
 
 
 def test_without_times_or_without_a_wire_the_timeline_is_modelled(record: report.RunRecord) -> None:
@@ -370,13 +383,12 @@ def test_clocks_that_are_wrong_do_not_hide_a_worker(record: report.RunRecord, br
     assert len(begins) == 3 and max(begins) < 10
 
 
-def test_many_workers_and_many_rounds_are_drawn_in_both_colours(tmp_path: Path) -> None:
+def test_many_workers_and_many_rounds_are_drawn(tmp_path: Path) -> None:
     many = Voyage(
         workers=10, step_s=(0.1,) * 10, late_s=(0.0,) * 10, delay=20, payload_bytes=(4000,) * 10, travel_s=9.0
     )  # fmt: skip
     found = report.load(save_workers(tmp_path / "many", many.events()))
     assert max(lanes(found)[0].rows) > 6
     drawn = pictures(report.summary([found], LINK), LINK)
-    for palette in (LIGHT, DARK, replace(LIGHT, narrow=True)):
-        words = [text.get_text() for text in drawn["measured"](palette).axes[0].texts]
-        assert words[::2] == [f"far, worker {worker}" for worker in range(8)]
+    words = [text.get_text() for text in drawn["measured"](LIGHT).axes[0].texts]
+    assert words[::2] == [f"far, worker {worker}" for worker in range(8)]

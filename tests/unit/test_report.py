@@ -6,13 +6,11 @@ import math
 import re
 import subprocess
 import sys
-from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -24,12 +22,13 @@ from atoll.core.schedule import Schedule
 from atoll.errors import AtollError, ConfigError, DataError
 from atoll.plan.line import Line
 from atoll.plan.simulate import time_of
-from atoll.report.canvas import DARK, LIGHT, Draw
+from atoll.report.canvas import LIGHT, Draw
 from atoll.report.figures import pictures
 from atoll.report.lanes import clock
-from atoll.report.page import page
 from atoll.report.presence import presences
+from atoll.report.table import bytes_sent
 from atoll.report.trace import entries
+from atoll.report.words import lead, warnings_of
 from atoll.runs.events import (
     End,
     Eval,
@@ -44,6 +43,8 @@ from atoll.runs.events import (
     Start,
     Step,
 )
+from atoll.watch.folders import MOST_EVENTS
+from atoll.watch.report import sections_of, write
 
 LINK = Line(1e6)
 HOSTILE = "$\\bad{1}$<script>alert('x')</script>\"><img src=x onerror=alert(1)> \u65e5\u672c \u202e\x1b[31m ]]>&_"
@@ -152,34 +153,34 @@ class Page(HTMLParser):
         super().__init__()
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str]] = []
-        self.words: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.attributes += [(name, value or "") for name, value in attrs]
 
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
-
     def values(self, name: str) -> list[str]:
         return [value for key, value in self.attributes if key == name]
 
 
-def images(text: str) -> list[str]:
-    """The addresses of all pictures, in the order of the page."""
-    page = Page(text)
-    return [value for name, value in page.attributes if name in ("src", "srcset")]
+def content_of(page: Path) -> dict[str, Any]:
+    """The content that a page holds."""
+    found = re.search(r'id="frozen">(.*?)</script>', page.read_text("utf-8"), re.DOTALL)
+    assert found is not None
+    content: dict[str, Any] = json.loads(found[1])
+    return content
 
 
-def batched(values: list[set[str]], size: int) -> list[list[set[str]]]:
-    return [values[at : at + size] for at in range(0, len(values), size)]
+def table(content: dict[str, Any], title: str) -> dict[str, list[str]]:
+    """The lines of a table by label."""
+    (found,) = (one for one in content["tables"] if one["title"] == title)
+    return {label: cells for label, *cells in found["rows"]}
 
 
 @pytest.fixture(scope="module")
 def written(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("out")
-    return report.write(runs, folder / "new" / "page.html", link=Line(1e6), png=folder / "png")
+    return write(runs, folder / "new" / "page.html", link=Line(1e6), png=folder / "png")
 
 
 @pytest.fixture(scope="module")
@@ -194,81 +195,117 @@ def test_all_files_are_written_and_nothing_else(written: list[Path]) -> None:
     assert sorted(p.name for p in [*written[0].parent.iterdir(), *written[1].parent.iterdir()]) == sorted(names)
 
 
-def test_a_page_runs_nothing_and_loads_nothing(text: str) -> None:
+@pytest.fixture(scope="module")
+def content(written: list[Path]) -> dict[str, Any]:
+    return content_of(written[0])
+
+
+def test_a_page_runs_its_own_script_and_loads_nothing(text: str, content: dict[str, Any]) -> None:
     page = Page(text)
-    assert not {"script", "svg", "iframe", "object", "embed", "b"} & set(page.tags)
-    assert page.tags.count("style") == 1
-    assert not [name for name, _ in page.attributes if name.startswith("on") or name == "action"]
-    assert all(url.startswith(("#", "data:")) for url in page.values("href"))
-    assert all(re.fullmatch("data:image/svg.xml;base64,[\\w+/=]+", url) for url in images(text))
-    assert not re.findall(r"@import|url\(", text)
-    assert "default-src 'none'" in " ".join(page.values("content"))
-    assert "<script>alert('x')</script>" in "".join(page.words), "the name is shown, as text"
+    assert page.tags.count("script") == 2 and page.tags.count("style") == 1
+    assert not {"img", "svg", "iframe", "object", "embed", "b"} & set(page.tags)
+    assert not [name for name, _ in page.attributes if name.startswith("on") or name in ("action", "src")]
+    assert page.values("href") == ["data:,"]
+    policy = next(value for value in page.values("content") if "default-src" in value)
+    assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
+    assert content["runs"][2]["run"]["name"].startswith("$\\bad{1}$<script>alert('x')</script>"), "shown, as text"
     assert not re.search("[\x00-\x08\x1b\u202e]", text)
 
 
-def test_links_inside_a_page_lead_somewhere(text: str) -> None:
-    page = Page(text)
-    ids = page.values("id")
-    assert len(ids) == len(set(ids))
-    used = [url[1:] for url in page.values("href") if url.startswith("#")]
-    assert used and set(used) <= set(ids)
+def test_a_page_says_what_matters(content: dict[str, Any]) -> None:
+    lead = content["lead"].replace("\u00a0", " ")
+    assert content["title"] == "4 runs compared"
+    assert lead.startswith("4 runs of a model with 1,000 parameters: 4 workers")
+    assert "The reference, parallel, ends at a held-out loss of 2.000 (perplexity 7.39)" in lead
+    assert "diloco ends at 2.100 (+5.0 %) with 14.4 kB, 11x fewer" in lead
+    assert content["notes"][0].startswith("unfinished is not finished: it is at step 25 of 40")
+    assert content["summary"]["rows"][0][:3] == ["diloco", "2.100", "+5.0 %"]
+    assert content["summary"]["tags"] == ["3 missed, 1 fault", "reference", "", "62 % done"]
+    failed = {label: cells[0] for label, cells in table(content, "Faults and workers left out").items()}
+    assert failed == {
+        "rounds": "7",
+        "incomplete rounds": "3",
+        "payloads that did not arrive": "3",
+        "share of rounds that a worker's payload reached": ", ".join(
+            [*(f"worker {n} 100 %" for n in range(3)), "worker 3 57 %"]
+        ),
+        "faults": "1",
+    }
+    assert content["runs"][0]["faults"]["latest"][0]["words"] == "loss is <b>not</b> finite; left out of its round"
+    assert [*table(content, "Settings that differ")] == ["sync.method"]
+    facts = table(content, "Facts")
+    assert facts["versions"][0] == "torch 2.13.0" and facts["started"][0] == "2025-01-02T03:04:05+00:00"
 
 
-def test_every_picture_is_there_in_light_and_dark_wide_and_narrow(text: str) -> None:
-    light, dark = re.findall(r":root \{([^}]*)\}", text)
-    used = set(re.findall(r"var\((--[\w-]+)\)", text))
-    for block, palette in ((light, LIGHT), (dark, DARK)):
-        assert used <= set(re.findall(r"(--[\w-]+):", block))
-        assert f"--ink: {palette.ink};" in block
-    page = Page(text)
-    assert page.tags.count("picture") == page.tags.count("img") == 5 and all(page.values("alt"))
-    found = [ElementTree.fromstring(b64decode(url.partition(",")[2])) for url in images(text)]
-    assert len(found) == 20 and all(image.tag.endswith("svg") for image in found)
-    colours = [set(re.findall("#[0-9a-f]{6}", ElementTree.tostring(image, "unicode"))) for image in found]
-    for narrow_dark, narrow, wide_dark, wide in batched(colours, 4):
-        assert narrow == wide and narrow_dark == wide_dark
-        assert LIGHT.ink in wide and DARK.ink in wide_dark and not {DARK.ink, DARK.of(0)} & wide
-    widths = [float(image.attrib["viewBox"].split()[2]) for image in found]
-    assert [width < 300 for width in widths] == [True, True, False, False] * 5
+def test_a_page_has_the_sections_of_every_run(content: dict[str, Any]) -> None:
+    first, _, _, unfinished = content["runs"]
+    assert [run["run"]["name"] for run in content["runs"]][:2] == ["diloco", "parallel"]
+    assert first["run"]["state"] == "finished" and unfinished["run"]["step"] == 25
+    assert [row[0] for row in first["loss"]["anchor"]] == [5, 10, 15, 20, 25, 30, 35, 40]
+    assert set(first["loss"]["workers"]) == {"0", "1", "2", "3"} and first["speed"]["lr"][0] == 1e-3
 
 
-def test_a_page_says_what_matters(text: str) -> None:
-    words = re.sub(r"\s+", " ", "".join(Page(text).words))
-    assert "4 runs of a model with 1,000 parameters: 4 workers" in words
-    assert "The reference, parallel, ends at a held-out loss of 2.000 (perplexity 7.39)" in words
-    assert "diloco ends at 2.100 (+5.0 %) with 14.4 kB, 11x fewer" in words
-    assert "unfinished is not finished: it is at step 25 of 40" in words
-    assert "3 of 7 rounds were incomplete; 3 payloads did not arrive." in words
-    assert "worker 2 100 %, worker 3 57 %." in words
-    assert "loss is <b>not</b> finite; left out of its round" in words
-    assert "sync.method" in words and "sync.workers" not in words, "settings that differ, and no others"
-    assert "torch 2.13.0" in words and "2025-01-02T03:04:05+00:00" in words
+def test_times_of_a_page_are_those_of_the_cost_model(content: dict[str, Any], records: list[report.RunRecord]) -> None:
+    modelled = content["modelled"]
+    assert modelled["link"] == "1 Mbit/s" and modelled["window_s"] > 0
+    rows = report.summary(records, LINK)
+    for row, clocks in zip(rows, modelled["clocks"], strict=True):
+        assert clocks["step"][-1] == row.record.step
+        assert clocks["seconds"] == pytest.approx([clock(row.job, LINK, step) for step in clocks["step"]], abs=1e-4)
+    named = [(lane["run"], lane["workers"]) for lane in modelled["lanes"]]
+    assert named == [(0, []), (1, []), (2, [0, 1]), (2, [2]), (2, [3]), (3, [])]
+    parallel = modelled["lanes"][1]
+    assert parallel["utilisation"] == pytest.approx(rows[1].link_time.utilisation, rel=1e-3)
+    assert parallel["waits"][0] == pytest.approx([0.02, 0.068])
+
+
+def test_without_a_data_parallel_run_its_bytes_are_drawn_beside(records: list[report.RunRecord]) -> None:
+    rows = report.summary(records[:1], LINK)
+    assert bytes_sent(rows) == [
+        (0, "diloco", 14_400, "14.4 kB"),
+        (None, "data-parallel", 160_000, "160 kB, it would have been"),
+    ]
+    bars = pictures(rows, LINK)["bytes"](LIGHT).axes[0].patches
+    assert [bar.get_width() for bar in bars] == [14_400, 160_000]  # type: ignore[attr-defined]
+    assert [run for run, *_ in bytes_sent(report.summary(records, LINK))] == [0, 1, 2, 3]
+
+
+def test_waits_and_rounds_are_told_one_by_one_as_far_back_as_there_is_room(tmp_path: Path) -> None:
+    first = start("run", "diloco", workers=1, delay=[0], weights=[1.0])
+    flown = [
+        replace(event, worker=0, members=[0], expected=1, opened_s=n - 0.5, done_s=float(n), waited_s=0.25)
+        for n, event in enumerate((e for e in events(first) if isinstance(e, RoundApplied)), 1)
+    ]
+    record = report.load(save(tmp_path / "run", [first, *flown, *(e for e in events(first) if isinstance(e, Step))]))
+    whole, last = (sections_of(record, most)["now"] for most in (8, 7))
+    assert whole["from_s"] == 0 and whole["to_s"] == 4.0
+    assert [flight[:2] for flight in whole["workers"][0]["flights"]] == [[n - 0.5, n] for n in range(1, 5)]
+    assert [wait[:2] for wait in whole["workers"][0]["waits"]] == [[n - 0.25, n] for n in range(1, 5)]
+    assert last["from_s"] == 2.0 and [flight[1] for flight in last["workers"][0]["flights"]] == [3.0, 4.0]
 
 
 def test_the_same_runs_give_the_same_bytes(runs: list[Path], tmp_path: Path) -> None:
-    once = report.write(runs[:1], tmp_path / "a.html", link=Line(1e6), png=tmp_path / "a")
-    again = report.write(runs[:1], tmp_path / "b.html", link=Line(1e6), png=tmp_path / "b")
+    once = write(runs[:1], tmp_path / "a.html", link=Line(1e6), png=tmp_path / "a")
+    again = write(runs[:1], tmp_path / "b.html", link=Line(1e6), png=tmp_path / "b")
     assert [path.read_bytes() for path in once] == [path.read_bytes() for path in again]
 
 
 def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
     run = save(tmp_path / "run", [start("young", "diloco")])
-    (path,) = report.write([run], tmp_path, link=Line(1e6))
+    (path,) = write([run], tmp_path, link=Line(1e6))
     assert path == tmp_path / "report.html"
-    assert "no held-out loss" in path.read_text()
+    content = content_of(path)
+    assert "young has come to step 0 of 40 and no held-out loss and sends nothing." in content["lead"]
+    assert content["modelled"] is None and content["title"] == "Run young"
 
 
 def test_a_page_has_the_title_and_claims_it_is_given(runs: list[Path], tmp_path: Path) -> None:
     claims = ["holds: <b>little</b> is lost (a 2.187, b 2.090: +4.6%)", "does not hold: \x1b[31m& more"]
-    (path,) = report.write(runs[:2], tmp_path, link=LINK, title="Drops <script>", claims=claims)
-    page = Page(path.read_text("utf-8"))
-    words = "".join(page.words)
-    assert not {"script", "b"} & set(page.tags)
-    assert "Drops <script> - atoll" in words and "runs compared" not in words
-    told = ["The reference, ", claims[0], "does not hold: \ufffd[31m& more", "held-out loss is in"]
-    places = [words.lower().index(part.lower()) for part in told]
-    assert places == sorted(places)
+    (path,) = write(runs[:2], tmp_path, link=LINK, title="Drops <script>", claims=claims)
+    content = content_of(path)
+    assert content["title"] == "Drops <script>"
+    assert content["claims"] == [claims[0], "does not hold: \ufffd[31m& more"]
+    assert Page(path.read_text("utf-8")).tags.count("script") == 2
 
 
 def test_facts_come_from_the_run_file_as_far_as_it_has_them(tmp_path: Path) -> None:
@@ -279,31 +316,31 @@ def test_facts_come_from_the_run_file_as_far_as_it_has_them(tmp_path: Path) -> N
     once: list[Event] = [start("old", "diloco", period=1), Resumed(step=1, seconds=1.0)]
     old = save(tmp_path / "old", once, "outer_lr = 0.5\n")
     (old / "run.toml").write_text("train = 3\n[sync]\nouter_lr = 0.5\n")
-    words = words_of(report.load_all([new, old]))
-    facts = words.partition(" Facts ")[2]
-    assert "outer optimizer nesterov, lr 0.7, momentum 0.9 lr 0.5 inner" in facts
-    assert "inner learning rate 0.002 - batch, sequences per worker 4 - sequence, tokens 64 -" in facts
-    assert "data [a, <b>] - tokenizer bpe -" in facts
-    assert "period 10 steps 1 step" in facts and "resumed never 1 time " in facts
+    (page,) = write([new, old], tmp_path / "page.html", link=LINK)
+    facts = table(content_of(page), "Facts")
+    assert facts["outer optimizer"] == ["nesterov, lr 0.7, momentum 0.9", "lr 0.5"]
+    assert facts["inner learning rate"] == ["0.002", "-"] and facts["batch, sequences per worker"] == ["4", "-"]
+    assert facts["data"] == ["[a, <b>]", "-"] and facts["tokenizer"] == ["bpe", "-"]
+    assert facts["period"] == ["10 steps", "1 step"] and facts["resumed"] == ["never", "1 time"]
 
 
 def test_what_cannot_be_written_is_one_line(runs: list[Path], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(AtollError, match=r"file/page\.html cannot be written: (Not a directory|File exists)"):
-        report.write(runs[1:2], tmp_path / "file" / "page.html", link=Line(1e6))
+        write(runs[1:2], tmp_path / "file" / "page.html", link=Line(1e6))
     assert [p.name for p in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "mine"
 
 
 def test_refused_requests(runs: list[Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least one run"):
-        report.write([], tmp_path / "page.html", link=Line(1e6))
+        write([], tmp_path / "page.html", link=Line(1e6))
     with pytest.raises(ConfigError, match="rate above 0"):
-        report.write(runs, tmp_path / "page.html", link=Line(0))
+        write(runs, tmp_path / "page.html", link=Line(0))
     assert not list(tmp_path.iterdir())
 
 
 def test_importing_the_report_does_not_import_matplotlib() -> None:
-    code = "import sys, atoll.report; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, atoll.report, atoll.watch.report; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
@@ -373,6 +410,16 @@ def test_a_table_fits_a_terminal_and_names_are_not_markup(records: list[report.R
 
 
 # ---------------------------------------------------------------------- folders
+
+
+def test_a_page_tells_runs_of_one_name_apart_and_reads_all_of_a_long_one(tmp_path: Path) -> None:
+    happened = events(start("same", "diloco"))
+    saved = [event for event in happened if isinstance(event, Eval)][:1] * (MOST_EVENTS + 1)
+    folders = [save(tmp_path / "a", happened), save(tmp_path / "b", [happened[0], *saved, *happened[1:]])]
+    (path,) = write(folders, tmp_path / "page.html", link=LINK)
+    runs = content_of(path)["runs"]
+    assert [run["run"]["name"] for run in runs] == ["same (a)", "same (b)"]
+    assert [run["run"]["state"] for run in runs] == ["finished", "finished"]
 
 
 def test_runs_of_one_name_are_told_apart_and_a_folder_counts_once(tmp_path: Path) -> None:
@@ -539,15 +586,10 @@ def test_times_that_differ_much_are_on_a_logarithmic_axis_with_words(records: li
 # ---------------------------------------------------------------------- words
 
 
-def words_of(records: list[report.RunRecord]) -> str:
-    """The page without its pictures, as text."""
-    return re.sub(r"\s+", " ", " ".join(Page(page(report.summary(records, LINK), {}, LINK)).words))
-
-
 def test_of_many_runs_the_outstanding_are_told(records: list[report.RunRecord]) -> None:
     diloco, parallel = records[:2]
     others = [replace(diloco, name=f"run {n}", evals=(), end=replace(diloco.end, loss=2.2 - n / 100)) for n in range(6)]  # type: ignore[type-var]
-    words = words_of([parallel, *others])
+    words = lead(report.summary([parallel, *others], LINK), LINK).replace("\u00a0", " ")
     assert "Among the others the lowest loss: run 5 ends at 2.150 (+7.5 %)" in words
     assert "The fewest bytes and the shortest time: run 0 ends at 2.200" in words
     assert "run 3 ends" not in words
@@ -555,10 +597,10 @@ def test_of_many_runs_the_outstanding_are_told(records: list[report.RunRecord]) 
 
 def test_runs_that_cannot_be_compared_are_noted(records: list[report.RunRecord]) -> None:
     diloco, parallel = records[:2]
-    assert "compare losses with care" not in words_of([diloco, parallel])
+    assert not list(warnings_of([diloco, parallel]))
     alone = replace(parallel.start, method="none", workers=1, delay=[0], vocabulary=512)
     other = replace(parallel, start=alone, end=replace(parallel.end, tokens=99))  # type: ignore[type-var]
-    words = words_of([diloco, other])
+    words = " ".join(warnings_of([diloco, other]))
     assert "have not trained on the same number of tokens" in words
     assert "different vocabularies: their losses per token cannot be compared" in words
     assert "different numbers of workers" in words
@@ -572,14 +614,17 @@ def elastic(folder: Path) -> Path:
 
     def view(number: int, training: list[int], following: list[int], boundary: int) -> Members:
         return Members(
-            step=boundary, view=number, members=training, following=following, boundary=boundary, seconds=1.0
+            step=boundary, view=number, members=training, following=following, boundary=boundary, seconds=boundary / 10
         )
 
     of_both = [view(1, [0, 1, 2], [], 0), view(2, [0, 1], [], 10), view(3, [0, 1], [2], 16)]
     of_one = [view(4, [0, 1, 2], [], 20), view(5, [0, 1], [], 32), view(6, [1], [], 30)]
     told: list[Event] = [Lost(step=12, worker=2, why="is silent"), Joined(step=21, worker=2, at=20)]
-    save(folder / "worker-0", [*events(start("x", "diloco", worker=0)), *of_both, *told])
-    save(folder / "worker-1", [*events(start("x", "diloco", worker=1)), *of_both, *of_one])
+    for worker, more in enumerate(([*of_both, *told], [*of_both, *of_one])):
+        first, *others, end = events(start("x", "diloco", worker=worker))
+        both: list[Event] = [*others, *more]
+        in_order = sorted(both, key=lambda event: getattr(event, "step", 0))
+        save(folder / f"worker-{worker}", [first, *in_order, end])
     return folder
 
 
@@ -592,14 +637,15 @@ def test_the_lanes_of_members_come_from_all_views(tmp_path: Path) -> None:
     assert not fourth.training and fourth.share(40) == 0.0
 
 
-def test_a_page_draws_the_members_of_elastic_runs_alone(tmp_path: Path) -> None:
+def test_a_page_has_the_members_of_an_elastic_run(tmp_path: Path) -> None:
     fixed = save(tmp_path / "fixed", events(start("fixed", "diloco")))
-    for runs, is_drawn in (([elastic(tmp_path / "run"), fixed], True), ([fixed], False)):
-        (path,) = report.write(runs, tmp_path / "page.html", link=Line(1e6))
-        text = path.read_text("utf-8")
-        assert ('id="members"' in text) == is_drawn
-        if is_drawn:
-            assert re.search(r"Workers that trained at the end: x: 1 of 4; fixed: not elastic\.", text)
+    (path,) = write([elastic(tmp_path / "run"), fixed], tmp_path / "page.html", link=LINK)
+    content = content_of(path)
+    assert table(content, "Facts")["workers that trained at the end"] == ["1 of 4", "-"]
+    lanes = {lane["worker"]: lane for lane in content["runs"][0]["lanes"]["workers"]}
+    assert [what for _, _, what in lanes[2]["spans"]] == ["training", "away", "catching up", "training", "away"]
+    assert [kind for _, kind, _ in lanes[2]["marks"]] == ["lost", "joined", "lost"]
+    assert content["runs"][0]["lanes"]["views"] and not content["runs"][1]["lanes"]["views"]
 
 
 def test_a_trace_tells_of_losses_and_admissions(tmp_path: Path) -> None:

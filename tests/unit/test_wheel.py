@@ -76,7 +76,7 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(built: Path, w
         there = {name for name in archive.namelist() if ".dist-info/" not in name}
     files = {path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert there == {path.relative_to(SOURCE.parent).as_posix() for path in files}
-    assert {"atoll/cli/demo.toml", "atoll/report/page.html.j2", "atoll/py.typed", "atoll/studies/drops.toml"} < there
+    assert {"atoll/cli/demo.toml", "atoll/watch/page/app.js", "atoll/py.typed", "atoll/studies/drops.toml"} < there
     (source,) = built.glob("atoll-*.tar.gz")
     with tarfile.open(source) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
@@ -144,7 +144,7 @@ def trains(atoll: Callable[..., str], where: Path) -> None:
     atoll("init")
     atoll("train", "run.toml", "--set", "train.steps=20", "--set", "train.eval_tokens=1024")
     atoll("report", "runs/run")
-    assert "data:image/svg+xml" in (where / "runs" / "run" / "report.html").read_text(encoding="utf-8")
+    assert 'id="frozen">{"title":"Run run"' in (where / "runs" / "run" / "report.html").read_text(encoding="utf-8")
     assert len(atoll("sample", "runs/run", "--tokens", "20")) > 5
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 from atoll.cli.processes import ProcessExit, ProcessObserver, ProcessSpec, count_cores, supervise
 from atoll.errors import AtollError, ConfigError, DataError, printable
 from atoll.plan.line import parse_line
-from atoll.report import load_all, rich_table, summary, write
+from atoll.report import load_all, rich_table, summary
 from atoll.report.table import Row
 from atoll.report.tasks import comparison_table
 from atoll.runs.events import read as read_events
@@ -29,6 +29,7 @@ from atoll.train.folder import RunFolder
 from atoll.train.model.sample import sample
 from atoll.train.progress.view import Board
 from atoll.train.run import prepare
+from atoll.watch.report import write
 
 DEMO = Path(__file__).with_name("demo.toml")
 

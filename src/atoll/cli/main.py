@@ -336,8 +336,7 @@ def report(
 ) -> None:
     """Write a page about runs, with pictures and numbers.
 
-    Loss by tokens and by time on a link, bytes, a timeline per worker, and what
-    the runs differ in: one HTML file that needs no network.
+    The page of atoll watch, frozen into one HTML file that needs no network.
 
     [bold]Examples:[/]
       atoll report runs/run
@@ -346,7 +345,8 @@ def report(
       atoll report runs/run --trace trace.json
     """
     from atoll.plan.line import parse_line
-    from atoll.report import write, write_trace
+    from atoll.report import write_trace
+    from atoll.watch.report import write
 
     page = out or (runs[0] if len(runs) == 1 else Path()) / "report.html"
     for path in write(runs, page, link=parse_line(link), png=png):

@@ -1,4 +1,4 @@
-"""Draws figures with Matplotlib in the colours of a palette, and renders them as SVG and PNG."""
+"""Draws figures with Matplotlib in the colours of a palette, and renders them as PNG."""
 
 import io
 import warnings
@@ -14,13 +14,15 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from atoll.report.words import shorten
+
 _MARKERS = "os^Dv<>p"
 _LINES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 
 
 @dataclass(frozen=True, slots=True)
 class Palette:
-    """Holds the colours by role, and the width to draw for."""
+    """Holds the colours by role."""
 
     paper: str
     """Background."""
@@ -33,8 +35,6 @@ class Palette:
     """A worker that waits."""
     series: tuple[str, ...]
     """One colour per run, distinguishable without red-green vision (after Okabe and Ito)."""
-    narrow: bool = False
-    """Draw for a phone, about 360 px wide."""
 
     def of(self, run: int) -> str:
         """Returns the colour of a run by its place."""
@@ -49,62 +49,34 @@ LIGHT = Palette(
     idle="#e9ebee",
     series=("#0072b2", "#d55e00", "#009e73", "#b8579a", "#c98b00", "#3d9fd9", "#7b7f85", "#8c564b"),
 )
-DARK = Palette(
-    paper="#15181b",
-    ink="#e6e8ea",
-    muted="#9ba6b0",
-    grid="#2c3238",
-    idle="#2b3036",
-    series=("#4aa8e0", "#f0803c", "#2cc295", "#e090c4", "#e8b13a", "#9ad4f5", "#a9adb3", "#c99a8c"),
-)
-
-
-def css_variables(palette: Palette) -> str:
-    """Returns the palette as CSS declarations for a page."""
-    roles = [f"--{role}: {getattr(palette, role)};" for role in ("paper", "ink", "muted")]
-    return " ".join(roles + [f"--run-{n}: {colour};" for n, colour in enumerate(palette.series)])
-
 
 Draw = Callable[[Palette], Figure]
-"""Makes a figure in the colours and the width of a palette."""
-
-
-def to_svg(draw: Draw, palette: Palette) -> bytes:
-    """Returns the picture as an SVG document; the same figure gives the same bytes."""
-    return _rendered(draw, palette, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+"""Makes a figure in the colours of a palette."""
 
 
 def to_png(draw: Draw) -> bytes:
-    """Returns the wide picture on white as a PNG of 200 pixels an inch."""
-    margin = {"bbox_inches": "tight", "pad_inches": 0.15}
-    return _rendered(draw, LIGHT, format="png", dpi=200, facecolor=LIGHT.paper, metadata={"Software": None}, **margin)
-
-
-def _rendered(draw: Draw, palette: Palette, **options: Any) -> bytes:
+    """Returns the picture on white as a PNG of 200 pixels an inch; the same figure gives the same bytes."""
     settings: dict[Any, Any] = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "atoll",
         "text.parse_math": False,  # a run may be called $x
         "axes.unicode_minus": False,
         "font.family": "sans-serif",
         "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],
         "font.size": 9,
     }
+    margin: dict[str, Any] = {"bbox_inches": "tight", "pad_inches": 0.15}
     buffer = io.BytesIO()
     with warnings.catch_warnings(), matplotlib.rc_context(settings):
-        # A glyph that Matplotlib's font lacks matters for the width only: the browser has other fonts.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font", category=UserWarning)
-        draw(palette).savefig(buffer, **options)
+        draw(LIGHT).savefig(buffer, format="png", dpi=200, facecolor=LIGHT.paper, metadata={"Software": None}, **margin)
     return buffer.getvalue()
 
 
 # ---------------------------------------------------------------------- what all figures share
 
 
-def new_figure(palette: Palette, height: float, *, narrow_height: float) -> Figure:
-    """Returns an empty figure of the palette's width; heights in inches."""
-    size = (3.7, narrow_height) if palette.narrow else (8.4, height)
-    return Figure(figsize=size, layout="constrained")
+def new_figure(height: float) -> Figure:
+    """Returns an empty figure of this height in inches."""
+    return Figure(figsize=(8.4, height), layout="constrained")
 
 
 def dress(axes: Axes, palette: Palette, *, x: str, y: str, grid: Literal["both", "x", "y"] = "both") -> None:
@@ -123,11 +95,6 @@ def heading(axes: Axes, palette: Palette, y: float, left: str, right: str) -> No
     behind = {"facecolor": palette.paper, "edgecolor": "none", "pad": 1.5}  # the grid must not cross the words
     axes.text(0, y, left, transform=where, color=palette.ink, va="bottom", ha="left", bbox=behind)
     axes.text(1, y, right, transform=where, color=palette.muted, va="bottom", ha="right", bbox=behind)
-
-
-def shorten(name: str, most: int) -> str:
-    """Returns a name of at most this many characters."""
-    return name if len(name) <= most else f"{name[: most - 3].rstrip()}..."
 
 
 def marker(run: int) -> str:
@@ -149,8 +116,8 @@ def legend(figure: Figure, palette: Palette, names: Sequence[str], places: Seque
         )
         for n in places or range(len(names))
     ]  # fmt: skip
-    short = [shorten(name, 38 if palette.narrow else 34) for name in names]
-    letters, key = 46 if palette.narrow else 108, 8  # that fit beside each other, and those of a marker
+    short = [shorten(name, 34) for name in names]
+    letters, key = 108, 8  # that fit beside each other, and those of a marker
     columns = max(1, min(len(short), letters // (key + max(map(len, short), default=0))))
     made = legend_above(figure, palette, handles, columns)
     for text, name in zip(made.get_texts(), short, strict=True):  # set later: a label that begins with _ is dropped
@@ -187,7 +154,7 @@ def time_axis(axes: Axes, palette: Palette, label: str, begins: Sequence[float],
     axes.set_xscale("log")
     axes.set_xlim(low, high)
     choices = [[tick for tick in ticks if low <= tick <= high] for ticks in (_TICKS, _COARSE, _COARSE[::2])]
-    ticks = next((ticks for ticks in choices if len(ticks) <= (4 if palette.narrow else 9)), choices[-1])
+    ticks = next((ticks for ticks in choices if len(ticks) <= 9), choices[-1])
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_major_formatter(FixedFormatter([_tick(tick) for tick in ticks]))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -197,7 +164,7 @@ def time_axis(axes: Axes, palette: Palette, label: str, begins: Sequence[float],
 def linear_time_axis(axes: Axes, palette: Palette, label: str, longest_s: float) -> None:
     """Makes x an axis of seconds from 0, with round numbers of a unit that fits."""
     unit_s, unit = next(((s, unit) for s, unit, _ in _UNITS if longest_s >= 2 * s), _UNITS[-1][:2])
-    ticks = MaxNLocator(5 if palette.narrow else 9, steps=[1, 2, 5, 10]).tick_values(0, longest_s / unit_s)
+    ticks = MaxNLocator(9, steps=[1, 2, 5, 10]).tick_values(0, longest_s / unit_s)
     axes.set_xlim(0, longest_s)
     axes.xaxis.set_major_locator(FixedLocator([tick * unit_s for tick in ticks if tick * unit_s <= longest_s]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / unit_s:g}"))

@@ -8,9 +8,9 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from atoll._util.units import bytes_text, count_text, ratio_text
+from atoll._util.units import bytes_text, count_text
 from atoll.core.schedule import Schedule
 from atoll.plan.line import Line
 from atoll.plan.method import Job
@@ -23,14 +23,14 @@ from atoll.report.canvas import (
     line_style,
     marker,
     new_figure,
-    shorten,
     time_axis,
 )
 from atoll.report.lanes import clock
 from atoll.report.members import draw_members
 from atoll.report.record import RunRecord
-from atoll.report.table import Row
+from atoll.report.table import Row, bytes_sent
 from atoll.report.timeline import draw_measured, draw_modelled, is_measured
+from atoll.report.words import shorten
 from atoll.runs.events import Eval, Step
 
 _POINTS = 300  # more than a screen shows; keeps the page small however long the run
@@ -89,7 +89,7 @@ def _loss_against_tokens(rows: Sequence[Row], palette: Palette) -> Figure:
     figure, axes = _draw_losses(rows, [_TOKENS] * len(rows), palette)
     axes.set_xlabel("tokens, all workers", color=palette.muted)
     axes.set_xlim(left=0)
-    axes.xaxis.set_major_locator(MaxNLocator(4 if palette.narrow else 7))
+    axes.xaxis.set_major_locator(MaxNLocator(7))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: count_text(x)))
     return figure
 
@@ -112,7 +112,7 @@ def _modelled_s(job: Job, link: Line, event: Step | Eval) -> float:
 
 
 def _draw_losses(rows: Sequence[Row], places: Sequence[Place], palette: Palette) -> tuple[Figure, Axes]:
-    figure = new_figure(palette, 3.9, narrow_height=3.5)
+    figure = new_figure(3.9)
     axes = figure.add_subplot()
     dress(axes, palette, x="", y="loss, nats per token")
     for n, (row, x) in enumerate(zip(rows, places, strict=True)):
@@ -149,26 +149,17 @@ def _loss_range(records: Sequence[RunRecord]) -> tuple[float, float]:
 
 
 def _bytes_sent(rows: Sequence[Row], palette: Palette) -> Figure:
-    figure = new_figure(palette, 0.75 + 0.52 * len(rows), narrow_height=0.75 + 0.52 * len(rows))
+    sent = bytes_sent(rows)
+    figure = new_figure(0.75 + 0.52 * len(sent))
     axes = figure.add_subplot()
-    dress(axes, palette, x="bytes, logarithmic", y="", grid="x")
-    sizes = [row.sent_bytes for row in rows if row.sent_bytes > 0]
-    low = 10.0 ** (math.floor(math.log10(min(sizes))) - 1) if sizes else 1.0
-    high = max(sizes, default=10.0)
-    axes.set_xscale("log")
-    axes.set_xlim(low, 10.0 ** math.ceil(math.log10(high) + 0.01))
-    for n, row in enumerate(rows):
-        if row.sent_bytes > 0:
-            axes.barh(n, row.sent_bytes - low, left=low, height=0.36, color=palette.of(n))
-        said = "sends nothing" if not row.sent_bytes else bytes_text(row.sent_bytes)
-        if row.fewer is not None and not row.is_reference:
-            said += f", {ratio_text(row.fewer)}"
-        heading(axes, palette, n - 0.28, shorten(row.name, 26 if palette.narrow else 70), said)
-    axes.set_ylim(len(rows) - 0.65, -0.75)
+    dress(axes, palette, x="payload bytes of a worker", y="", grid="x")
+    for y, (n, name, size, words) in enumerate(sent):
+        axes.barh(y, size, height=0.36, color=palette.muted if n is None else palette.of(n))
+        heading(axes, palette, y - 0.28, shorten(name, 70), words)
+    axes.set_xlim(0, max([1.0, *(size for _, _, size, _ in sent)]))
+    axes.set_ylim(len(sent) - 0.65, -0.75)
     axes.yaxis.set_major_locator(NullLocator())
-    decades = range(round(math.log10(low)), math.ceil(math.log10(high) + 0.01) + 1)
-    axes.xaxis.set_major_locator(FixedLocator([10.0**d for d in decades][:: 2 if palette.narrow else 1]))
-    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_locator(MaxNLocator(6))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: bytes_text(x).replace(".00", "").replace(".0 ", " ")))
     return figure
 
@@ -198,8 +189,8 @@ def _outer_steps(record: RunRecord) -> list[tuple[int, float, float | None]]:
 
 
 def _outer_gradients(rows: Sequence[Row], palette: Palette) -> Figure:
-    figure = new_figure(palette, 3.4, narrow_height=5.2)
-    norm, cosine = figure.subplots(2, 1) if palette.narrow else figure.subplots(1, 2, gridspec_kw={"wspace": 0.08})
+    figure = new_figure(3.4)
+    norm, cosine = figure.subplots(1, 2, gridspec_kw={"wspace": 0.08})
     shown = []
     for n, row in enumerate(rows):
         if points := _outer_steps(row.record):

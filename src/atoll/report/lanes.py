@@ -2,9 +2,10 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple
 
 from atoll.plan.line import Line
@@ -64,7 +65,7 @@ def _lane(log: EventLog, worker: int, offset_s: float) -> Lane:
         worker=worker,
         begin_s=offset_s,
         end_s=max([offset_s + seconds, *(span.end_s for span in flights)]),
-        waits=tuple(_waits(zip(timed, flights, strict=True), offset_s)),
+        waits=tuple(waits(zip((f.end_s for f in flights), (r.waited_s for r in timed), strict=True), offset_s)),
         flights=tuple(flights),
         rounds=tuple(timed),
         rows=tuple(rows(flights)),
@@ -72,11 +73,11 @@ def _lane(log: EventLog, worker: int, offset_s: float) -> Lane:
     )
 
 
-def _waits(flights: Iterable[tuple[RoundApplied, Span]], begin_s: float) -> Iterable[Span]:
-    """Yields the waits: a worker waits until a round is done, and for one round after the other."""
+def waits(ended: Iterable[tuple[float, float]], begin_s: float) -> Iterator[Span]:
+    """Yields the waits by the ends of rounds and the seconds waited for each: one wait is after the other."""
     free_s = begin_s
-    for r, span in sorted(flights, key=lambda flight: flight[1].end_s):
-        if (wait := wait_until(span.end_s, r.waited_s, free_s)) is not None:
+    for end_s, waited_s in sorted(ended, key=itemgetter(0)):
+        if (wait := wait_until(end_s, waited_s, free_s)) is not None:
             yield wait
             free_s = wait.end_s
 
@@ -103,7 +104,7 @@ def rows(spans: Sequence[Span]) -> list[int]:
 
 def modelled_lane(job: Job, link: Line, lane: int, utilisation: float, until_s: float = math.inf) -> Lane:
     """Returns how workers of a lane of the planner would begin, with one machine for each on such a link."""
-    waits: list[Span] = []
+    waited: list[Span] = []
     carried: list[Span] = []
     for stop in stops(job, link):
         if stop.reached_s[lane] >= until_s:
@@ -111,31 +112,54 @@ def modelled_lane(job: Job, link: Line, lane: int, utilisation: float, until_s: 
         if stop.sent:
             carried.append(Span(*stop.carried_s[lane]))
         if stop.left_s[lane] > stop.reached_s[lane]:
-            waits.append(Span(stop.reached_s[lane], stop.left_s[lane]))
+            waited.append(Span(stop.reached_s[lane], stop.left_s[lane]))
     return Lane(
         worker=job.lanes()[lane][0],
         begin_s=0.0,
         end_s=clock(job, link, job.steps),
-        waits=tuple(waits),
+        waits=tuple(waited),
         flights=tuple(carried),
         rows=(0,) * len(carried),
         utilisation=utilisation,
     )
 
 
+def modelled_lanes(
+    runs: Sequence[tuple[Job, float]], link: Line
+) -> tuple[float, list[tuple[int, tuple[int, ...], Lane]]]:
+    """Returns how runs, jobs with their utilisation, would begin on such a link: the seconds to show, and lanes.
+
+    Each lane has the place of its run and the workers that it stands for; () if it stands for all.
+    """
+    moving = [job for job, _ in runs if job.steps]
+    outer = [job for job in moving if not job.gradients] or moving
+    window_s = window([clock(job, link, min(3 * (1 if job.gradients else job.period), job.steps)) for job in outer])
+    found = []
+    for n, (job, share) in enumerate(runs):
+        for lane, workers in enumerate(job.lanes()):
+            named = workers if len(job.lanes()) > 1 else ()
+            found.append((n, named, modelled_lane(job, link, lane, share, window_s)))
+    return window_s, found
+
+
+def window(spans: Sequence[float]) -> float:
+    """Returns the seconds to show: the longest of the runs' own, unless that would hide the shortest."""
+    return max(min(max(spans), 4 * min(spans)), 1e-6) if spans else 1e-6
+
+
 def clock(job: Job, link: Line, step: int) -> float:
     """Returns the modelled seconds until the slowest worker has left this step."""
-    steps, waits = _waited(job, link)
-    return step * job.step_s + waits[bisect_right(steps, step) - 1]
+    steps, waited_s = _waited(job, link)
+    return step * job.step_s + waited_s[bisect_right(steps, step) - 1]
 
 
 @lru_cache(maxsize=64)
 def _waited(job: Job, link: Line) -> tuple[list[int], list[float]]:
     """Returns the steps after which a worker waited, and the seconds that the slowest had waited by then."""
-    steps, waits = [0], [0.0]
+    steps, waited_s = [0], [0.0]
     for stop in stops(job, link):
-        waited = max(left - stop.step * job.step_s for left in stop.left_s)
-        if waited > waits[-1]:
+        longest_s = max(left - stop.step * job.step_s for left in stop.left_s)
+        if longest_s > waited_s[-1]:
             steps.append(stop.step)
-            waits.append(waited)
-    return steps, waits
+            waited_s.append(longest_s)
+    return steps, waited_s

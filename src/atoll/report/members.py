@@ -9,9 +9,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from atoll._util.units import count_text, share_text
-from atoll.report.canvas import Palette, dress, heading, legend_above, new_figure, shorten
+from atoll.report.canvas import Palette, dress, heading, legend_above, new_figure
 from atoll.report.presence import Presence, presences
 from atoll.report.table import Row
+from atoll.report.words import shorten
 
 MOST_SEATS = 16
 """Workers of a run that the picture shows."""
@@ -22,7 +23,7 @@ def draw_members(rows: Sequence[Row], palette: Palette) -> Figure:
     """Draws the members of every elastic run over its inner steps."""
     shown = {n: presences(row.record)[:MOST_SEATS] for n, row in enumerate(rows) if row.record.views}
     lanes = sum(map(len, shown.values()))
-    figure = new_figure(palette, 1.0 + 0.46 * lanes, narrow_height=1.75 + 0.46 * lanes)
+    figure = new_figure(1.0 + 0.46 * lanes)
     axes = figure.add_subplot()
     dress(axes, palette, x="inner step", y="", grid="x")
     y = 0
@@ -32,16 +33,15 @@ def draw_members(rows: Sequence[Row], palette: Palette) -> Figure:
         axes.vlines(changes, y - 0.28, y + len(seats) - 0.72, color=palette.muted, linewidth=0.7, linestyle=":")
         for seat in seats:
             _draw_seat(axes, palette, palette.of(n), seat, y, record.step)
-            name = f"{shorten(rows[n].name, 14 if palette.narrow else 40)}, worker {seat.worker}"
-            said = share_text(seat.share(record.step))
-            heading(axes, palette, y - 0.22, name, said if palette.narrow else f"{said} of the steps")
+            name = f"{shorten(rows[n].name, 40)}, worker {seat.worker}"
+            heading(axes, palette, y - 0.22, name, f"{share_text(seat.share(record.step))} of the steps")
             y += 1
     axes.set_ylim(y - 0.6, -0.75)
     axes.set_xlim(0, max([1, *(rows[n].record.step for n in shown)]))
     axes.yaxis.set_major_locator(NullLocator())
-    axes.xaxis.set_major_locator(MaxNLocator(4 if palette.narrow else 8, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: count_text(x)))
-    legend_above(figure, palette, _handles(palette), columns=2 if palette.narrow else 6)
+    legend_above(figure, palette, _handles(palette), columns=6)
     return figure
 
 

@@ -16,9 +16,10 @@ from atoll.plan.cost import Array
 from atoll.plan.forecast import bandwidth_needed, utilisation
 from atoll.plan.line import LEAST_BITS_PER_S, Line
 from atoll.plan.method import Method, Model
-from atoll.report.canvas import LIGHT, Palette, dress, shorten, to_png
+from atoll.report.canvas import LIGHT, Palette, dress, to_png
 from atoll.report.lanes import Lane, Span, clock, modelled_lane
 from atoll.report.timeline import draw_lanes, lane_handles
+from atoll.report.words import shorten
 
 _POINTS = 640  # of a curve; with fewer, its kinks are cut off
 _LEAST_RATE = 1e3  # of the axis, bits per second

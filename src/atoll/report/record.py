@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from atoll.core.codec import Codec
 from atoll.errors import DataError
 from atoll.plan.method import Job
 from atoll.runs.events import (
@@ -151,6 +152,11 @@ class RunRecord(EventLog):
     def gradients(self) -> bool:
         """Whether the workers exchanged gradients on every step: data-parallel."""
         return self.start.method == "data-parallel"
+
+    @property
+    def data_parallel_bytes(self) -> int:
+        """Payload bytes that a data-parallel worker would have sent by now: a gradient of fp32 on each step."""
+        return self.step * Codec("fp32").payload_bytes(max(self.start.parameters, 0))
 
     def job(self) -> Job:
         """Returns what the planner needs to model the run with one machine per worker, as far as it got."""

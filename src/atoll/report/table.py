@@ -75,6 +75,28 @@ def _row(record: RunRecord, reference: RunRecord, job: Job, link: Line) -> Row:
     )
 
 
+def bytes_sent(rows: Sequence[Row]) -> list[tuple[int | None, str, float, str]]:
+    """Returns the place, name and payload bytes of a worker of each run, with words.
+
+    Without a data-parallel run, one that never was comes last, without a place: a gradient of fp32 on each step.
+    """
+    found: list[tuple[int | None, str, float, str]] = []
+    for n, row in enumerate(rows):
+        compared = "" if row.fewer is None or row.is_reference else f", {ratio_text(row.fewer)}"
+        found.append(
+            (
+                n,
+                row.name,
+                row.sent_bytes,
+                f"{bytes_text(row.sent_bytes)}{compared}" if row.sent_bytes else "sends nothing",
+            )
+        )
+    would = max((row.record.data_parallel_bytes for row in rows), default=0)
+    if would and not any(row.record.gradients for row in rows):
+        found.append((None, "data-parallel", would, f"{bytes_text(would)}, it would have been"))
+    return found
+
+
 # ---------------------------------------------------------------------- as text
 
 

@@ -10,10 +10,11 @@ from matplotlib.ticker import NullLocator
 
 from atoll._util.units import share_text
 from atoll.plan.line import Line
-from atoll.report.canvas import Palette, dress, heading, legend_above, linear_time_axis, new_figure, shorten
-from atoll.report.lanes import Lane, Span, clock, lanes, modelled_lane
+from atoll.report.canvas import Palette, dress, heading, legend_above, linear_time_axis, new_figure
+from atoll.report.lanes import Lane, Span, lanes, modelled_lanes, window
 from atoll.report.record import RunRecord
 from atoll.report.table import Row
+from atoll.report.words import shorten
 
 MOST_WORKERS = 8
 """Workers of a run that a measured timeline shows."""
@@ -26,14 +27,8 @@ Drawn = Sequence[tuple[int, str, Lane]]
 
 def draw_modelled(rows: Sequence[Row], link: Line, palette: Palette) -> Figure:
     """Draws how each run would begin with one machine per worker and such a link for each."""
-    moving = [row.job for row in rows if row.job.steps]
-    outer = [job for job in moving if not job.gradients] or moving
-    window_s = _window([clock(job, link, min(3 * (1 if job.gradients else job.period), job.steps)) for job in outer])
-    drawn = []
-    for n, row in enumerate(rows):
-        for lane, workers in enumerate(row.job.lanes()):
-            title = _title(row.name, workers if len(row.job.lanes()) > 1 else (), palette)
-            drawn.append((n, title, modelled_lane(row.job, link, lane, row.link_time.utilisation, window_s)))
+    window_s, found = modelled_lanes([(row.job, row.link_time.utilisation) for row in rows], link)
+    drawn = [(n, _title(rows[n].name, workers), lane) for n, workers, lane in found]
     return _draw(palette, drawn, window_s, "link busy", edge=0)
 
 
@@ -45,8 +40,8 @@ def is_measured(record: RunRecord) -> bool:
 def draw_measured(rows: Sequence[Row], palette: Palette) -> Figure:
     """Draws how each measured run began, one lane per worker."""
     shown = {n: _shown(row.record) for n, row in enumerate(rows) if is_measured(row.record)}
-    window_s = _window([_first_periods(rows[n].record, lanes_of) for n, lanes_of in shown.items()])
-    drawn = [(n, _title(rows[n].name, (lane.worker,), palette), lane) for n, of in shown.items() for lane in of]
+    window_s = window([_first_periods(rows[n].record, lanes_of) for n, lanes_of in shown.items()])
+    drawn = [(n, _title(rows[n].name, (lane.worker,)), lane) for n, of in shown.items() for lane in of]
     return _draw(palette, drawn, window_s, "a round under way", edge=0.6)
 
 
@@ -64,17 +59,12 @@ def _first_periods(record: RunRecord, shown: Iterable[Lane]) -> float:
     return max(ends) if ends else max(lane.end_s for lane in shown)
 
 
-def _title(name: str, workers: Sequence[int], palette: Palette) -> str:
+def _title(name: str, workers: Sequence[int]) -> str:
     """Returns the name of a run, or of some of its workers."""
     if not workers:
-        return shorten(name, 28 if palette.narrow else 60)
+        return shorten(name, 60)
     these = "worker" if len(workers) == 1 else "workers"
-    return f"{shorten(name, 14 if palette.narrow else 40)}, {these} {', '.join(map(str, workers))}"
-
-
-def _window(spans: Sequence[float]) -> float:
-    """Returns the seconds to show: the longest of the runs' own, unless that would hide the shortest."""
-    return max(min(max(spans), 4 * min(spans)), 1e-6)
+    return f"{shorten(name, 40)}, {these} {', '.join(map(str, workers))}"
 
 
 # ---------------------------------------------------------------------- bars
@@ -82,10 +72,10 @@ def _window(spans: Sequence[float]) -> float:
 
 def _draw(palette: Palette, drawn: Drawn, window_s: float, thin: str, edge: float) -> Figure:
     height = sum(_height(lane) for _, _, lane in drawn)
-    figure = new_figure(palette, 1.05 + 0.62 * height, narrow_height=1.58 + 0.62 * height)
+    figure = new_figure(1.05 + 0.62 * height)
     draw_lanes(figure.add_subplot(), palette, drawn, window_s, edge=edge)
     handles = lane_handles(palette, "computing (in the run's colour)", thin)
-    legend_above(figure, palette, handles, columns=1 if palette.narrow else 3)
+    legend_above(figure, palette, handles, columns=3)
     return figure
 
 
@@ -112,8 +102,7 @@ def draw_lanes(
     y = 0.0
     for place, title, lane in drawn:
         _draw_bars(axes, palette, palette.of(place), lane, y, window_s, edge)
-        said = "" if lane.utilisation is None else share_text(lane.utilisation)
-        said += "" if palette.narrow or not said else " computing"
+        said = "" if lane.utilisation is None else f"{share_text(lane.utilisation)} computing"
         heading(axes, palette, y - 0.3, title, said)
         y += _height(lane)
     axes.set_ylim(y - 0.55, -0.75)

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll._util.units import bytes_text, share_text
-from atoll.core.codec import Codec
 from atoll.errors import ConfigError, printable
 from atoll.plan.line import Line, parse_line
 from atoll.plan.method import Job
@@ -218,8 +217,8 @@ def traffic_section(run: LiveRun, record: RunRecord | None) -> TrafficSection:
                 }
             )
     workers.sort(key=lambda found: found["worker"])
-    gradient = Codec("fp32").payload_bytes(max(record.start.parameters, 0))
-    return {"pairs": _pairs(run), "workers": workers, "planned": planned, "data_parallel_bytes": record.step * gradient}
+    whole = record.data_parallel_bytes
+    return {"pairs": _pairs(run), "workers": workers, "planned": planned, "data_parallel_bytes": whole}
 
 
 def _pairs(run: LiveRun) -> list[Pair]:

@@ -3,11 +3,12 @@
 import base64
 import hashlib
 import html
-import json
 import re
 from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any, Final
+
+from atoll.watch.serialise import to_json
 
 _IMPORT = re.compile(r'^import \{ ([^}]+) \} from "\./(\w+)\.js";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?(?:class|function|const) (\w+))", re.MULTILINE)
@@ -20,13 +21,12 @@ def frozen_page(content: Mapping[str, Any], title: str) -> str:
     """Returns the page with its script, style and content inside.
 
     Args:
-        content: {"runs": [sections, ...], "title", "summary": {"columns", "rows"}, "claims"}; numbers must be finite.
+        content: as `Report`; parts that are left out are not shown.
         title: the title of the window, as plain text.
     """
     script, style = _script(), _text("style.css")
     policy = _POLICY.format(script=_digest(script), style=_digest(style))
-    # In a script element only "<" can begin an end tag or a comment.
-    data = json.dumps(content, allow_nan=False, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
+    data = to_json(content).decode()
     return f"""<!doctype html>
 <html lang="en">
 <head>

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Final
 
-from atoll.report.lanes import Span, rows, wait_until
+from atoll.report.lanes import Span, rows, waits
 from atoll.report.load import plain_text
 from atoll.report.presence import Presence, presences
 from atoll.report.record import RunRecord
@@ -179,17 +179,11 @@ def _in_window(run: LiveRun, process: ProcessLog, worker: int, window: Span) -> 
     origin = run.began if process.began else 0.0
     inside = process.tracks[worker].flights.within(Span(window.begin_s + origin, window.end_s + origin))
     inside[:, :2] -= origin
-    waits: list[Span] = []
-    free_s = 0.0
-    for _, end, waited_s, _, _ in inside[inside[:, 1].argsort(kind="stable")].tolist():
-        if (wait := wait_until(end, waited_s, free_s)) is not None:
-            waits.append(wait)
-            free_s = wait.end_s
     under_way = sent_rounds(process) if worker == min(process.tracks) else []
     times = run.time_of_step(step for step, _ in under_way)
     return {
         "worker": worker,
-        "waits": [[*span] for span in join_near(waits, MOST_SPANS)],
+        "waits": [[*span] for span in join_near(waits(map(itemgetter(1, 2), inside.tolist()), 0.0), MOST_SPANS)],
         "flights": _flights(inside[inside[:, 0].argsort(kind="stable")].tolist()),
         "on_their_way": [[*sent, at] for sent, at in zip(under_way, times, strict=True)],
     }

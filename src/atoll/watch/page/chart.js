@@ -1,7 +1,7 @@
 // Draws curves with bands as SVG, names them in a legend, and shows their values to pointers, fingers and keys.
 
 import { element, plain, putBeside, span, svg, swatch } from "./dom.js";
-import { decimals, logTicks, roundTicks, timeTicks } from "./ticks.js";
+import { decimals, logTicks, magnitudeTicks, roundTicks, timeTicks } from "./ticks.js";
 import { count, duration, known, moment, NONE, short } from "./units.js";
 
 const MOST_NAMED = 9;
@@ -13,6 +13,8 @@ export const ALONG = {
   step: { ticks: roundTicks, tick: (x) => short(x), value: (x) => `step ${count(Math.round(x))}` },
   tokens: { ticks: roundTicks, tick: (x) => short(x), value: (x) => `${short(x)} tokens` },
   seconds: { ticks: timeTicks, tick: moment, value: (x) => `after ${duration(x)}` },
+  /** Logarithms of seconds to base 10. */
+  magnitude: { ticks: magnitudeTicks, tick: (x) => whole(10 ** x), value: (x) => `after ${duration(10 ** x)}` },
 };
 
 /**
@@ -238,6 +240,12 @@ function unbroken(...arrays) {
     else found.push((open = [at]));
   }
   return found;
+}
+
+/** A round number of a unit of time. */
+function whole(seconds) {
+  const round = Number(seconds.toPrecision(3));
+  return moment(round, round);
 }
 
 /** Returns the index of the value that is nearest in an ascending array. */

@@ -1,66 +1,48 @@
 // A frozen page: one run or several, from an object in the page itself.
 
-import { Chart } from "./chart.js";
-import { choices, element, plain, span, swatch } from "./dom.js";
-import { anchorSeries, colour } from "./loss.js";
-import { Part } from "./part.js";
+import { element, plain, swatch } from "./dom.js";
+import { colour } from "./loss.js";
+import { modelled } from "./modelled.js";
+import { bytesSent, losses, numbers, outerGradients, sideBySide } from "./overview.js";
 import { Run } from "./run.js";
-import { table } from "./table.js";
-import { loss } from "./units.js";
 
-/** Returns the page of {runs, title, summary: {columns, rows}, claims}. */
-export function report({ runs = [], title, summary, claims = [] }) {
+/** Returns the page of a report, as atoll.watch.report_content defines it; what is left out is not shown. */
+export function report({ runs = [], claims = [], notes = [], tables = [], ...content }) {
+  const { title, lead, summary, sent, modelled: times } = content;
   const isOne = runs.length === 1;
   const heading = element("h1", {}, plain(title || (isOne ? "One run" : `${runs.length} runs`), 200));
   const nodes = [element("header", { class: "title" }, element("p", { class: "kicker" }, "atoll report"), heading)];
+  if (lead) nodes.push(element("p", { class: "lead" }, plain(lead, 4000)));
   const items = claims.map((claim) => element("li", {}, plain(claim, 600)));
   if (items.length) nodes.push(element("ul", { class: "claims" }, ...items));
+  nodes.push(...notes.map((note) => element("p", { class: "warning", role: "note" }, plain(note, 600))));
+  if (isOne) nodes.push(opened(runs[0], 2));
   if (summary?.rows?.length) nodes.push(numbers(summary));
-  if (!isOne && runs.length) nodes.push(overlaid(runs));
-  nodes.push(...runs.map((sections, at) => (isOne ? opened(sections) : folded(sections, at))));
+  if (!isOne && runs.length) nodes.push(losses(runs), ...(sent?.length ? [bytesSent(sent)] : []));
+  if (times) nodes.push(modelled(times, runs));
+  const outer = isOne ? null : outerGradients(runs);
+  if (outer) nodes.push(outer);
+  nodes.push(...tables.map(sideBySide));
+  if (!isOne && runs.length) nodes.push(each(runs));
   return element("main", { class: "report" }, ...nodes);
 }
 
-function numbers({ columns, rows }) {
-  const part = new Part("Numbers", { wide: true });
-  part.say("");
-  const named = (name, at) => span("", rows.length > 1 ? swatch(`round ${colour(at)}`) : null, plain(name, 120));
-  const cells = rows.map(([name, ...others], at) => [named(name, at), ...others.map((cell) => plain(cell, 200))]);
-  part.body.append(table(columns.map((name) => plain(name, 80)), cells, "Numbers"));
-  return part.node;
-}
-
-/** Returns the curves of all runs in one chart: held out, or the mean of the workers where nothing was evaluated. */
-function overlaid(runs) {
-  const part = new Part("Loss of all runs", { wide: true });
-  const chart = new Chart({ label: "Loss of all runs", height: 300, value: loss, logarithmic: true });
-  const draw = (along) => chart.show(runs.map((sections, at) => series(sections, along, at)), along);
-  part.say("Held-out loss of the anchor, in nats per token.");
-  part.controls.append(choices("Along", { tokens: "Tokens", seconds: "Time", step: "Steps" }, draw));
-  part.body.append(chart.node);
-  draw("tokens");
-  return part.node;
-}
-
-function series({ run = {}, loss: losses = {} }, along, at) {
-  const style = { colour: colour(at), style: at >= 8 ? "dashed" : "" };
-  const name = plain(run.name || `run ${at + 1}`, 60);
-  if (losses.anchor?.length) return anchorSeries(losses.anchor, along, name, style);
-  const [first] = Object.values(losses.workers ?? {});
-  return { name, ...style, x: first?.[along] ?? [], mean: first?.mean ?? [] };
-}
-
-function opened(sections) {
-  const made = new Run(2, null);
+function opened(sections, level) {
+  const made = new Run(level, null);
   made.show(sections);
   return made.node;
+}
+
+function each(runs) {
+  const heading = element("h2", {}, "Each run");
+  return element("section", { class: "part wide" }, heading, ...runs.map(folded));
 }
 
 function folded(sections, at) {
   const name = plain(sections.run?.name || `run ${at + 1}`, 120);
   const box = element("details", { class: "one-run" }, element("summary", {}, swatch(`round ${colour(at)}`), name));
   box.addEventListener("toggle", () => {
-    if (box.open && box.childElementCount === 1) box.append(opened(sections));
+    if (box.open && box.childElementCount === 1) box.append(opened(sections, 3));
   });
   return box;
 }

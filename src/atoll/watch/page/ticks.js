@@ -37,6 +37,15 @@ export function logTicks(low, high, most) {
   return { ticks, step: Math.min(...ticks.slice(1).map((tick, at) => tick - ticks[at]), 1) };
 }
 
+const DAY = 86400;
+const MAGNITUDES = [1e-3, 1e-2, 0.1, 1, 10, 60, 600, 3600, 36000, 4 * DAY, 40 * DAY, 400 * DAY, 4000 * DAY];
+
+/** Returns round times between two logarithms of seconds to base 10. */
+export function magnitudeTicks(low, high, most) {
+  const found = MAGNITUDES.map(Math.log10).filter((tick) => tick >= low && tick <= high);
+  return { ticks: found.filter((_, at) => at % Math.ceil(found.length / most) === 0), step: 1 };
+}
+
 /** Formats a number with as many decimals as ticks `step` apart need. */
 export function decimals(value, step) {
   return value.toFixed(Math.max(0, Math.min(10, -Math.floor(Math.log10(step) + 1e-9))));
