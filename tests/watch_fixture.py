@@ -1,6 +1,7 @@
 """Watched runs made up for tests: their events, and the sections of the page."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from atoll.runs.events import Event, Fault, Joined, Lost, Members, Resumed, RoundApplied
 from atoll.watch.compose import compose
@@ -10,7 +11,7 @@ from atoll.watch.source import About, News
 from voyage import BEGAN, Voyage
 
 ELASTIC = Voyage(name="elastic", steps=200, delay=10, travel_s=1.2)
-SETTINGS = {"name": "elastic", "sync": {"workers": 3, "period": 20}, "link": {"min_workers": 2, "emulate": "1Mbit/s"}}
+SETTINGS = {"name": "elastic", "sync": {"workers": 3, "period": 20}, "link": {"min_workers": 2, "emulate": "0.7Mbit/s"}}
 
 
 def elastic_events(voyage: Voyage = ELASTIC) -> list[list[Event]]:
@@ -29,21 +30,27 @@ def elastic_events(voyage: Voyage = ELASTIC) -> list[list[Event]]:
 
         _insert(log, [view(1, [0, 1, 2], [], 0)])
         if worker == 2:
+            away_s = seconds[120] - seconds[80]  # for which its clock stands still
             log[:] = [e for e in log if not 80 < getattr(e, "step", 0) <= 120]
+            log[:] = [_earlier(e, away_s) if getattr(e, "step", 0) > 120 else e for e in log]
             _insert(log, [Resumed(step=80, seconds=seconds[80], began=BEGAN + 0.5 + seconds[120])])
         else:
             _insert(log, [Lost(step=80, worker=2, why="closed its connection"), view(2, [0, 1], [], 80)])
             _insert(log, [view(3, [0, 1], [2], 110)])
-        _insert(log, [view(4, [0, 1, 2], [], 120), Joined(step=120, worker=2, at=120)])
+        joined = view(4, [0, 1, 2], [], 120)
+        _insert(log, [_earlier(joined, away_s) if worker == 2 else joined, Joined(step=120, worker=2, at=120)])
     _insert(logs[1], [Fault(step=60, worker=1, what="left out of 1 round: its delta was far larger than expected")])
     for log in logs:
-        log[:] = [without(e, 2) if isinstance(e, RoundApplied) and 80 < e.step <= 120 else e for e in log]
+        log[:] = [_without(e, 2) if isinstance(e, RoundApplied) and 80 < e.step <= 120 else e for e in log]
     return logs
 
 
-def without(r: RoundApplied, worker: int) -> RoundApplied:
-    from dataclasses import replace
+def _earlier(event: Event, by_s: float) -> Event:
+    times = {name: getattr(event, name) - by_s for name in ("seconds", "opened_s", "done_s") if hasattr(event, name)}
+    return replace(event, **times)
 
+
+def _without(r: RoundApplied, worker: int) -> RoundApplied:
     return replace(r, members=[member for member in r.members if member != worker])
 
 

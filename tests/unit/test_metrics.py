@@ -380,8 +380,18 @@ def test_a_tail_names_the_line_that_is_damaged(path: Path) -> None:
     tail = Tail(path)
     tail.new()
     path.write_bytes(path.read_bytes() + path.read_bytes() + b"{\n")
-    with pytest.raises(DataError, match="line 5 is damaged"):
-        tail.new()
+    assert tail.new() == [ROUND, ROUND], "those before it come first"
+    for _ in range(2):
+        with pytest.raises(DataError, match="line 5 is damaged"):
+            tail.new()
+
+
+def test_a_tail_may_be_read_part_by_part(path: Path) -> None:
+    steps = [a_step(n) for n in range(10, 60, 10)]
+    write(path, [START, *steps])
+    tail = Tail(path)
+    assert (tail.new(2), tail.new(3), tail.new(3), tail.new(3)) == ([START, steps[0]], steps[1:4], steps[4:], [])
+    assert tail.offset == path.stat().st_size
 
 
 # ---- several sinks

@@ -334,6 +334,7 @@ def _finite(value: Any) -> Any:
 
 
 _LONG_NUMBER = re.compile(rb"[:,\[]\s*-?[0-9]{30}")
+_ZEROS = bytes(ord("0") if chr(byte).isdecimal() and byte < 128 else byte for byte in range(256))
 
 
 @cache
@@ -351,7 +352,8 @@ def parsed(path: Path, file: IO[bytes], after: int = 0) -> Iterator[tuple[bytes,
     for number, line in enumerate(lines_limited(path, file, MOST_LINE), after + 1):
         if not line.endswith(b"\n"):
             return
-        if _LONG_NUMBER.search(line):  # JSON has no largest number, but the floats of a report have
+        # Digits are sought first, which takes a fifth of the time. JSON has no largest number, but floats have.
+        if b"0" * 30 in line.translate(_ZEROS) and _LONG_NUMBER.search(line):
             raise DataError(f"{path}, line {number} is damaged: it holds a number of 30 digits or more")
         try:
             event = _parser().validate_json(line, strict=True)

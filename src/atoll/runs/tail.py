@@ -34,8 +34,7 @@ class Tail:
                 if file.read(len(self._last)) != self._last:
                     self._forget()
                     file.seek(0)
-                for item in islice(parsed(self._path, file, after=self._lines), most):
-                    found.append(item)
+                found.extend(islice(parsed(self._path, file, after=self._lines), most))
         except FileNotFoundError:
             self._forget()
             return []
@@ -45,11 +44,13 @@ class Tail:
         except OSError as fault:
             if not found:
                 raise DataError(f"{self._path} cannot be read: {fault.strerror}") from fault
-        if found:
-            self.offset += sum(len(line) for line, _ in found)
-            self._lines += len(found)
-            self._last = found[-1][0][-64:]
-        return [event for _, event in found]
+        if not found:
+            return []
+        lines, events = zip(*found, strict=True)
+        self.offset += sum(map(len, lines))
+        self._lines += len(lines)
+        self._last = lines[-1][-64:]
+        return list(events)
 
     def _forget(self) -> None:
         self.offset, self._lines, self._last = 0, 0, b""

@@ -1,1 +1,1 @@
-"""Shows a run while it trains: reads its events, thins them, and serves them as one page."""
+"""Shows runs while they train: one page, served live or frozen into a file."""

@@ -1,16 +1,18 @@
 """Composes the sections of the page from a watched run."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from atoll._util.units import bytes_text, share_text
 from atoll.core.codec import Codec
-from atoll.errors import ConfigError
+from atoll.errors import ConfigError, printable
 from atoll.plan.line import Line, parse_line
 from atoll.plan.method import Job
 from atoll.plan.simulate import time_of
@@ -19,6 +21,8 @@ from atoll.report.record import RunRecord
 from atoll.report.settings_text import flat_settings
 from atoll.report.tasks import scores_by_task
 from atoll.runs import events
+from atoll.runs.lines import Lines
+from atoll.runs.sample import Sample
 from atoll.watch.lane_times import lanes_section, window_section
 from atoll.watch.process import MOST_KEPT, MOST_POINTS, ProcessLog
 from atoll.watch.run import LiveRun
@@ -26,8 +30,10 @@ from atoll.watch.sections import (
     Curve,
     Fault,
     FaultsSection,
+    LossCurve,
     LossSection,
     OuterSection,
+    Pair,
     Planned,
     RunSection,
     Sections,
@@ -36,10 +42,11 @@ from atoll.watch.sections import (
     TrafficSection,
 )
 from atoll.watch.state import condition
-from atoll.watch.thinning import Bucket
+from atoll.watch.thinning import Bucket, Spread
 
 _LONGEST = 300  # characters of words
-_MOST_SETTINGS = 400
+_LONGEST_SAMPLE = 4000
+_MOST_SETTINGS, _MOST_PAIRS, _MOST_SAMPLES = 400, 600, 20
 _PERIODS = 12  # that the planner simulates: enough for a steady state
 
 
@@ -55,7 +62,7 @@ def compose(run: LiveRun, share: float, now: float) -> Sections:
         "traffic": traffic_section(run, record),
         "outer": outer_section(run),
         "faults": faults_section(run),
-        "samples": [],
+        "samples": samples_section(run),
         "settings": settings_section(run),
         "scores": scores_section(record),
     }
@@ -106,67 +113,74 @@ def loss_section(run: LiveRun) -> LossSection:
         [e.step, e.tokens, run.since(p, p.base + e.seconds), e.loss, e.anchor_step, e.best]
         for _, (p, e) in sorted(evals.items(), key=lambda item: item[0])
     ]
-    workers = {}
+    workers: dict[str, LossCurve] = {}
     for worker, process in sorted(((w, p) for p in run.logs() for w in p.tracks), key=lambda found: found[0]):
-        buckets = [bucket for bucket in process.tracks[worker].loss.buckets() if bucket.known]
-        steps, tokens, times = _places(buckets)
-        seconds = [run.since(process, at) for at in times]
-        workers[str(worker)] = {"step": steps, "tokens": tokens, "seconds": seconds, **_curve(buckets)}
-    return {"anchor": rows[:: -(-len(rows) // MOST_POINTS) or 1] if rows else [], "workers": workers}  # type: ignore[typeddict-item]
+        workers[str(worker)] = _loss_curve(run, process, worker)
+    return {"anchor": rows[:: -(-len(rows) // MOST_POINTS) or 1] if rows else [], "workers": workers}
+
+
+def _loss_curve(run: LiveRun, process: ProcessLog, worker: int) -> LossCurve:
+    at = list(process.tracks).index(worker)
+    buckets = [bucket for bucket in process.curves["loss"].buckets() if bucket.spreads[at].known]
+    steps, tokens, times = _places(buckets)
+    seconds = [run.since(process, time) for time in times]
+    return {"step": steps, "tokens": tokens, "seconds": seconds, **_curve([bucket.spreads[at] for bucket in buckets])}
 
 
 def speed_section(run: LiveRun) -> SpeedSection:
     """Returns the speed over time: rates of all workers as the lowest tells them, waits as mean of all."""
-    logs = [process for process in run.logs() if process.curves["lr"].buckets()]
-    if not logs:
+    found = [(process, buckets) for process in run.logs() if (buckets := process.curves["speed"].buckets())]
+    if not found:
         return {"step": [], "seconds": [], "tokens_per_s": [], "utilisation": [], "lr": []}
-    first = logs[0]
-    curves = {name: first.curves[name].buckets() for name in ("tokens_per_s", "lr")}
-    steps, _, times = _places(curves["lr"])
+    first, buckets = found[0]
+    steps, _, times = _places(buckets)
     seconds = [run.since(first, at) for at in times]
-    shares = np.stack([_at(run, process, "utilisation", seconds) for process in logs])
+    shares = np.stack([_busy(run, process, buckets, seconds) for process, buckets in found])
     known = np.isfinite(shares)
     counts = known.sum(axis=0)
     means = np.where(known, shares, 0).sum(axis=0) / np.maximum(counts, 1)
     return {
         "step": steps,
         "seconds": seconds,
-        "tokens_per_s": [bucket.mean for bucket in curves["tokens_per_s"]],
+        "tokens_per_s": [bucket.spreads[0].mean for bucket in buckets],
         "utilisation": [mean if n else None for mean, n in zip(means.tolist(), counts.tolist(), strict=True)],
-        "lr": [bucket.mean for bucket in curves["lr"]],
+        "lr": [bucket.spreads[2].mean for bucket in buckets],
     }
 
 
-def _at(run: LiveRun, process: ProcessLog, name: str, seconds: Sequence[float]) -> "np.typing.NDArray[np.float64]":
-    """Returns the values of a curve at some times; NaN where it has none."""
-    buckets = [bucket for bucket in process.curves[name].buckets() if bucket.known]
-    if not buckets:
+def _busy(
+    run: LiveRun, process: ProcessLog, buckets: Sequence[Bucket], seconds: Sequence[float]
+) -> NDArray[np.float64]:
+    """Returns the utilisation of a process at some times; NaN where it is not known."""
+    known = [bucket for bucket in buckets if bucket.spreads[1].known]
+    if not known:
         return np.full(len(seconds), math.nan)
-    times = [run.since(process, bucket.last[2]) for bucket in buckets]
-    return np.interp(seconds, times, [bucket.total / bucket.known for bucket in buckets], left=math.nan, right=math.nan)
+    times = [run.since(process, bucket.last[2]) for bucket in known]
+    means = [bucket.spreads[1].total / bucket.spreads[1].known for bucket in known]
+    return np.interp(seconds, times, means, left=math.nan, right=math.nan)
 
 
 def outer_section(run: LiveRun) -> OuterSection:
     """Returns the outer gradients, as the lowest worker tells them, and others where it was not there."""
     logs = run.logs()
-    chosen: list[tuple[Bucket, Bucket]] = []
+    chosen: list[Bucket] = []
     for process in logs:
-        pairs = list(zip(process.curves["norm"].buckets(), process.curves["cosine"].buckets(), strict=True))
-        chosen += (
-            [pair for pair in pairs if not any(_overlaps(pair[0], other) for other, _ in chosen)] if chosen else pairs
-        )
-    chosen.sort(key=lambda pair: pair[0].last)
+        ends = [bucket.last[0] for bucket in chosen]
+        more = [bucket for bucket in process.curves["outer"].buckets() if not _is_covered(bucket, chosen, ends)]
+        chosen = sorted(chosen + more)
     chosen = chosen[:: -(-len(chosen) // MOST_POINTS) or 1]
     return {
         "fragments": len(logs[0].start.payload_bytes) if logs else 0,
-        "step": [norm.last[0] for norm, _ in chosen],
-        "norm": _curve([norm for norm, _ in chosen]),
-        "cosine": _curve([cosine for _, cosine in chosen]),
+        "step": [bucket.last[0] for bucket in chosen],
+        "norm": _curve([bucket.spreads[0] for bucket in chosen]),
+        "cosine": _curve([bucket.spreads[1] for bucket in chosen]),
     }
 
 
-def _overlaps(one: Bucket, other: Bucket) -> bool:
-    return one.first[0] <= other.last[0] and other.first[0] <= one.last[0]
+def _is_covered(bucket: Bucket, chosen: Sequence[Bucket], ends: Sequence[float]) -> bool:
+    """Returns whether the steps of a bucket overlap those of any that was chosen; these are in order."""
+    after = bisect_left(ends, bucket.first[0])
+    return after < len(chosen) and chosen[after].first[0] <= bucket.last[0]
 
 
 def _places(buckets: Sequence[Bucket]) -> list[list[float]]:
@@ -174,11 +188,11 @@ def _places(buckets: Sequence[Bucket]) -> list[list[float]]:
     return [[bucket.last[n] for bucket in buckets] for n in range(3)]
 
 
-def _curve(buckets: Sequence[Bucket]) -> Curve:
+def _curve(spreads: Sequence[Spread]) -> Curve:
     return {
-        "mean": [bucket.mean for bucket in buckets],
-        "low": [bucket.low if bucket.known else None for bucket in buckets],
-        "high": [bucket.high if bucket.known else None for bucket in buckets],
+        "mean": [spread.mean for spread in spreads],
+        "low": [spread.low if spread.known else None for spread in spreads],
+        "high": [spread.high if spread.known else None for spread in spreads],
     }
 
 
@@ -205,7 +219,34 @@ def traffic_section(run: LiveRun, record: RunRecord | None) -> TrafficSection:
             )
     workers.sort(key=lambda found: found["worker"])
     gradient = Codec("fp32").payload_bytes(max(record.start.parameters, 0))
-    return {"pairs": [], "workers": workers, "planned": planned, "data_parallel_bytes": record.step * gradient}
+    return {"pairs": _pairs(run), "workers": workers, "planned": planned, "data_parallel_bytes": record.step * gradient}
+
+
+def _pairs(run: LiveRun) -> list[Pair]:
+    """Returns what workers have sent to each other; of very many pairs those that have sent most."""
+    found: list[Pair] = []
+    for process in run.logs():
+        if not process.kept[Lines]:
+            continue
+        (since, first), (at, last) = process.kept[Lines][0], process.kept[Lines][-1]
+        for to, (before, sent, capacity) in enumerate(
+            zip(first.sent_bytes, last.sent_bytes, last.capacity, strict=False)
+        ):
+            if to == last.worker or not (sent or capacity):
+                continue
+            rate = max(0, sent - before) / (at - since) if at > since else None
+            found.append(
+                {
+                    "from": last.worker,
+                    "to": to,
+                    "sent_bytes": sent,
+                    "rate": rate,
+                    "capacity": capacity,
+                    "at_s": run.since(process, at),
+                }
+            )
+    most = sorted(found, key=lambda pair: -pair["sent_bytes"])[:_MOST_PAIRS]
+    return sorted(most, key=lambda pair: (pair["from"], pair["to"]))
 
 
 def _entry(totals: events.Totals | None, name: str, worker: int) -> int:
@@ -288,6 +329,15 @@ def _kind(words: str) -> Literal["guarded", "left out", "rolled back", "fault"]:
     if words.startswith("left out"):
         return "guarded" if "far larger" in words else "left out"
     return "fault"
+
+
+def samples_section(run: LiveRun) -> list[dict[str, Any]]:
+    """Returns what the model wrote at the last evaluations, the newest first."""
+    found = [(e.step, e.prompt, e.text) for process in run.logs() for _, e in process.kept[Sample]]
+    return [
+        {"step": step, "prompt": printable(prompt)[:_LONGEST_SAMPLE], "text": printable(text)[:_LONGEST_SAMPLE]}
+        for step, prompt, text in sorted(dict.fromkeys(found), reverse=True)[:_MOST_SAMPLES]
+    ]
 
 
 def settings_section(run: LiveRun) -> list[list[str]]:

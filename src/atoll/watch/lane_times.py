@@ -20,6 +20,7 @@ NOW_S: Final = 60.0
 MOST_SPANS: Final = 2000
 """Spans of each kind that a window has of a worker."""
 _LONGEST = 300  # characters of words
+_LEFT = ("was stopped", "has finished")  # why a worker is gone that has said so itself
 
 
 # ---------------------------------------------------------------------- the whole run
@@ -144,7 +145,7 @@ def _marks(run: LiveRun, seat: Presence, process: ProcessLog | None) -> Iterator
     for at in run.time_of_step(seat.lost):
         why = min(told[Lost], key=lambda lost: abs(lost[0] - at), default=(0.0, ""))[1]
         words = f"Worker {seat.worker} is gone: {why}" if why else f"Worker {seat.worker} is gone."
-        yield [at, "left" if "left" in why else "lost", words]
+        yield [at, "left" if why.startswith(_LEFT) else "lost", words]
     if process is not None:
         for at, resumed in process.kept[Resumed]:
             yield [run.since(process, at), "resumed", f"Worker {seat.worker} went on from step {resumed.step}."]

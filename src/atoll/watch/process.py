@@ -27,6 +27,8 @@ from atoll.runs.events import (
     Totals,
     utilisation,
 )
+from atoll.runs.lines import Lines
+from atoll.runs.sample import Sample
 from atoll.runs.scored import Scored
 from atoll.watch.thinning import Series, Thinned, TimeBuckets
 
@@ -38,11 +40,16 @@ MOST_FLIGHTS: Final = 2_000_000
 """Newest rounds of a worker whose times are kept one by one, in 40 bytes each."""
 _MOST_NUMBERS = 16_000  # points of the curves of all workers together
 _FEWEST_POINTS = 20
-_MOST_VIEWS = 1000
 _WAITING, _FLYING = 0, 1
+_WIDTH, _BLOCK = 5, 2048  # numbers of a round, rounds that are searched at once
 _RECENT = 64  # step events by which the speed is measured
 
-_KEPT = (Fault, Lost, Joined, Resumed, Scored, Members, RoundApplied)
+_KEPT: dict[type, int] = {  # how many of the newest events of each kind
+    **dict.fromkeys((Fault, Lost, Joined, Resumed, Scored, RoundApplied), MOST_KEPT),
+    Members: 1000,
+    Sample: 20,
+    Lines: 12,
+}
 
 
 def points_of(workers: int) -> int:
@@ -54,28 +61,31 @@ class Flights:
     """Keeps when each round of a worker was under way, one by one; times are Unix times."""
 
     def __init__(self) -> None:
-        self._columns = tuple(array("d") for _ in range(5))
+        self._numbers = array("d")  # of each round begin, end, seconds waited, step, fragment
 
     def add(self, r: RoundApplied, flight: Span) -> None:
         """Adds a round."""
-        if len(self._columns[0]) >= MOST_FLIGHTS:
-            for column in self._columns:
-                del column[: MOST_FLIGHTS // 2]
-        for column, value in zip(self._columns, (*flight, r.waited_s, r.step, r.fragment), strict=True):
-            column.append(value)
+        if len(self._numbers) >= _WIDTH * MOST_FLIGHTS:
+            del self._numbers[: _WIDTH * (MOST_FLIGHTS // 2)]
+        self._numbers.extend((flight.begin_s, flight.end_s, r.waited_s, r.step, r.fragment))
 
     def within(self, window: Span) -> NDArray[np.float64]:
         """Returns rows of begin, end, seconds waited, step and fragment: the rounds under way in a window."""
-        begin, end = (np.array(column) for column in self._columns[:2])
-        inside = np.flatnonzero((begin < window.end_s) & (end > window.begin_s))
-        return np.stack([np.array(column)[inside] for column in self._columns], axis=1)
+        found, stop = [], len(self._numbers)
+        while stop > 0:  # from the newest on, for most ask about these
+            start = max(0, stop - _WIDTH * _BLOCK)
+            rows = np.array(self._numbers[start:stop]).reshape(-1, _WIDTH)
+            found.append(rows[(rows[:, 0] < window.end_s) & (rows[:, 1] > window.begin_s)])
+            if (rows[:, 1] < window.begin_s).all():  # they are applied nearly in the order in which they end
+                break
+            stop = start
+        return np.concatenate(found[::-1]) if found else np.empty((0, _WIDTH))
 
 
 class WorkerTrack:
-    """Keeps the losses and the rounds of one worker; times are Unix times."""
+    """Keeps the rounds and absences of one worker; times are Unix times."""
 
     def __init__(self, points: int, began: float) -> None:
-        self.loss = Series(points)
         self.flights = Flights()
         self.shares = TimeBuckets(points, began, kinds=2)
         """How long it waited, and how long rounds were on their way."""
@@ -114,19 +124,18 @@ class ProcessLog:
         self.newest = self.began
         """The time of its newest event."""
         self.last: Totals | None = None
-        self.kept: dict[type, deque[tuple[float, Any]]] = {
-            kind: deque(maxlen=_MOST_VIEWS if kind is Members else MOST_KEPT) for kind in _KEPT
-        }
+        self.kept: dict[type, deque[tuple[float, Any]]] = {kind: deque(maxlen=most) for kind, most in _KEPT.items()}
         """Kind of event -> (time, event) of the newest; of rounds those without some of their members."""
         self.counts: Counter[str] = Counter()
         """Of all events: "faults", and "missed" payloads."""
         self.evals: Thinned[Eval] = Thinned(MOST_POINTS)
         self.clock: Thinned[tuple[float, float]] = Thinned(MOST_POINTS)
         """(step, time)."""
-        self.curves = {name: Series(MOST_POINTS) for name in ("tokens_per_s", "utilisation", "lr", "norm", "cosine")}
+        points = points_of(start.workers)
+        self.curves = {"loss": Series(points), "speed": Series(MOST_POINTS), "outer": Series(MOST_POINTS)}
+        """At (step, tokens, time): loss per worker; tokens a second, utilisation and learning rate; norm and cosine."""
         self.recent: deque[tuple[float, Step]] = deque(maxlen=_RECENT)
         """(time, event) of the last steps since the start or resume."""
-        points = points_of(start.workers)
         self.tracks = {worker: WorkerTrack(points, self.began) for worker in EventLog(start=start).workers}
 
     @property
@@ -158,7 +167,7 @@ class ProcessLog:
                 self._take_round(event)
             case Step():
                 self._take_step(event)
-            case Eval() | Saved() | Members() | End() | Resumed():
+            case Eval() | Saved() | Members() | End() | Resumed() | Lines() | Sample():
                 self._take_timed(event)
             case Fault():
                 self.counts["faults"] += 1
@@ -176,7 +185,7 @@ class ProcessLog:
             self.clock.add((step, self.newest))
         return self.newest
 
-    def _take_timed(self, event: Eval | Saved | Members | End | Resumed) -> None:
+    def _take_timed(self, event: Eval | Saved | Members | End | Resumed | Lines | Sample) -> None:
         before = self.newest
         if isinstance(event, Resumed) and self.began and math.isfinite(event.seconds):
             self.base = max(self.base, event.began - event.seconds)  # as it was if unknown: 0 or NaN
@@ -192,28 +201,27 @@ class ProcessLog:
                 self._keep(event)
                 for track in self.tracks.values() if self.newest > before else ():
                     track.add_away(Span(before, self.newest))
-            case Members():
+            case Members() | Lines() | Sample():
                 self._keep(event)
 
     def _take_step(self, event: Step) -> None:
         before, at = self.newest, self._pass(event.step, event.seconds)
         place = (event.step, event.tokens, at)
-        for worker, track in self.tracks.items():
-            loss = event.loss[worker] if worker < len(event.loss) else None
-            track.loss.add(place, loss)
-            if loss is None and at > before:
-                track.add_away(Span(before, at))
+        losses = [event.loss[worker] if worker < len(event.loss) else None for worker in self.tracks]
+        self.curves["loss"].add(place, losses)
+        if None in losses and at > before:
+            for track, loss in zip(self.tracks.values(), losses, strict=True):
+                if loss is None:
+                    track.add_away(Span(before, at))
         earlier = self.recent[-1][1] if self.recent else None
-        self.curves["tokens_per_s"].add(place, event.tokens_per_s)
-        self.curves["lr"].add(place, event.lr)
-        self.curves["utilisation"].add(place, self._busy_share(earlier, event))
+        self.curves["speed"].add(place, (event.tokens_per_s, self._busy_share(earlier, event), event.lr))
         self.recent.append((at, event))
         self.last = event
 
     def _busy_share(self, before: Step | None, now: Step) -> float | None:
         """Returns the share of the time between two events in which the process's workers did not wait, mean."""
         known = [worker for worker in self.tracks if worker < len(now.wait_s)]
-        if before is None or not known or any(worker >= len(before.wait_s) for worker in known):
+        if before is None or not known or known[-1] >= len(before.wait_s):
             return None
         waited_s = sum(now.wait_s[worker] - before.wait_s[worker] for worker in known) / len(known)
         return utilisation(waited_s, now.seconds - before.seconds)
@@ -222,9 +230,7 @@ class ProcessLog:
         if (missing := event.expected - len(event.members)) > 0:
             self.counts["missed"] += missing
             self._keep(event)
-        place = (event.step, 0, self.newest)
-        self.curves["norm"].add(place, event.norm)
-        self.curves["cosine"].add(place, event.cosine)
+        self.curves["outer"].add((event.step, 0, self.newest), (event.norm, event.cosine))
         if (track := self.tracks.get(event.worker)) is not None:
             track.apply(event, self.base)
 

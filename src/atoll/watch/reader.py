@@ -3,12 +3,13 @@
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
 from atoll.report.lanes import Span
-from atoll.watch.compose import compose
+from atoll.watch.compose import compose, run_section
 from atoll.watch.lane_times import window_section
 from atoll.watch.run import LiveRun
+from atoll.watch.sections import Sections
 from atoll.watch.serialise import to_json
 from atoll.watch.source import Source
 
@@ -17,6 +18,16 @@ EVERY_S: Final = 0.5
 UNWATCHED_S: Final = 2.0
 """Seconds between two looks while nobody does: /metrics is no older than that."""
 _SHARE = 0.01  # of one core that following a run may take, on average
+
+
+def read_whole(source: Source) -> Sections:
+    """Returns the sections of all that a source has now."""
+    run = LiveRun(source.about())
+    while True:
+        run.take(source.poll())
+        if source.share >= 1:
+            run.about = source.about()
+            return compose(run, 1.0, time.time())
 
 
 class Reader:
@@ -38,6 +49,7 @@ class Reader:
         self._lock = threading.Lock()  # of the run
         self._woken, self._stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
+        self._seen: tuple[object, ...] = ()  # by what the sections were composed, but for the time
         self.read_s: float | None = None
         """Seconds that it took to read all that was there at the start; None before."""
 
@@ -82,8 +94,15 @@ class Reader:
             self._woken.wait(max(EVERY_S if self._is_watched() else UNWATCHED_S, min(pause_s, UNWATCHED_S)))
 
     def look(self, share: float) -> None:
-        """Publishes the sections as they are now."""
+        """Publishes the sections that may have changed."""
         with self._lock:
-            self._run.about = self._source.about()
-            sections = compose(self._run, share, time.time())
+            about, now = self._source.about(), time.time()
+            seen = (self._run.taken, about, [self._run.is_silent(name, now) for name in self._run.processes])
+            self._run.about = about
+            sections: Mapping[str, Any] = (
+                compose(self._run, share, now)
+                if seen != self._seen
+                else {"run": run_section(self._run, self._run.record(), share, now)}
+            )
+            self._seen = seen
         self._publish({name: to_json(section) for name, section in sections.items()})

@@ -30,36 +30,49 @@ class LiveRun:
         self.processes: dict[str, ProcessLog] = {}
         self.heard: dict[str, float] = {}
         """Process -> Unix time at which it was last known to be alive."""
+        self.began = 0.0
+        """The Unix time at which its first worker began; 0 if that is not known."""
+        self.taken = 0
+        """Events so far."""
         self.stepped: dict[str, float] = {}
         """Process -> Unix time at which it was heard with its newest step."""
-        self.troubles: dict[str, str] = {}
-        """Process -> why its events cannot be read any further."""
+        self._troubles: dict[str, str] = {}  # process -> why its events cannot be read any further
+        self._clock = 0, np.zeros((2, 1))  # events taken, and then the steps and times known
+        self._foreign: dict[str, str] = {}  # process -> why it is not of this run
 
     def take(self, news: Iterable[News]) -> None:
         """Adds what is new."""
         for told in news:
             self.heard[told.process] = told.heard
-            self.troubles.pop(told.process, None)
-            if told.trouble:
-                self.troubles[told.process] = told.trouble
+            self._troubles[told.process] = told.trouble
+            self.taken += len(told.events)
+            process = self.processes.get(told.process)
             for event in told.events:
                 if isinstance(event, Start):
-                    self._begin(told.process, event)
-                elif (process := self.processes.get(told.process)) is not None:
+                    process = self._begin(told.process, event)
+                elif process is not None:
                     process.take(event)
             if any(isinstance(event, Start | Step) for event in told.events):
                 self.stepped[told.process] = told.heard
 
-    def _begin(self, name: str, start: Start) -> None:
+    def _begin(self, name: str, start: Start) -> ProcessLog | None:
         """Begins a process anew, if it is of this run."""
         self.processes.pop(name, None)
+        self._foreign.pop(name, None)
         try:
             check_start(start)
             merge([*(process.log() for process in self.processes.values()), EventLog(start=start)])
         except DataError as error:
-            self.troubles[name] = f"{name}: {error}"
-        else:
-            self.processes[name] = ProcessLog(start)
+            self._foreign[name] = f"{name}: {error}"
+            return None
+        self.processes[name] = ProcessLog(start)
+        self.began = min((process.began for process in self.processes.values() if process.began), default=0.0)
+        return self.processes[name]
+
+    @property
+    def troubles(self) -> list[str]:
+        """Why events of some processes are not shown."""
+        return [words for words in (*self._troubles.values(), *self._foreign.values()) if words]
 
     # ---------------------------------------------------------------------- all processes as one run
 
@@ -81,11 +94,6 @@ class LiveRun:
             processes=tuple(logs),
             **{field.name: getattr(whole, field.name) for field in fields(EventLog)},
         )
-
-    @property
-    def began(self) -> float:
-        """The Unix time at which its first worker began; 0 if that is not known."""
-        return min((process.began for process in self.processes.values() if process.began), default=0.0)
 
     def since(self, process: ProcessLog, time: float) -> float:
         """Returns a time of a process as seconds since the run began."""
@@ -111,10 +119,14 @@ class LiveRun:
 
     def time_of_step(self, steps: Iterable[float]) -> list[float]:
         """Returns when the run was at these steps, in seconds since it began."""
-        points = [(step, self.since(p, at)) for p in self.processes.values() for step, at in p.clock.items()]
-        first = dict(sorted([(0.0, 0.0), *points], reverse=True))  # of the first worker to get there
-        known = np.array(list(first.items()))[::-1]
-        times: list[float] = np.interp([*steps], known[:, 0], np.maximum.accumulate(known[:, 1])).tolist()
+        taken, known = self._clock
+        if taken != self.taken:
+            points = [(step, self.since(p, at)) for p in self.processes.values() for step, at in p.clock.items()]
+            first = dict(sorted([(0.0, 0.0), *points], reverse=True))  # of the first worker to get there
+            known = np.array(list(first.items()))[::-1].T
+            known = np.stack([known[0], np.maximum.accumulate(known[1])])
+            self._clock = self.taken, known
+        times: list[float] = np.interp([*steps], known[0], known[1]).tolist()
         return times
 
     def left_s(self) -> float | None:

@@ -143,17 +143,12 @@ class WindowSection(TypedDict):
     workers: list[WindowOfWorker]
 
 
-class Pair(TypedDict):
-    """Says what one worker sends to another."""
-
-    # "from" is a keyword: see PAIR below
-    to: int
-    sent_bytes: int
-    rate: float | None
-    """Bytes per second now."""
-    capacity: float | None
-    """Bytes per second that the line was measured to carry."""
-    at_s: float | None
+# "from" is a keyword, so the fields are a dict here.
+Pair = TypedDict(
+    "Pair",
+    {"from": int, "to": int, "sent_bytes": int, "rate": float | None, "capacity": float | None, "at_s": float},
+)
+"""Says what one worker has sent to another: bytes so far, bytes per second now, and those that the line can carry."""
 
 
 class TrafficOfWorker(TypedDict):
@@ -183,8 +178,8 @@ class Planned(TypedDict):
 class TrafficSection(TypedDict):
     """Holds the bytes between workers."""
 
-    pairs: list[dict[str, Any]]
-    """As `Pair`, with "from"; empty if the run does not tell."""
+    pairs: list[Pair]
+    """Empty if the run does not tell."""
     workers: list[TrafficOfWorker]
     planned: Planned | None
     data_parallel_bytes: int
@@ -229,7 +224,7 @@ class Sections(TypedDict):
     outer: OuterSection
     faults: FaultsSection
     samples: list[dict[str, Any]]
-    """{"step", "text"}, the newest first."""
+    """{"step", "prompt", "text"}, the newest first."""
     settings: list[list[str]]
     """[key, value]."""
     scores: list[list[str]]

@@ -15,10 +15,18 @@ def to_json(value: Any, decimals: int = 4) -> bytes:
 
 def _rounded(value: Any, decimals: int) -> Any:
     """Returns a value with so many decimals, or digits below 1: what a curve shows, in a third of the bytes."""
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            return None
-        return round(value, decimals) if abs(value) >= 1 else float(f"{value:.{decimals}g}")
+    if isinstance(value, list | tuple):
+        # Most items are floats, or nothing to round: a call for each would double the time.
+        return [
+            (round(item, decimals) if abs(item) >= 1 else float(f"{item:.{decimals}g}"))
+            if item.__class__ is float and math.isfinite(item)
+            else item
+            if item is None or item.__class__ is int or item.__class__ is str
+            else _rounded(item, decimals)
+            for item in value
+        ]
     if isinstance(value, dict):
         return {key: _rounded(item, decimals) for key, item in value.items()}
-    return [_rounded(item, decimals) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, float):
+        return _rounded([value], decimals)[0] if math.isfinite(value) else None
+    return value

@@ -83,7 +83,11 @@ def _waiting(run: LiveRun, now: float) -> Condition | None:
 
 
 def _training(run: LiveRun, record: RunRecord) -> Condition:
-    return Condition("training", f"Step {count_words(record.step)} of {count_words(record.start.steps)}.")
+    newest = max(record.views, key=lambda view: view.view, default=None)
+    there, all_ = len(newest.members) if newest else record.start.workers, record.start.workers
+    if all_ == 1:
+        return Condition("training", "The worker makes steps.")
+    return Condition("training", f"{'All' if there == all_ else f'{there} of'} {all_} workers make steps.")
 
 
 def _absent(run: LiveRun, now: float) -> str:
@@ -101,4 +105,4 @@ def _workers(numbers: Sequence[int]) -> str:
 
 
 def _troubles(run: LiveRun) -> str:
-    return "".join(f" {plain_text(trouble)[:_LONGEST]}." for trouble in list(run.troubles.values())[:4])
+    return "".join(f" {plain_text(trouble)[:_LONGEST]}." for trouble in run.troubles[:4])

@@ -8,8 +8,24 @@ from typing import Generic, NamedTuple, TypeVar
 from atoll.report.lanes import Span
 
 T = TypeVar("T")
-Point = tuple[tuple[float, ...], float | None]
-"""A place, such as (step, seconds), and the value there."""
+Point = tuple[tuple[float, ...], Sequence[float | None]]
+"""A place, such as (step, seconds), and the values there."""
+
+
+class Spread(NamedTuple):
+    """Holds the values of neighbouring points as one."""
+
+    known: int
+    """Values that are finite."""
+    total: float
+    """Their sum."""
+    low: float
+    high: float
+
+    @property
+    def mean(self) -> float | None:
+        """The mean value; None if there is none."""
+        return self.total / self.known if self.known else None
 
 
 class Bucket(NamedTuple):
@@ -18,21 +34,12 @@ class Bucket(NamedTuple):
     first: tuple[float, ...]
     """The place of its first point, such as (step, seconds)."""
     last: tuple[float, ...]
-    known: int
-    """Points with a finite value."""
-    total: float
-    """Sum of these values."""
-    low: float
-    high: float
-
-    @property
-    def mean(self) -> float | None:
-        """The mean value; None if no point has one."""
-        return self.total / self.known if self.known else None
+    spreads: tuple[Spread, ...]
+    """Of each value."""
 
 
 class Series:
-    """Keeps a series as at most `most` buckets of equally many points; neighbours join when all are full.
+    """Keeps points as at most `most` buckets of equally many; neighbours join when all are full.
 
     Args:
         most: The largest number of buckets, an even number.
@@ -45,9 +52,9 @@ class Series:
         self._full: list[Bucket] = []
         self._open: list[Point] = []  # points of the next bucket
 
-    def add(self, place: tuple[float, ...], value: float | None) -> None:
-        """Adds a point after all others; None and values that are not finite count as places without a value."""
-        self._open.append((place, value))
+    def add(self, place: tuple[float, ...], values: Sequence[float | None]) -> None:
+        """Adds a point after all others, with equally many values; None and those that are not finite are unknown."""
+        self._open.append((place, values))
         if len(self._open) < self._size:
             return
         self._full.append(_bucket(self._open))
@@ -63,14 +70,19 @@ class Series:
 
 
 def _bucket(points: Sequence[Point]) -> Bucket:
-    values = [value for _, value in points if value is not None and math.isfinite(value)]
-    low, high = min(values, default=math.inf), max(values, default=-math.inf)
-    return Bucket(points[0][0], points[-1][0], len(values), sum(values), low, high)
+    columns = zip(*(values for _, values in points), strict=True)
+    return Bucket(points[0][0], points[-1][0], tuple(map(_spread, columns)))
+
+
+def _spread(values: Sequence[float | None]) -> Spread:
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return Spread(len(known), sum(known), min(known, default=math.inf), max(known, default=-math.inf))
 
 
 def _joined(left: Bucket, right: Bucket) -> Bucket:
-    low, high = min(left.low, right.low), max(left.high, right.high)
-    return Bucket(left.first, right.last, left.known + right.known, left.total + right.total, low, high)
+    pairs = zip(left.spreads, right.spreads, strict=True)
+    both = (Spread(a.known + b.known, a.total + b.total, min(a.low, b.low), max(a.high, b.high)) for a, b in pairs)
+    return Bucket(left.first, right.last, tuple(both))
 
 
 class Thinned(Generic[T]):
