@@ -13,6 +13,7 @@ FAR = ("tests/unit/test_watch_registry.py::"
 LOG, WORKER_LOG, RECEPTION = (f"link/net/{name}.py" for name in ("log_feed", "worker_log", "reception"))
 INCIDENTS, ALARM, TARGET = (f"train/progress/{name}.py" for name in ("incidents", "alarm", "alert_target"))
 PURE, SENT = ("tests/unit/test_incidents.py",), ("tests/unit/test_alarm.py",)
+GRAFANA = ("tests/unit/test_grafana.py",)
 SAMPLE = "train/progress/text_sample.py"
 _SESSIONS = ("tests/unit/test_peers.py::test_bytes_are_counted_over_sessions",)
 
@@ -100,4 +101,9 @@ MUTANTS = [
     Mutant("a status of 500 is fine", TARGET, '            problems.append(f"it answered', '            print(f"it answered', tests=SENT),
     Mutant("a command that hangs is left behind", TARGET, "os.killpg(process.pid, 9)", "process.kill()", tests=SENT),
     Mutant("secrets are printed", TARGET, "{urlsplit(target).hostname}", "{target}", tests=SENT),
+    # metrics and their dashboard
+    Mutant("a metric has another name than on the dashboard", "watch/prometheus.py", '_metric("held_out_loss"',
+           '_metric("eval_loss"', tests=GRAFANA),
+    Mutant("a line does not say where it leads", "watch/prometheus.py", '"to": str(pair["to"])', '"at": str(pair["to"])',
+           tests=GRAFANA),
 ]  # fmt: skip
