@@ -31,6 +31,7 @@ from urllib.request import urlopen
 
 import torch
 
+from atoll.link.local import local
 from atoll.runs.events import Jsonl
 from atoll.settings import config
 from atoll.train import run
@@ -95,8 +96,9 @@ def watching(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 def measure_speed(folder: Path, arguments: argparse.Namespace) -> None:
     trainer = make_trainer(folder)
-    steps = 5
-    while seconds(partial(train, trainer, steps)) < arguments.block_s:  # warm up, and find the length of a block
+    train(trainer, 20)  # warm up
+    steps = 10
+    while seconds(partial(train, trainer, steps)) < arguments.block_s:
         steps *= 2
     print(f"blocks of {steps} steps, {torch.get_num_threads()} threads, an event every 10 steps")
     block = partial(train, trainer, steps)
@@ -130,7 +132,7 @@ def make_trainer(folder: Path) -> Trainer:
     assert settings.train.sequence is not None
     batches = Batches(data.train, workers=2, batch=8, sequence=settings.train.sequence, seed=0)
     checks = held_out(data.held_out, sequence=settings.train.sequence, tokens=1024, batch=8)
-    trainer = Trainer(settings, model, batches, checks)
+    trainer = Trainer(settings, model, batches, checks, local(2))
     (folder / "run").mkdir()
     trainer.reporter.sink = Jsonl(folder / "run" / "metrics.jsonl")
     trainer.reporter.write_start(trainer.parameters, model.vocabulary)
