@@ -28,6 +28,7 @@ def test_a_series_is_bounded_and_keeps_order_mean_and_extremes(values: list[floa
     known = [value for value in values if value is not None and math.isfinite(value)]
     assert len(buckets) <= most
     assert len(buckets) >= min(len(values), most // 2), "no coarser than it must be"
+    assert len({bucket.last[0] - bucket.first[0] for bucket in buckets[:-1]}) <= 1, "all are of one size but the last"
     places = [place for bucket in buckets for place in (bucket.first, bucket.last)]
     assert places == sorted(places)
     assert not values or (places[0], places[-1]) == ((0,), (len(values) - 1,))

@@ -252,7 +252,8 @@ def test_a_report_of_a_hostile_folder_is_refused(file: str, damage: Damage, tmp_
 @pytest.mark.parametrize("digits", [30, 400])
 @pytest.mark.parametrize("field", ["parameters", "steps", "payload_bytes"])
 def test_numbers_that_no_float_holds_are_damage(field: str, digits: int, tmp_path: Path) -> None:
-    number = [10**digits] if isinstance(START[field], list) else 10**digits
+    long = int(("123456789" * 50)[:digits])
+    number = [long] if isinstance(START[field], list) else long
     (tmp_path / METRICS).write_text(json.dumps({**START, field: number}) + "\n")
     with pytest.raises(DataError, match="line 1 is damaged: it holds a number of 30 digits or more"):
         read(tmp_path / METRICS)

@@ -56,7 +56,11 @@ def test_a_run_is_followed_from_before_its_first_event(tmp_path: Path) -> None:
 def test_folders_of_workers_may_be_given_one_by_one_and_count_once(tmp_path: Path, given: str) -> None:
     folder = save_workers(tmp_path / "far", VOYAGE.events())
     workers = [folder / f"worker-{n}" for n in range(3)]
-    found = read_whole(Folders({"run": [folder], "workers": workers, "both": [folder, *workers]}[given]))
+    (tmp_path / "link").symlink_to(folder)
+    both = [folder, *workers, tmp_path / "link"]
+    source = Folders({"run": [folder], "workers": workers, "both": both}[given])
+    assert len(source.poll()) == 3
+    found = read_whole(Folders({"run": [folder], "workers": workers, "both": both}[given]))
     assert [lane["worker"] for lane in found["lanes"]["workers"]] == [0, 1, 2]
     assert found["run"]["state"] == "finished"
 

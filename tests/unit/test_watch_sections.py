@@ -141,6 +141,13 @@ def test_absences_in_one_process_are_shown() -> None:
     assert [spans[1][0], spans[1][1]] == pytest.approx([steps[1].seconds, steps[3].seconds], abs=1e-5)
 
 
+def test_each_worker_of_one_process_has_its_own_curve() -> None:
+    steps = [e for e in VOYAGE.events()[0] if isinstance(e, Step)]
+    log = [replace(VOYAGE.start(None), worker=None), *(replace(e, loss=[1.0, None, 3.0]) for e in steps)]
+    curves = sections_of([log])["loss"]["workers"]
+    assert [set(curves[worker]["mean"]) for worker in ("0", "1", "2")] == [{1.0}, set(), {3.0}]
+
+
 # ---------------------------------------------------------------------- states
 
 
@@ -153,7 +160,7 @@ def test_states_by_the_events() -> None:
     logs = VOYAGE.events()
     assert state([])[0] == "waiting to begin"
     assert state(until(logs, 0))[0] == "training"
-    assert state(until(logs, 100)) == ("training", "Step 100 of 200.")
+    assert state(until(logs, 100)) == ("training", "All 3 workers make steps.")
     assert state(until(logs, 100), share=0.25) == ("reading", "Reading what has happened so far: 25 %.")
     assert state(logs)[0] == "finished"
     stopped = [[replace(e, outcome="interrupted", step=90) if isinstance(e, End) else e for e in log] for log in logs]
@@ -217,9 +224,12 @@ def test_too_few_members_are_a_pause() -> None:
 
 def test_time_left_follows_the_last_steps() -> None:
     run = sections_of(until(VOYAGE.events(), 100))["run"]
-    assert run["left_s"] == pytest.approx(100 * 0.125, rel=0.15), "the slowest worker sets the pace"
+    assert run["left_s"] == pytest.approx(100 * 0.125, rel=0.15)
     assert run["ends_at"] == pytest.approx(HEARD + (run["left_s"] or 0.0))
     assert sections_of(VOYAGE.events())["run"]["left_s"] is None
+    slow = until(VOYAGE.events(), 100)
+    slow[1] = [replace(e, seconds=3 * e.seconds) if isinstance(e, Step) else e for e in slow[1]]
+    assert sections_of(slow)["run"]["left_s"] == pytest.approx(3 * (run["left_s"] or 0.0), rel=0.1)
 
 
 # ---------------------------------------------------------------------- faults, lines, samples
@@ -326,12 +336,24 @@ def test_old_rounds_are_forgotten_one_by_one_when_there_are_too_many(monkeypatch
     assert 5 <= len(steps) <= 10 and steps[-1] == 190
 
 
-@pytest.mark.parametrize("at", [0.0, 30.0, 31.5])
+@pytest.mark.parametrize("at", [3.0, 12.0, 22.0])
 def test_windows_find_rounds_wherever_they_are(at: float, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = window_section(live_run(VOYAGE.events()), Span(0.0, 1e6))["workers"][0]["flights"]
     monkeypatch.setattr(process, "_BLOCK", 3)
     found = window_section(live_run(VOYAGE.events()), Span(at, at + 2.0))["workers"][0]["flights"]
-    assert [row[2] for row in found] == [row[2] for row in whole if row[0] < at + 2.0 and row[1] > at]
+    expected = [row[2] for row in whole if row[0] < at + 2.0 and row[1] > at]
+    assert expected and [row[2] for row in found] == expected
+
+
+def test_time_that_two_rounds_were_waited_for_counts_once() -> None:
+    round_ = next(e for e in VOYAGE.events()[0] if isinstance(e, RoundApplied))
+    times = ((20, 10.1, 0.1), (30, 10.15, 0.15))
+    rounds = [replace(round_, step=n, opened_s=1.0, done_s=done_s, waited_s=waited_s) for n, done_s, waited_s in times]
+    step = next(e for e in VOYAGE.events()[0] if isinstance(e, Step))
+    found = sections_of([[VOYAGE.start(0), *rounds, replace(step, seconds=12.0)]])
+    (lane,), (now,) = found["lanes"]["workers"], found["now"]["workers"]
+    assert sum(lane["waiting"]) * lane["bucket_s"] == pytest.approx(0.15, abs=1e-3)
+    assert now["waits"] == [pytest.approx([10.0, 10.15], abs=1e-5)]
 
 
 def test_a_process_of_another_run_is_left_out_and_named() -> None:

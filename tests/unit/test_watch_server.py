@@ -35,9 +35,9 @@ def served(folder: Path, use: Callable[[Watch], Awaitable[None]], admission: Adm
     async def run() -> None:
         app = Watch(Folders([folder]), admission)
         async with running(app):
-            async with asyncio.timeout(60):
-                await app.board.newer(0, 60.0)
-            await use(app)
+            assert await app.board.newer(0, 60.0)
+            async with asyncio.timeout(40):
+                await use(app)
 
     asyncio.run(run())
 
