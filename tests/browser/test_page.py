@@ -211,7 +211,7 @@ def test_bytes_are_compared_on_a_linear_scale(server: PageServer, visit: Visit) 
     assert used == pytest.approx(100 * 2.4 / 12.5, abs=0.01)
 
 
-UNITS = {
+UNITS: dict[str, list[tuple[float | None, str]]] = {
     "bytes": [(999, "999 B"), (1_234_567, "1.23 MB"), (9.3e9, "9.30 GB"), (None, "\u2013")],
     "rate": [(3.4e6, "3.40 MB/s")],
     "short": [(12, "12"), (213_504, "214 k"), (999_600, "1 M")],
