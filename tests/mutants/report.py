@@ -19,7 +19,7 @@ MUTANTS = [
     Mutant("workers of one delay have a lane each", "report/lanes.py", "named = workers if", "named = workers[:1] if"),
     Mutant("waits lie over each other", "report/lanes.py", "            free_s = wait.end_s\n", "", tests=_WAITS),
     Mutant("a page has no single rounds", "watch/report.py", '    sections["now"] = _detail(run, most)\n', ""),
-    Mutant("a page has all single rounds", "watch/report.py", "return sum(counts) > most or", "return"),
+    Mutant("a page has all single rounds", "watch/report.py", "return len(flights) + waits > most or", "return"),
     Mutant("twins have one name on the page", "watch/report.py", '    sections["run"]["name"] = record.name\n', ""),
     Mutant("a large file is read in part", "watch/report.py", "    while source.share < 1:\n", "    while False:\n"),
     Mutant("modelled times are of the wrong step", "watch/report.py", "[clock(row.job, link, step) for step in steps]",

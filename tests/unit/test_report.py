@@ -620,10 +620,10 @@ def elastic(folder: Path) -> Path:
     of_both = [view(1, [0, 1, 2], [], 0), view(2, [0, 1], [], 10), view(3, [0, 1], [2], 16)]
     of_one = [view(4, [0, 1, 2], [], 20), view(5, [0, 1], [], 32), view(6, [1], [], 30)]
     told: list[Event] = [Lost(step=12, worker=2, why="is silent"), Joined(step=21, worker=2, at=20)]
-    for worker, more in enumerate(([*of_both, *told], [*of_both, *of_one])):
+    seen: list[list[Event]] = [[*of_both, *told], [*of_both, *of_one]]
+    for worker, more in enumerate(seen):
         first, *others, end = events(start("x", "diloco", worker=worker))
-        both: list[Event] = [*others, *more]
-        in_order = sorted(both, key=lambda event: getattr(event, "step", 0))
+        in_order = sorted([*others, *more], key=lambda event: getattr(event, "step", 0))
         save(folder / f"worker-{worker}", [first, *in_order, end])
     return folder
 

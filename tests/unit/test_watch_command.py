@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
@@ -66,7 +66,7 @@ class Stream:
         self._socket.close()
 
 
-def append(folder: Path, events: list[Event]) -> None:
+def append(folder: Path, events: Sequence[Event]) -> None:
     file = folder / "metrics.jsonl"
     sink = Jsonl(file, file.stat().st_size)
     for event in events:

@@ -17,7 +17,7 @@ from atoll.report.words import explained, lead, warnings_of
 from atoll.watch.compose import compose
 from atoll.watch.folders import Folders
 from atoll.watch.frozen import frozen_page
-from atoll.watch.lane_times import MOST_SPANS, window_section
+from atoll.watch.lane_times import window_section
 from atoll.watch.report_content import Clock, Modelled, ModelledLane, Report, Sent, Summary, Table
 from atoll.watch.run import LiveRun
 from atoll.watch.sections import Sections, WindowSection
@@ -119,8 +119,9 @@ def _detail(run: LiveRun, most: int) -> WindowSection:
 
 def _is_too_much(section: WindowSection, most: int) -> bool:
     """Returns whether there are too many waits and rounds, or some of them were joined."""
-    counts = [len(kind) for worker in section["workers"] for kind in (worker["waits"], worker["flights"])]
-    return sum(counts) > most or max(counts, default=0) >= MOST_SPANS
+    flights = [flight for worker in section["workers"] for flight in worker["flights"]]
+    waits = sum(len(worker["waits"]) for worker in section["workers"])
+    return len(flights) + waits > most or any(step < 0 for _, _, step, *_ in flights)
 
 
 # ---------------------------------------------------------------------- what compares them

@@ -67,7 +67,7 @@ export class Outer {
   }
 
   show({ outer, run }) {
-    const content = outer?.fragments > 1 ? byPeriod(outer, run?.period) : outer;
+    const content = outer && byPeriod(outer, run?.period);
     const isThere = Boolean(content?.step?.length);
     this.part.reveal(isThere);
     this.part.say(isThere ? sentence(content) : "No round has been applied yet.");
@@ -93,8 +93,8 @@ function sentence({ fragments, norm, cosine }) {
 }
 
 /** Joins the rounds of a period, one for each fragment, into one point whose band spans the fragments. */
-function byPeriod(outer, period) {
-  if (!known(period) || period < 1) return outer;
+export function byPeriod(outer, period) {
+  if (!(outer.fragments > 1) || !known(period) || period < 1) return outer;
   const groups = Object.values(Object.groupBy(outer.step.keys(), (at) => Math.floor(outer.step[at] / period)));
   const joined = (curve) => ({
     mean: groups.map((group) => over(group, curve.mean, (values) => values.reduce((a, b) => a + b) / values.length)),

@@ -1,6 +1,7 @@
 // Compares runs on a frozen page: numbers, bytes, curves of all runs in one chart, and tables of facts.
 
 import { Chart } from "./chart.js";
+import { byPeriod } from "./curves.js";
 import { choices, element, plain, span, swatch } from "./dom.js";
 import { anchorSeries, colour } from "./loss.js";
 import { Part } from "./part.js";
@@ -81,11 +82,12 @@ function trained(workers) {
 
 /** Draws the outer gradients of all runs; null if none has any. */
 export function outerGradients(runs) {
-  const series = (key) => runs.map((sections, at) =>
-    ({ ...looks(sections, at), x: sections.outer?.step ?? [], mean: sections.outer?.[key]?.mean ?? [] }));
+  const found = runs.map(({ outer, run }) => outer && byPeriod(outer, run?.period));
+  const series = (key) => found.map((outer, at) =>
+    ({ ...looks(runs[at], at), x: outer?.step ?? [], mean: outer?.[key]?.mean ?? [] }));
   if (!series("norm").some((one) => one.mean.some(known))) return null;
   const part = new Part("Outer gradients of all runs", { wide: true });
-  part.say("Norm of a round's mean delta, and how much workers' deltas agree (1: the same direction, 0: unrelated).");
+  part.say("Norm of a fragment's mean delta, and how much workers agree (1: the same direction, 0: unrelated).");
   const chart = (label, key, options) => {
     const made = new Chart({ label, height: 190, ...options });
     made.show(series(key));
