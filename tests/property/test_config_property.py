@@ -117,6 +117,10 @@ outages = [{start_s = 60, length_s = 10}]
 tensorboard = true
 wandb = "atoll"
 trackio = "atoll"
+sample = 16
+alert = "https://example.org/hook"
+stall_s = 60.0
+lost_s = 30.0
 view = "lines"
 """
 ABSENT = {"model.hf", "sync.outer_momentum", "link.address", "link.registry", "link.keys", "link.grace"}
