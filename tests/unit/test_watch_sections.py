@@ -143,7 +143,7 @@ def test_absences_in_one_process_are_shown() -> None:
 
 def test_each_worker_of_one_process_has_its_own_curve() -> None:
     steps = [e for e in VOYAGE.events()[0] if isinstance(e, Step)]
-    log = [replace(VOYAGE.start(None), worker=None), *(replace(e, loss=[1.0, None, 3.0]) for e in steps)]
+    log: list[Event] = [replace(VOYAGE.start(None), worker=None), *(replace(e, loss=[1.0, None, 3.0]) for e in steps)]
     curves = sections_of([log])["loss"]["workers"]
     assert [set(curves[worker]["mean"]) for worker in ("0", "1", "2")] == [{1.0}, set(), {3.0}]
 

@@ -18,7 +18,9 @@ from atoll.watch.thinning import join_near
 NOW_S: Final = 60.0
 """Seconds of the window that scrolls."""
 MOST_SPANS: Final = 2000
-"""Spans of each kind that a window has of a worker."""
+"""Spans of each kind that a window has of a worker; fewer if there are many workers."""
+_MOST_OF_ALL, _FEWEST_SPANS = 64_000, 20
+_UNSEEN = 5e-5  # of a window: shorter waits are narrower than a pixel
 _LONGEST = 300  # characters of words
 _LEFT = ("was stopped", "has finished")  # why a worker is gone that has said so itself
 
@@ -177,28 +179,31 @@ def window_section(run: LiveRun, window: Span | None = None) -> WindowSection:
 
 def _in_window(run: LiveRun, process: ProcessLog, worker: int, window: Span) -> WindowOfWorker:
     origin = run.began if process.began else 0.0
+    most = min(MOST_SPANS, max(_FEWEST_SPANS, _MOST_OF_ALL // process.start.workers))
     inside = process.tracks[worker].flights.within(Span(window.begin_s + origin, window.end_s + origin))
     inside[:, :2] -= origin
     waits: list[Span] = []
     free_s = 0.0
+    shortest_s = (min(window.end_s, run.newest_s) - max(window.begin_s, 0.0)) * _UNSEEN
     for _, end, waited_s, _, _ in inside[inside[:, 1].argsort(kind="stable")].tolist():
         if (wait := wait_until(end, waited_s, free_s)) is not None:
-            waits.append(wait)
             free_s = wait.end_s
+            if wait.end_s - wait.begin_s > shortest_s:
+                waits.append(wait)
     under_way = sent_rounds(process) if worker == min(process.tracks) else []
     times = run.time_of_step(step for step, _ in under_way)
     return {
         "worker": worker,
-        "waits": [[*span] for span in join_near(waits, MOST_SPANS)],
-        "flights": _flights(inside[inside[:, 0].argsort(kind="stable")].tolist()),
+        "waits": [[*span] for span in join_near(waits, most)],
+        "flights": _flights(inside[inside[:, 0].argsort(kind="stable")].tolist(), most),
         "on_their_way": [[*sent, at] for sent, at in zip(under_way, times, strict=True)],
     }
 
 
-def _flights(inside: list[list[float]]) -> list[Row]:
+def _flights(inside: list[list[float]], most: int) -> list[Row]:
     """Returns the flights, in order of their beginnings, with the row of each; too many are joined in one row."""
     spans = [Span(begin, end) for begin, end, *_ in inside]
-    if len(spans) > MOST_SPANS:
-        return [[*span, -1, -1, 0] for span in join_near(spans, MOST_SPANS)]
+    if len(spans) > most:
+        return [[*span, -1, -1, 0] for span in join_near(spans, most)]
     numbered = zip(spans, inside, rows(spans), strict=True)
     return [[*span, int(step), int(fragment), row] for span, (*_, step, fragment), row in numbered]
