@@ -30,7 +30,7 @@ train = {steps = 1200, batch = 8, lr = 8e-3, warmup = 100, eval_tokens = 16384, 
 sync = {workers = 4, period = 20, delay = 5, fragments = "blocks:1", alpha = 0.25, outer_lr = 0.5, outer_momentum = 0.7}
 link = {elastic = true, silent_s = 20.0}
 """
-PHOTOS = [("desktop", 1280, 1420, 1.0, "light"), ("phone", 360, 1500, 1.5, "dark")]
+PHOTOS = [("desktop", 1280, 1420, 1.0, "light"), ("phone", 360, 780, 1.5, "dark")]
 """Name, width and height in CSS pixels, pixels of the picture for each, and colours."""
 PATIENCE_S = 300.0
 

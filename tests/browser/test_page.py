@@ -211,7 +211,7 @@ def test_bytes_are_compared_on_a_linear_scale(server: PageServer, visit: Visit) 
     assert used == pytest.approx(100 * 2.4 / 12.5, abs=0.01)
 
 
-UNITS = {
+UNITS: dict[str, list[tuple[float | None, str]]] = {
     "bytes": [(999, "999 B"), (1_234_567, "1.23 MB"), (9.3e9, "9.30 GB"), (None, "\u2013")],
     "rate": [(3.4e6, "3.40 MB/s")],
     "short": [(12, "12"), (213_504, "214 k"), (999_600, "1 M")],
@@ -221,6 +221,7 @@ UNITS = {
         (3.21, "3.2 s"),
         (59.97, "1 min 00 s"),
         (3599.7, "1 h 00 min"),
+        (5400, "1 h 30 min"),
         (7512, "2 h 05 min"),
     ],
     "small": [(0.0003, "0.0003"), (3e-7, "3e-7"), (2.5e-5, "2.5e-5")],
@@ -275,9 +276,10 @@ def test_curves_can_be_hidden_and_drawn_against_something_else(server: PageServe
 
 
 def lanes_of(page: Any) -> Any:
+    wait_for(page, ".hint", "Drag over a part")
+    wait_for(page, ".part", "3 settings")  # all parts are there: the page grows no more
     lanes = page.locator(".zooms")
     lanes.scroll_into_view_if_needed()
-    wait_for(page, ".hint", "Drag over a part")
     return lanes
 
 
@@ -297,6 +299,9 @@ def test_zoom_by_keyboard_and_buttons(server: PageServer, visit: Visit) -> None:
     wait_for(page, ".hint", "1 h 00 min from 30 min 00 s on")
     page.get_by_role("button", name="Earlier").click()
     wait_for(page, ".hint", "1 h 00 min from 0 s on")
+    for _ in range(4):
+        page.get_by_role("button", name="Later").click()
+    wait_for(page, ".hint", "1 h 00 min from 1 h 00 min on")
     page.get_by_role("button", name="The whole run").click()
     wait_for(page, ".hint", "Drag over a part")
 

@@ -7,11 +7,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from atoll.runs.events import Members
-from elastic_fleet import running, when
+from elastic_fleet import Run, running, when
 
 Visit = Callable[..., Any]
 CHIP = "([worker, kind]) => document.querySelectorAll('.chip')[worker]?.classList.contains(kind)"
@@ -47,7 +48,7 @@ def test_the_page_follows_a_worker_that_is_killed_and_comes_back(tmp_path: Path,
                 workers[1].kill()
                 lost_s = seconds_until(page, "away")
                 workers[1] = run.start(1)
-                when(lambda known=known: any(1 in view.members for view in run.has(0, Members)[known + 1 :]))
+                when(partial(is_member_again, run, known))
                 delays.append((lost_s, seconds_until(page, "training")))
             assert any(lost < 3 and back < 3 for lost, back in delays), delays
             step = page.locator(".progress").inner_text()
@@ -55,6 +56,11 @@ def test_the_page_follows_a_worker_that_is_killed_and_comes_back(tmp_path: Path,
             assert "worker 1" in page.get_by_role("region", name="Faults", exact=True).inner_text()
             page.locator("summary", has_text="members").click()
             assert "joined" in page.get_by_role("region", name="members and their waits").inner_text()
+
+
+def is_member_again(run: Run, known: int) -> bool:
+    """Whether worker 1 is in a view after the one that lost it; `known` views came before that."""
+    return any(1 in view.members for view in run.has(0, Members)[known + 1 :])
 
 
 def seconds_until(page: Any, kind: str) -> float:

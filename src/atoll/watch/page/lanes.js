@@ -33,10 +33,21 @@ export class LaneDrawing {
     this.colours = colours();
   }
 
-  /** Clears the canvas for this many workers and seconds; false if it is not visible. */
+  /** Clears the canvas for these workers and seconds; false if it is not visible. */
   begin(workers, from, to) {
     const width = this.canvas.parentElement.clientWidth;
-    if (!width) return false;
+    if (width) this.#lay({ workers, from, to, width, left: width < 560 ? 26 : 78, right: width - 10 });
+    return width > 0;
+  }
+
+  /** Clears the canvas for other seconds at the scale of a drawing onto which it will be copied. */
+  beginStrip(drawing, from, to) {
+    const width = (drawing.right - drawing.left) * (to - from) / (drawing.to - drawing.from);
+    this.#lay({ workers: drawing.workers, from, to, width, left: 0, right: width });
+  }
+
+  #lay(layout) {
+    const { workers, width } = layout;
     const height = laneHeight(workers.length);
     const scale = window.devicePixelRatio || 1;
     if (this.canvas.width !== Math.round(width * scale) || this.canvas.height !== Math.round(height * scale)) {
@@ -44,12 +55,14 @@ export class LaneDrawing {
       this.canvas.height = Math.round(height * scale);
       this.canvas.style.height = `${height}px`;
     }
-    Object.assign(this, { workers, from, to, width, height, heights: laneHeights(workers.length) });
-    this.left = width < 560 ? 26 : 78;
-    this.right = width - 10;
+    Object.assign(this, layout, { height, heights: laneHeights(workers.length) });
     this.context.setTransform(scale, 0, 0, scale, 0, 0);
     this.context.clearRect(0, 0, width, height);
-    return true;
+  }
+
+  /** Copies a strip to where its seconds are. */
+  copy(strip) {
+    this.context.drawImage(strip.canvas, this.toX(strip.from), 0, strip.width, strip.height);
   }
 
   toX(seconds) {
@@ -173,21 +186,21 @@ export class LaneDrawing {
   spans(at, detail, now) {
     const { heights } = this;
     const y = this.top(at);
-    const inSight = (begin, end) => end >= this.from && begin <= this.to;
-    for (const [begin, end] of (detail.waits ?? []).filter(([begin, end]) => inSight(begin, end))) {
-      this.#rect(this.toX(begin), y, Math.max(0.75, this.toX(end) - this.toX(begin)), heights.bar, this.colours.idle);
-    }
+    this.context.fillStyle = this.colours.idle;
+    for (const [begin, end] of detail.waits ?? []) this.#span(begin, end, y, heights.bar);
     const rows = Math.max(1, Math.floor((heights.rounds - 1) / 3));
     const thick = heights.rounds > 4 ? 2 : 1;
-    this.context.globalAlpha = 0.8;
-    const line = (begin, end, row) => {
-      if (!inSight(begin, end)) return;
-      const width = Math.max(1, this.toX(end) - this.toX(begin) - 1);
-      this.#rect(this.toX(begin), y + heights.bar + 2 + (row % rows) * 3, width, thick, this.colours.muted);
-    };
+    this.context.fillStyle = this.colours.muted;
+    const line = (begin, end, row) => this.#span(begin, end, y + heights.bar + 2 + (row % rows) * 3, thick);
     for (const [begin, end, , , row] of detail.flights ?? []) line(begin, end, row ?? 0);
     (detail.on_their_way ?? []).forEach(([, , since], row) => line(since, now, row));
-    this.context.globalAlpha = 1;
+  }
+
+  /** Fills a span if it is in sight: at least wide enough to be seen, and a little apart from the next one. */
+  #span(begin, end, y, height) {
+    if (end < this.from || begin > this.to) return;
+    const x = this.toX(begin);
+    this.context.fillRect(x, y, Math.max(0.75, this.toX(end) - x - 0.5), height);
   }
 
   /** Draws where the members of the run changed: [seconds, number] of each view. */

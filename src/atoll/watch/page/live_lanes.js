@@ -11,13 +11,18 @@ export class LiveLanes {
     this.canvas = element("canvas", { "aria-hidden": "true" });
     this.node = element("div", { class: "canvas" }, this.canvas);
     this.drawing = new LaneDrawing(this.canvas);
+    this.strip = new LaneDrawing(element("canvas")); // the lanes, drawn once for every update and copied in every frame
+    this.isPainted = false;
     this.now = null;
     this.ahead = null; // seconds of the run minus those of the page's clock
     this.seen = performance.now();
     this.trusted = 5; // seconds after the last news for which the window moves on
     this.wanted = 0; // the animation frame that is asked for
     this.isInSight = true;
-    new ResizeObserver(() => this.draw()).observe(this.node);
+    new ResizeObserver(() => {
+      this.isPainted = false;
+      this.draw();
+    }).observe(this.node);
     new IntersectionObserver(([entry]) => {
       this.isInSight = entry.isIntersecting;
       this.#schedule();
@@ -28,6 +33,7 @@ export class LiveLanes {
   show(now, lanes) {
     this.now = now;
     this.lanes = lanes;
+    this.isPainted = false;
     if (!now) return;
     const ahead = now.to_s - performance.now() / 1000;
     const drift = ahead - this.ahead;
@@ -41,7 +47,8 @@ export class LiveLanes {
   }
 
   recolour() {
-    this.drawing.colours = colours();
+    this.drawing.colours = this.strip.colours = colours();
+    this.isPainted = false;
     this.draw();
   }
 
@@ -56,20 +63,29 @@ export class LiveLanes {
 
   draw() {
     if (!this.now) return;
-    const { now, drawing, lanes } = this;
+    const { now, drawing, strip } = this;
     const length = Math.max(5, now.to_s - now.from_s - LAG_S);
     const clock = Math.min(now.to_s + this.trusted, this.ahead + performance.now() / 1000);
     const to = STILL.matches ? now.to_s : clock - LAG_S;
-    if (!drawing.begin(lanes.workers, to - length, to)) return;
+    if (!drawing.begin(this.lanes.workers, to - length, to)) return;
     drawing.axis(to);
     drawing.names();
+    if (!this.isPainted || strip.from > drawing.from || strip.to < to || strip.height !== drawing.height) this.#paint();
     drawing.clip();
-    const details = new Map(now.workers.map((one) => [one.worker, one]));
-    lanes.workers.forEach((lane, at) => {
-      drawing.presence(at, lane, { end: lanes.end_s, now: to + 1 });
-      drawing.spans(at, details.get(lane.worker) ?? {}, to + 1);
-    });
+    drawing.copy(strip);
     drawing.unclip();
-    drawing.marks();
+  }
+
+  /** Draws the lanes over the window and the seconds after it, into which it moves until the next news. */
+  #paint() {
+    const { strip, lanes } = this;
+    strip.beginStrip(this.drawing, this.drawing.from, this.drawing.to + this.trusted);
+    this.isPainted = true;
+    const details = new Map(this.now.workers.map((one) => [one.worker, one]));
+    lanes.workers.forEach((lane, at) => {
+      strip.presence(at, lane, { end: lanes.end_s, now: strip.to });
+      strip.spans(at, details.get(lane.worker) ?? {}, strip.to);
+    });
+    strip.marks();
   }
 }
