@@ -11,6 +11,9 @@ FEED = ("tests/unit/test_log_feed.py",)
 FAR = ("tests/unit/test_watch_registry.py::"
        "test_an_observer_sees_events_of_all_workers_also_of_one_that_was_killed_and_is_back",)  # fmt: skip
 LOG, WORKER_LOG, RECEPTION = (f"link/net/{name}.py" for name in ("log_feed", "worker_log", "reception"))
+INCIDENTS, ALARM, TARGET = (f"train/progress/{name}.py" for name in ("incidents", "alarm", "alert_target"))
+PURE, SENT = ("tests/unit/test_incidents.py",), ("tests/unit/test_alarm.py",)
+GRAFANA = ("tests/unit/test_grafana.py",)
 SAMPLE = "train/progress/text_sample.py"
 _SESSIONS = ("tests/unit/test_peers.py::test_bytes_are_counted_over_sessions",)
 
@@ -76,4 +79,31 @@ MUTANTS = [
     Mutant("an observer misses the end", PEERS, "await asyncio.sleep(self._reception.log.linger_s)", "pass", tests=FAR),
     Mutant("one that comes back is not followed", "watch/registry.py",
            "self._workers[seat].follow(known.addresses)", "pass", tests=FAR),
+    # alerts
+    Mutant("a stall is told again and again", INCIDENTS, "if self._is_stalled or quiet_s < self._stall_s:",
+           "if quiet_s < self._stall_s:", tests=PURE),
+    Mutant("nobody hears that a stall is over", INCIDENTS, "            if not self._is_stalled:\n", "            if True:\n", tests=PURE),
+    Mutant("the export of a model is a stall", INCIDENTS, "if step != self._step or done:", "if step != self._step:", tests=PURE),
+    Mutant("every worker tells", INCIDENTS, "return list(found) if self._tells else []", "return list(found)", tests=PURE),
+    Mutant("one that is gone should have told", INCIDENTS, "min(self._training - self._gone.keys(), default=None)",
+           "min(self._training, default=None)", tests=PURE),
+    Mutant("a worker is lost at once", INCIDENTS, "now_s - absence.since_s >= self._lost_s", "True", tests=PURE),
+    Mutant("one that is back stays lost", INCIDENTS, "absence = self._gone.pop(worker)", "absence = self._gone[worker]", tests=PURE),
+    Mutant("those that finish are lost", INCIDENTS, "        self._gone.clear()\n", "        pass\n", tests=PURE),
+    Mutant("a loss that is no number is fine", INCIDENTS, "is_good = math.isfinite(loss) and loss <= bound",
+           "is_good = not loss > bound", tests=PURE),
+    Mutant("half a nat is a divergence", INCIDENTS, "max(ABOVE[0], ABOVE[1] * self._lowest)", "ABOVE[1]", tests=PURE),
+    Mutant("every jump of the loss is told", INCIDENTS, "or self._steady < STEADY:", "or False:", tests=PURE),
+    Mutant("Ctrl-C is a failure", ALARM, "if isinstance(error, Exception):", "if error is not None:", tests=SENT),
+    Mutant("the last alert is cut off", ALARM, "        self._thread.join(CLOSE_S)\n", "", tests=SENT),
+    Mutant("every failure to send is told", ALARM, "                self._has_failed_to_send = True\n", "", tests=SENT),
+    Mutant("a server that drips is waited for", TARGET, "posting.join(POST_S)", "posting.join()", tests=SENT),
+    Mutant("a status of 500 is fine", TARGET, '            problems.append(f"it answered', '            print(f"it answered', tests=SENT),
+    Mutant("a command that hangs is left behind", TARGET, "os.killpg(process.pid, 9)", "process.kill()", tests=SENT),
+    Mutant("secrets are printed", TARGET, "{urlsplit(target).hostname}", "{target}", tests=SENT),
+    # metrics and their dashboard
+    Mutant("a metric has another name than on the dashboard", "watch/prometheus.py", '_metric("held_out_loss"',
+           '_metric("eval_loss"', tests=GRAFANA),
+    Mutant("a line does not say where it leads", "watch/prometheus.py", '"to": str(pair["to"])', '"at": str(pair["to"])',
+           tests=GRAFANA),
 ]  # fmt: skip

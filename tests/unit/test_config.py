@@ -180,7 +180,10 @@ def test_broken_toml_shows_the_line() -> None:
         ("[data]\nvocab = 300", "data.vocab: unknown key; did you mean data.vocabulary?"),
         ("[model]\nvocab = 300", "model.vocab: unknown key; did you mean model.vocabulary?"),
         ("[Sync]\nperiod = 3", "Sync: unknown key; did you mean sync?"),
-        ("[log]\nzzz = 3", "log.zzz: unknown key; log has tensorboard, wandb, trackio, sample, view"),
+        (
+            "[log]\nzzz = 3",
+            "log.zzz: unknown key; log has tensorboard, wandb, trackio, sample, alert, stall_s, lost_s, view",
+        ),
         ('"sync.period" = 3', '"sync.period": unknown key; did you mean sync.period?'),
         ('"q.q" = 3', '"q.q": unknown key; a run file has name, out'),
         ('"a\\nb" = 3', '"a\\nb": unknown key; a run file has name, out'),

@@ -1,6 +1,7 @@
 """Whole runs whose workers come and go: killed, stopped, late and cut off, all end with the same model."""
 
 import itertools
+import json
 import shutil
 import signal
 import time
@@ -40,6 +41,26 @@ def test_a_killed_worker_is_not_waited_for_and_comes_back(tmp_path: Path) -> Non
         assert all(a.sent_bytes[1] <= b.sent_bytes[1] for a, b in itertools.pairwise(lines)), lines
         jump = steps.index(own.at + 1)  # it restored a checkpoint, and goes on where the run is
         assert steps[:jump] == list(range(1, 11)) and steps[jump:] == list(range(own.at + 1, 61))
+
+
+def test_one_worker_tells_that_another_is_lost_and_that_it_is_back(tmp_path: Path) -> None:
+    told = tmp_path / "told.jsonl"
+    command = f"log.alert=sh -c 'cat >> {told}; echo >> {told}'"
+    options = ("--set", command, "--set", "log.lost_s=0.5")
+
+    def alerts() -> list[tuple[str, bool, int, int]]:
+        lines = told.read_text().splitlines() if told.exists() else []
+        return [(a["kind"], a["recovered"], a["about"], a["worker"]) for a in map(json.loads, lines)]
+
+    with running(tmp_path, steps=200) as run:
+        workers = [run.start(worker, *options) for worker in range(3)]
+        when(lambda: run.step(0) >= 12)
+        workers[0].kill()
+        when(lambda: len(alerts()) == 1)
+        workers[0] = run.start(0, *options)
+        when(lambda: len(alerts()) == 2)
+        finish(*workers)
+    assert alerts() == [("lost", False, 0, 1), ("lost", True, 0, 1)], "by the lowest of those that train"
 
 
 def test_a_worker_that_is_stopped_leaves_in_order_and_the_lowest_of_the_others_evaluates(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ BASE: dict[str, Any] = {
     "model": {"preset": "tiny", "layers": 2, "width": 16, "heads": 1, "feedforward": 32, "context": 16},
     "train": {"steps": 12, "batch": 4, "eval_every": 4, "eval_tokens": 256, "save_every": 3, "log_every": 2},
     "sync": {"workers": 2, "method": "streaming", "period": 4, "fragments": "blocks:1", "codec": "fp32"},
-    "log": {"view": "none"},
+    "log": {"view": "none", "sample": 4},
 }
 RUNS: dict[str, dict[str, Any]] = {
     "streaming": {},

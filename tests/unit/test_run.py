@@ -30,7 +30,7 @@ SMALL: dict[str, Any] = {
     "model": {"preset": "tiny", "layers": 2, "width": 16, "heads": 1, "feedforward": 32, "context": 16},
     "train": {"steps": 20, "batch": 2, "eval_every": 5, "eval_tokens": 256, "save_every": 3, "log_every": 2},
     "sync": {"workers": 3, "method": "streaming", "period": 4, "fragments": "blocks:1"},
-    "log": {"view": "none"},
+    "log": {"view": "none", "sample": 4},
 }
 
 

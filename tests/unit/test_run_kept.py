@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {
     "model": {"preset": "tiny", "layers": 2, "width": 16, "heads": 1, "feedforward": 32, "context": 16},
     "train": {"steps": 12, "batch": 2, "eval_tokens": 64, "save_every": 100, "log_every": 1, "lr": 0.003},
     "sync": {"workers": 3, "method": "streaming", "period": 4, "fragments": "blocks:1"},
-    "log": {"view": "none"},
+    "log": {"view": "none", "sample": 4},
 }
 
 

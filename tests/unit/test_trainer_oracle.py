@@ -119,7 +119,13 @@ def config_of(
     asked = {name: value for name, value in {**TRAIN, **changes.get("train", {})}.items() if name not in left_out}
     data = {"source": str(corpus), "cache": str(tmp_path / "tokens"), "held_out": 0.1, **changes.get("data", {})}
     shape = {**SHAPE, **changes.get("model", {})}
-    table = {"model": shape, "train": asked, "sync": changes["sync"], "data": data, "log": {"view": "none"}}
+    table = {
+        "model": shape,
+        "train": asked,
+        "sync": changes["sync"],
+        "data": data,
+        "log": {"view": "none", "sample": 4},
+    }
     fixed = {"device": "cpu", "threads": 1, "seed": 3, "name": "run", "out": str(tmp_path), "precision": precision}
     return config.parse({**table, **fixed})
 

@@ -14,6 +14,7 @@ from atoll.settings.value_types import (
     LEAST_BPE_VOCABULARY,
     MANY,
     Address,
+    Alert,
     Allowed,
     Amount,
     Betas,
@@ -336,5 +337,11 @@ class LogSection(Section):
     """Also write to this project of trackio."""
     sample: Tokens = 64
     """Tokens of text to sample at each evaluation, for metrics.jsonl; 0 for none. Not under train.parallel = "fsdp"."""
+    alert: Alert | None = Field(default=None, examples=["https://example.org/hook"])
+    """Tell this webhook or command, or the one in $NAME, when the run stalls, loses a worker, diverges or fails."""
+    stall_s: Seconds = 600.0
+    """Alert: seconds without a step after which the run is stalled; more than evaluating and saving take."""
+    lost_s: Seconds = 300.0
+    """Alert: seconds after which a worker that is gone counts as lost."""
     view: View = "auto"
     """How a run shows its progress; auto: live in a terminal, else lines."""

@@ -1,6 +1,7 @@
 """Defines the kinds of values that a run file holds, each with what it may be."""
 
 import re
+import shlex
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -56,6 +57,16 @@ def _listen(value: str) -> str:
     return value
 
 
+def _alert(value: str) -> str:
+    """Accepts http:// and https:// addresses, commands, and $NAME."""
+    if value.startswith("$") and not re.fullmatch(r"\$[A-Za-z_][A-Za-z0-9_]*", value):
+        raise ValueError("no name of a variable")
+    if "://" in value.partition(" ")[0] and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", value):
+        raise ValueError("no address")
+    shlex.split(value)
+    return value
+
+
 def worker_numbers(table: Any) -> Any:
     """Converts keys that are worker numbers, since those of TOML are text: "3" -> 3."""
     if not isinstance(table, dict):
@@ -108,6 +119,12 @@ Registry = Annotated[
     Allowed('HOST:PORT of `atoll registry`, like "10.0.0.1:29400", or etcd://HOST:PORT,HOST:PORT/NAME'),
 ]
 Listen = Annotated[str, AfterValidator(_listen), Allowed('HOST:PORT, like "10.0.0.2:29401"; port 0 takes a free one')]
+Alert = Annotated[
+    str,
+    _TEXT,
+    AfterValidator(_alert),
+    Allowed('an address like "https://example.org/hook", a command, or "$NAME" of a variable that holds one'),
+]
 Seconds = Annotated[float, Field(gt=0, lt=1e6), Allowed("a number of seconds above 0, below 10^6")]
 Connections = Annotated[int, Field(ge=1, le=8), Allowed("a whole number from 1 to 8")]
 Silence = Annotated[float, Field(ge=0.1, lt=1e6), Allowed("a number of seconds from 0.1, below 10^6")]

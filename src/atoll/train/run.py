@@ -18,8 +18,8 @@ from atoll.link.base import Link
 from atoll.link.seat import Seat
 from atoll.runs.events import Event, Jsonl, Resumed, Saved, Sink, read
 from atoll.runs.evidence import Began
-from atoll.runs.layout import ANCHORS, BEST, METRICS, MODEL, worker_folder
-from atoll.runs.sinks import Metrics, TensorBoard, Trackio, WandB
+from atoll.runs.layout import ANCHORS, BEST, METRICS, MODEL
+from atoll.runs.sinks import Metrics
 from atoll.settings.config import RunConfig
 from atoll.train.data import token_files
 from atoll.train.data.batches import Batches, held_out
@@ -27,7 +27,9 @@ from atoll.train.data.token_files import TokenData
 from atoll.train.folder import RunFolder
 from atoll.train.model import hub
 from atoll.train.model.decoder import Decoder
+from atoll.train.progress.alert_target import target_of
 from atoll.train.progress.line_log import LineLog
+from atoll.train.progress.other_sinks import alarm, trackers
 from atoll.train.progress.plan_check import plan_check
 from atoll.train.progress.text_sample import write_sample
 from atoll.train.progress.view import preparing, view
@@ -57,6 +59,10 @@ class _Process:
     @property
     def ranks(self) -> WorkerRanks:
         return self.control.ranks
+
+    def with_lines(self, sink: Sink, past: Sequence[Event] = ()) -> Sink:
+        """Let a process with connections to other workers report what they carry."""
+        return sink if self.seat is None else LineLog(sink, self.seat, self.ranks, self.control.lines, past)
 
     def wait_for_all(self, place: str) -> None:
         """Wait for the other workers; Ctrl-C acts at once, since nothing is computed meanwhile."""
@@ -115,7 +121,9 @@ def _connect(
     config: RunConfig, seat: Seat | None, folder: RunFolder, ranks: WorkerRanks, cleanup: ExitStack
 ) -> _Process:
     """Make the links of this process's workers; they wait for no other worker yet."""
-    device_of(config)  # refuses a device before the work of reading text
+    device_of(config)  # refuses a device before the work of reading text, and a command that is not there
+    if config.log.alert is not None:
+        target_of(config.log.alert)
     if config.threads:
         torch.set_num_threads(config.threads)
     interrupts = cleanup.enter_context(interruptible())
@@ -233,8 +241,9 @@ def _begin(process: _Process, trainer: Trainer, data: TokenData, restored: _Rest
         The metrics file; None on a rank that is not its worker's leader.
     """
     config, folder = trainer.config, process.folder
-    sinks = list(_other_sinks(config, folder.path, trainer.steps, process.seat))
-    others = process.cleanup.enter_context(closing(Metrics(sinks)))
+    others = [trackers(config, folder.path, trainer.steps, process.seat, process.cleanup)]
+    elastic = process.control.elastic if isinstance(process.control, ElasticControl) else None
+    others += alarm(config, process.seat, lambda: trainer.steps, elastic, process.cleanup)
     process.cleanup.enter_context(_closing(process.links))  # before the sinks, which may take minutes to close
     _print_notes(config, data, trainer)
     folder.begin(config, trainer.parameters, data)
@@ -244,32 +253,20 @@ def _begin(process: _Process, trainer: Trainer, data: TokenData, restored: _Rest
             _open_evidence(trainer, folder, restored, process.cleanup)
         log = _open_log(process, trainer, others, restored.metrics if restored else None)
     elif not process.ranks.hold_whole_model:
-        trainer.reporter.sink = _with_lines(process, Metrics([]))
+        trainer.reporter.sink = process.with_lines(Metrics([]))
     if restored is None and folder.of_many:  # no worker trains on before all have a checkpoint to come back to
         folder.save(trainer, log.position() if log else 0, data)
         process.wait_for_all("begun")
     return log
 
 
-def _other_sinks(config: RunConfig, folder: Path, step: int, seat: Seat | None) -> Iterator[Sink]:
-    """Yield the sinks besides file and screen; `step` is where a resumed run continues, or 0."""
-    settings, table = config.log, config.model_dump(mode="json")
-    name = config.name if seat is None else f"{config.name}-{worker_folder(seat.worker)}"
-    if settings.tensorboard:
-        yield TensorBoard(folder / "tensorboard", step or None)
-    if settings.wandb:
-        yield WandB(settings.wandb, name, table, folder)
-    if settings.trackio:
-        yield Trackio(settings.trackio, name, table, resume=step > 0)
-
-
-def _open_log(process: _Process, trainer: Trainer, others: Sink, length: int | None) -> Jsonl:
+def _open_log(process: _Process, trainer: Trainer, others: Sequence[Sink], length: int | None) -> Jsonl:
     """Send the trainer's events to the metrics file (of `length` bytes if resumed), the screen and other sinks."""
     folder, cleanup, resumed = process.folder, process.cleanup, length is not None
     log = cleanup.enter_context(closing(Jsonl(folder.path / METRICS, length)))
     past = read(folder.path / METRICS) if resumed else ()
     screen = cleanup.enter_context(closing(view(trainer.config.log.view, past=past)))
-    trainer.reporter.sink = _with_lines(process, Metrics([log, others, screen]), past)
+    trainer.reporter.sink = process.with_lines(Metrics([log, *others, screen]), past)
     if trainer.ranks.hold_whole_model:  # else it is collective, and other ranks may have failed
         cleanup.callback(_write_last_rounds, trainer)
     if log.missing:
@@ -279,13 +276,6 @@ def _open_log(process: _Process, trainer: Trainer, others: Sink, length: int | N
     if resumed:
         trainer.reporter.sink.write(Resumed(step=trainer.steps, seconds=trainer.seconds, began=time.time()))
     return log
-
-
-def _with_lines(process: _Process, sink: Sink, past: Sequence[Event] = ()) -> Sink:
-    """Let a process with connections to other workers report what they carry."""
-    if process.seat is None:
-        return sink
-    return LineLog(sink, process.seat, process.ranks, process.control.lines, past)
 
 
 def _open_evidence(trainer: Trainer, folder: RunFolder, restored: _Restored | None, cleanup: ExitStack) -> None:

@@ -68,7 +68,8 @@ class WorkerRanks:
         """Return the settings as this rank uses them."""
         if self.is_leader:
             return config
-        return config.changed(**{"log.view": "none", "log.tensorboard": False, "log.wandb": None, "log.trackio": None})
+        nothing = {"log.tensorboard": False, "log.wandb": None, "log.trackio": None, "log.alert": None}
+        return config.changed(**{"log.view": "none", **nothing})
 
     def seed(self, seed: int) -> None:
         """Seed this rank's random numbers (dropout) differently from the leader's."""
