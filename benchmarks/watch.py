@@ -122,7 +122,7 @@ def make_trainer(folder: Path) -> Trainer:
         {
             "model": {"preset": "tiny"},
             "data": {"cache": str(folder)},
-            "train": {"steps": 10**6, "batch": 8, "log_every": 10},
+            "train": {"steps": 10**6, "batch": 2, "sequence": 64, "log_every": 10},
             "sync": {"method": "streaming", "workers": 2, "period": 20},
             "log": {"view": "none"},
         }
@@ -130,7 +130,7 @@ def make_trainer(folder: Path) -> Trainer:
     data = run.prepare(settings)
     model, settings = run.start(settings, data)
     assert settings.train.sequence is not None
-    batches = Batches(data.train, workers=2, batch=8, sequence=settings.train.sequence, seed=0)
+    batches = Batches(data.train, workers=2, batch=2, sequence=settings.train.sequence, seed=0)
     checks = held_out(data.held_out, sequence=settings.train.sequence, tokens=1024, batch=8)
     trainer = Trainer(settings, model, batches, checks, local(2))
     (folder / "run").mkdir()

@@ -20,7 +20,7 @@ from atoll.runs.events import End, Event, Jsonl
 from voyage import Voyage, save
 
 VOYAGE = Voyage(steps=400)
-LOG = [event for event in VOYAGE.events()[0] if not isinstance(event, End)]
+LOG: list[Event] = [event for event in VOYAGE.events()[0] if not isinstance(event, End)]
 PATIENCE_S = 60.0
 
 

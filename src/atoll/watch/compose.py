@@ -2,10 +2,10 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,8 @@ from atoll.watch.sections import (
 from atoll.watch.state import condition
 from atoll.watch.thinning import Bucket, Spread
 
+NAMES: Final = tuple(Sections.__annotations__)
+"""The names of all sections."""
 _LONGEST = 300  # characters of words
 _LONGEST_SAMPLE = 4000
 _MOST_SETTINGS, _MOST_PAIRS, _MOST_SAMPLES = 400, 600, 20
@@ -51,20 +53,26 @@ _PERIODS = 12  # that the planner simulates: enough for a steady state
 
 def compose(run: LiveRun, share: float, now: float) -> Sections:
     """Returns all sections of a run at a Unix time; `share` is the part of its files that was read, 0 to 1."""
+    return cast(Sections, compose_some(run, share, now, NAMES))
+
+
+def compose_some(run: LiveRun, share: float, now: float, names: Iterable[str]) -> dict[str, Any]:
+    """Returns some sections, as `compose` does."""
     record = run.record()
-    return {
-        "run": run_section(run, record, share, now),
-        "loss": loss_section(run),
-        "speed": speed_section(run),
-        "lanes": lanes_section(run, record, now) if record else {"end_s": 0.0, "workers": [], "views": []},
-        "now": window_section(run),
-        "traffic": traffic_section(run, record),
-        "outer": outer_section(run),
-        "faults": faults_section(run),
-        "samples": samples_section(run),
-        "settings": settings_section(run),
-        "scores": scores_section(record),
+    makers: dict[str, Callable[[], object]] = {
+        "run": lambda: run_section(run, record, share, now),
+        "loss": lambda: loss_section(run),
+        "speed": lambda: speed_section(run),
+        "lanes": lambda: lanes_section(run, record, now) if record else {"end_s": 0.0, "workers": [], "views": []},
+        "now": lambda: window_section(run),
+        "traffic": lambda: traffic_section(run, record),
+        "outer": lambda: outer_section(run),
+        "faults": lambda: faults_section(run),
+        "samples": lambda: samples_section(run),
+        "settings": lambda: settings_section(run),
+        "scores": lambda: scores_section(record),
     }
+    return {name: makers[name]() for name in NAMES if name in names}
 
 
 def run_section(run: LiveRun, record: RunRecord | None, share: float, now: float) -> RunSection:

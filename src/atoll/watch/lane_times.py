@@ -18,7 +18,10 @@ from atoll.watch.thinning import join_near
 NOW_S: Final = 60.0
 """Seconds of the window that scrolls."""
 MOST_SPANS: Final = 2000
-"""Spans of each kind that a window has of a worker."""
+"""Spans of each kind that a window has of a worker; fewer if there are many workers."""
+_MOST_OF_ALL, _FEWEST_SPANS = 64_000, 20
+UNSEEN: Final = 5e-5
+"""The share of a window that is narrower than a pixel."""
 _LONGEST = 300  # characters of words
 _LEFT = ("was stopped", "has finished")  # why a worker is gone that has said so itself
 
@@ -164,35 +167,45 @@ def _told(run: LiveRun, kind: type, worker: int) -> list[tuple[float, str]]:
 # ---------------------------------------------------------------------- a window
 
 
-def window_section(run: LiveRun, window: Span | None = None) -> WindowSection:
-    """Returns what the workers did in a window, in seconds since the run began; None: the last minute."""
+def window_section(run: LiveRun, window: Span | None = None, *, unseen: float = UNSEEN) -> WindowSection:
+    """Returns what the workers did in a window.
+
+    Args:
+        run: The run.
+        window: In seconds since the run began; None: the last minute.
+        unseen: The share of the window below which waits are left out; 0 where a reader may zoom further in.
+    """
     if window is None:
         window = Span(max(0.0, run.newest_s - NOW_S), run.newest_s)
     found = [
-        _in_window(run, process, worker, window)
+        _in_window(run, process, worker, window, unseen)
         for worker, process in sorted(((w, p) for p in run.logs() for w in p.tracks), key=itemgetter(0))
     ]
     return {"from_s": window.begin_s, "to_s": window.end_s, "workers": found}
 
 
-def _in_window(run: LiveRun, process: ProcessLog, worker: int, window: Span) -> WindowOfWorker:
+def _in_window(run: LiveRun, process: ProcessLog, worker: int, window: Span, unseen: float) -> WindowOfWorker:
     origin = run.began if process.began else 0.0
+    most = min(MOST_SPANS, max(_FEWEST_SPANS, _MOST_OF_ALL // process.start.workers))
     inside = process.tracks[worker].flights.within(Span(window.begin_s + origin, window.end_s + origin))
     inside[:, :2] -= origin
+    shortest_s = (min(window.end_s, run.newest_s) - max(window.begin_s, 0.0)) * unseen
+    waited = waits(map(itemgetter(1, 2), inside.tolist()), 0.0)
+    long = [wait for wait in waited if wait.end_s - wait.begin_s > shortest_s]
     under_way = sent_rounds(process) if worker == min(process.tracks) else []
     times = run.time_of_step(step for step, _ in under_way)
     return {
         "worker": worker,
-        "waits": [[*span] for span in join_near(waits(map(itemgetter(1, 2), inside.tolist()), 0.0), MOST_SPANS)],
-        "flights": _flights(inside[inside[:, 0].argsort(kind="stable")].tolist()),
+        "waits": [[*span] for span in join_near(long, most)],
+        "flights": _flights(inside[inside[:, 0].argsort(kind="stable")].tolist(), most),
         "on_their_way": [[*sent, at] for sent, at in zip(under_way, times, strict=True)],
     }
 
 
-def _flights(inside: list[list[float]]) -> list[Row]:
+def _flights(inside: list[list[float]], most: int) -> list[Row]:
     """Returns the flights, in order of their beginnings, with the row of each; too many are joined in one row."""
     spans = [Span(begin, end) for begin, end, *_ in inside]
-    if len(spans) > MOST_SPANS:
-        return [[*span, -1, -1, 0] for span in join_near(spans, MOST_SPANS)]
+    if len(spans) > most:
+        return [[*span, -1, -1, 0] for span in join_near(spans, most)]
     numbered = zip(spans, inside, rows(spans), strict=True)
     return [[*span, int(step), int(fragment), row] for span, (*_, step, fragment), row in numbered]

@@ -1,12 +1,13 @@
 """Reads a watched run in one thread, and puts its sections on the board."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 from atoll.report.lanes import Span
-from atoll.watch.compose import compose, run_section
+from atoll.watch.compose import NAMES, compose, compose_some
 from atoll.watch.lane_times import window_section
 from atoll.watch.run import LiveRun
 from atoll.watch.sections import Sections
@@ -17,6 +18,10 @@ EVERY_S: Final = 0.5
 """Seconds between two looks at the run while somebody watches."""
 UNWATCHED_S: Final = 2.0
 """Seconds between two looks while nobody does: /metrics is no older than that."""
+SLOW_S: Final = 2.0
+"""Seconds between two versions of the sections that are not quick."""
+QUICK: Final = frozenset(("run", "lanes", "now"))
+"""Sections that follow the run at once."""
 _SHARE = 0.01  # of one core that following a run may take, on average
 
 
@@ -50,8 +55,9 @@ class Reader:
         self._woken, self._stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
         self._seen: tuple[object, ...] = ()  # by what the sections were composed, but for the time
-        self.read_s: float | None = None
-        """Seconds that it took to read all that was there at the start; None before."""
+        self._stale: set[str] = set()  # sections that may have changed since they were composed
+        self._composed = -math.inf  # when the long ones were
+        self._share = 0.0  # of the files that was read at the last look
 
     def start(self) -> None:
         """Begins to read."""
@@ -75,7 +81,7 @@ class Reader:
         return to_json(found, decimals=6)
 
     def _follow(self) -> None:
-        began, shown = time.monotonic(), -EVERY_S
+        shown = -math.inf
         while not self._stopped.is_set():
             self._woken.clear()
             busy = time.thread_time()
@@ -84,25 +90,24 @@ class Reader:
             share = self._source.share
             if share < 1 and time.monotonic() - shown < EVERY_S:
                 continue
-            if share >= 1 and self.read_s is None:
-                self.read_s = time.monotonic() - began
             self.look(share)
             shown = time.monotonic()
-            if share < 1:
-                continue
-            pause_s = (time.thread_time() - busy) / _SHARE
-            self._woken.wait(max(EVERY_S if self._is_watched() else UNWATCHED_S, min(pause_s, UNWATCHED_S)))
+            if share >= 1:
+                pause_s = (time.thread_time() - busy) / _SHARE
+                self._woken.wait(max(EVERY_S if self._is_watched() else UNWATCHED_S, min(pause_s, UNWATCHED_S)))
 
     def look(self, share: float) -> None:
-        """Publishes the sections that may have changed."""
+        """Publishes the sections that may have changed; curves and lists, which are long, less often than the rest."""
         with self._lock:
             about, now = self._source.about(), time.time()
             seen = (self._run.taken, about, [self._run.is_silent(name, now) for name in self._run.processes])
             self._run.about = about
-            sections: Mapping[str, Any] = (
-                compose(self._run, share, now)
-                if seen != self._seen
-                else {"run": run_section(self._run, self._run.record(), share, now)}
-            )
+            self._stale |= set(NAMES) if seen != self._seen else {"run"}  # the state changes with time alone
             self._seen = seen
+            is_due = time.monotonic() - self._composed >= SLOW_S or share >= 1 > self._share
+            names = self._stale if is_due else self._stale & QUICK
+            if names - QUICK:
+                self._composed = time.monotonic()
+            sections = compose_some(self._run, share, now, names)
+            self._stale, self._share = self._stale - names, share
         self._publish({name: to_json(section) for name, section in sections.items()})

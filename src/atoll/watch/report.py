@@ -108,12 +108,12 @@ def sections_of(record: RunRecord, most: int) -> Sections:
 def _detail(run: LiveRun, most: int) -> WindowSection:
     """Returns waits and rounds one by one, of the whole run or of its last half, quarter and so on."""
     window = Span(0.0, run.newest_s)
-    found = window_section(run, window)
+    found = window_section(run, window, unseen=0.0)
     while _is_too_much(found, most):
         window = Span((window.begin_s + window.end_s) / 2, window.end_s)
         if window.begin_s >= window.end_s:
             break
-        found = window_section(run, window)
+        found = window_section(run, window, unseen=0.0)
     return found
 
 
