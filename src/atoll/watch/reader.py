@@ -18,11 +18,11 @@ EVERY_S: Final = 0.5
 """Seconds between two looks at the run while somebody watches."""
 UNWATCHED_S: Final = 2.0
 """Seconds between two looks while nobody does: /metrics is no older than that."""
-SLOW_S: Final = 2.0
+SLOW_S: Final = 3.0
 """Seconds between two versions of the sections that are not quick."""
 QUICK: Final = frozenset(("run", "lanes", "now"))
 """Sections that follow the run at once."""
-_SHARE = 0.01  # of one core that following a run may take, on average
+_SHARE = 0.006  # of one core that following a run may take, on average
 
 
 def read_whole(source: Source) -> Sections:
