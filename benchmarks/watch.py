@@ -1,11 +1,12 @@
 """What `atoll watch` costs a worker that trains on the same machine, and how fast the page of a long run opens.
 
-    python benchmarks/watch.py speed [--pairs 60] [--block-s 2] [--viewers 10]
+    python benchmarks/watch.py speed [--pairs 20] [--block-s 5] [--viewers 10]
     python benchmarks/watch.py open [--events 1000000]
 
 speed: a worker trains on all cores and writes its events; blocks of steps with a server and its viewers alternate with
 blocks in which both are stopped (SIGSTOP), so that a busy machine slows both. The figure is the median of the ratios
-of neighbouring blocks, with all viewers reading, and with one among them that reads nothing.
+of neighbouring blocks, with all viewers reading, and with one among them that reads nothing. Blocks are long, because a
+server that goes on has the work of the time before to do.
 
 open: writes a run of two workers with so many events, starts the server, waits until it has read them, and opens the
 page in the system's Chromium, at the widths of a desktop and of a phone. The figures are the server's reading time,
@@ -62,8 +63,8 @@ while True:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["speed", "open"])
-    parser.add_argument("--pairs", type=int, default=60, help="pairs of blocks")
-    parser.add_argument("--block-s", type=float, default=2.0, help="seconds of a block, at least")
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks")
+    parser.add_argument("--block-s", type=float, default=5.0, help="seconds of a block, at least")
     parser.add_argument("--viewers", type=int, default=10)
     parser.add_argument("--events", type=int, default=1_000_000)
     arguments = parser.parse_args()

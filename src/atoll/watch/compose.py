@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from statistics import fmean
 from typing import Any, Final, Literal, cast
 
 import numpy as np
@@ -210,7 +211,7 @@ def traffic_section(run: LiveRun, record: RunRecord | None) -> TrafficSection:
     """Returns the bytes between workers, beside what the planner foretells."""
     if record is None:
         return {"pairs": [], "workers": [], "planned": None, "data_parallel_bytes": 0}
-    planned = _planned(record)
+    planned = _planned(run, record)
     workers: list[TrafficOfWorker] = []
     for process in run.logs():
         for worker in process.tracks:
@@ -261,15 +262,16 @@ def _entry(totals: events.Totals | None, name: str, worker: int) -> int:
     return values[worker] if worker < len(values) else 0
 
 
-def _planned(record: RunRecord) -> Planned | None:
+def _planned(run: LiveRun, record: RunRecord) -> Planned | None:
     """Returns what the planner foretells for the run's line: the emulated one, or else one that is never slow."""
-    if not record.on_wire or record.step_s <= 0:
+    timed = [step.step_s for process in run.logs() for _, step in process.recent if 0 < step.step_s < math.inf]
+    if not record.on_wire or not timed:
         return None
     link = record.config.get("link")
     emulated = link.get("emulate") if isinstance(link, dict) else None
     try:
         line = parse_line(emulated) if isinstance(emulated, str) else None
-        job = replace(record.job(), finish=False, step_s=float(f"{record.step_s:.2g}"))
+        job = replace(record.job(), finish=False, step_s=float(f"{fmean(timed):.2g}"))
         return _foretold(replace(job, steps=_PERIODS * (1 if job.gradients else job.period)), line)
     except ConfigError:
         return None

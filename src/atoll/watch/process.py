@@ -152,7 +152,8 @@ class ProcessLog:
         """Returns its start, its newest totals, and what is kept of the other events."""
         names = {"faults": Fault, "resumes": Resumed, "views": Members, "losses": Lost, "joins": Joined}
         kept: dict[str, Any] = {name: tuple(event for _, event in self.kept[kind]) for name, kind in names.items()}
-        steps = tuple(step for _, step in self.recent) or ((self.last,) if isinstance(self.last, Step) else ())
+        newest = self.recent[-1][1] if self.recent else self.last
+        steps = (newest,) if isinstance(newest, Step) else ()
         scores = tuple(event for _, event in self.kept[Scored])
         return EventLog(
             start=self.start, steps=steps, evals=tuple(self.evals.items()), scores=scores, end=self.end, **kept

@@ -18,11 +18,11 @@ EVERY_S: Final = 0.5
 """Seconds between two looks at the run while somebody watches."""
 UNWATCHED_S: Final = 2.0
 """Seconds between two looks while nobody does: /metrics is no older than that."""
-SLOW_S: Final = 2.0
-"""Seconds between two versions of the sections that are not quick."""
-QUICK: Final = frozenset(("run", "lanes", "now"))
-"""Sections that follow the run at once."""
-_SHARE = 0.01  # of one core that following a run may take, on average
+SLOW_S: Final = 3.0
+"""Seconds between two versions of `SLOW` sections."""
+SLOW: Final = frozenset(("loss", "speed", "outer"))
+"""Sections of curves, which take most of the time; the others follow the run at once."""
+_SHARE = 0.006  # of one core that following a run may take, on average
 
 
 def read_whole(source: Source) -> Sections:
@@ -97,7 +97,7 @@ class Reader:
                 self._woken.wait(max(EVERY_S if self._is_watched() else UNWATCHED_S, min(pause_s, UNWATCHED_S)))
 
     def look(self, share: float) -> None:
-        """Publishes the sections that may have changed; curves and lists, which are long, less often than the rest."""
+        """Publishes the sections that may have changed; curves, which are long, less often than the rest."""
         with self._lock:
             about, now = self._source.about(), time.time()
             seen = (self._run.taken, about, [self._run.is_silent(name, now) for name in self._run.processes])
@@ -105,8 +105,8 @@ class Reader:
             self._stale |= set(NAMES) if seen != self._seen else {"run"}  # the state changes with time alone
             self._seen = seen
             is_due = time.monotonic() - self._composed >= SLOW_S or share >= 1 > self._share
-            names = self._stale if is_due else self._stale & QUICK
-            if names - QUICK:
+            names = self._stale if is_due else self._stale - SLOW
+            if names & SLOW:
                 self._composed = time.monotonic()
             sections = compose_some(self._run, share, now, names)
             self._stale, self._share = self._stale - names, share
