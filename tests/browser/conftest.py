@@ -16,7 +16,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("browser"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it runs, so does an event loop, and no other test may start one
 def chromium() -> Iterator[Any]:
     api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     if CHROMIUM is None:
