@@ -132,7 +132,7 @@ MUTANTS = [
     Mutant(
         "what a foreign process is, is forgotten",
         "watch/run.py",
-        "(*self._troubles.values(), *self._foreign.values())",
+        "(self.trouble, *self._troubles.values(), *self._foreign.values())",
         "(*self._troubles.values(),)",
     ),
     Mutant(
@@ -445,5 +445,43 @@ MUTANTS = [
         "            self.board.close()\n",
         "            pass\n",
         tests=_in("the_end_of_the_server_ends_streams"),
+    ),
+    # strangers, and what may go wrong inside
+    Mutant(
+        "one fault ends the reader",
+        "watch/reader.py",
+        "except Exception as fault:",
+        "except ZeroDivisionError as fault:",
+        tests=_in("a_reader_that_fails_says_so_and_goes_on"),
+    ),
+    Mutant(
+        "a page that is not followed is healthy",
+        "watch/server.py",
+        'PlainTextResponse(f"503: {trouble}\\n", 503) if trouble else',
+        "",
+        tests=_in("a_reader_that_fails_says_so_and_goes_on"),
+    ),
+    Mutant(
+        "other sites may ask for parts",
+        "watch/guard.py",
+        'headers.get("sec-fetch-site") == "cross-site"',
+        "False",
+        tests=_in("other_sites_may_open_the_page_and_nothing_else"),
+    ),
+    Mutant("a worker is shown twice", "watch/run.py", "begun.tracks.keys() & process.tracks.keys()", "set[int]()"),
+    Mutant("the time left waits for those that are gone", "watch/run.py", "if not self.is_silent(name, now)]", "]"),
+    Mutant(
+        "any number of connections",
+        "watch/connections.py",
+        "if len(self.connections) > most_connections():",
+        "if False:",
+        tests=("tests/unit/test_watch_command.py::test_strangers_that_only_connect_leave_the_page_to_others",),
+    ),
+    Mutant(
+        "a connection that asks for nothing stays",
+        "watch/connections.py",
+        "if cycle is None or cycle.response_complete:",
+        "if False:",
+        tests=("tests/unit/test_watch_command.py::test_strangers_that_only_connect_leave_the_page_to_others",),
     ),
 ]

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from http.client import HTTPConnection
+from contextlib import ExitStack, closing, contextmanager, suppress
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 import pytest
@@ -25,9 +25,11 @@ PATIENCE_S = 60.0
 
 
 @contextmanager
-def watching(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], int, str]]:
+def watching(
+    folder: Path, *options: str, before: Sequence[str] = ()
+) -> Iterator[tuple[subprocess.Popen[str], int, str]]:
     """Starts the command; yields its process, its port and the line that it printed."""
-    command = [sys.executable, "-m", "atoll", "watch", str(folder), "--port", "0", *options]
+    command = [*before, sys.executable, "-m", "atoll", "watch", str(folder), "--port", "0", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8")
     assert process.stdout is not None
     try:
@@ -141,3 +143,26 @@ def test_what_cannot_be_watched_is_one_line(tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
         assert f"cannot listen on 127.0.0.1, port {port}" in refused(folder, "--port", port)
     assert "cannot listen on nowhere.invalid" in refused(folder, "--host", "nowhere.invalid")
+
+
+@pytest.mark.processes
+def test_strangers_that_only_connect_leave_the_page_to_others(tmp_path: Path) -> None:
+    folder = save(tmp_path / "far", LOG[:40])
+    limited = ["bash", "-c", 'ulimit -n 128; exec "$@"', "bash"]
+    with watching(folder, before=limited) as (process, port, _), ExitStack() as open_ones:
+        strangers = [open_ones.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(200)]
+        for stranger in strangers[:100]:
+            with suppress(OSError):
+                stranger.sendall(b"GET / HT")
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            with suppress(OSError, HTTPException), closing(HTTPConnection("127.0.0.1", port, timeout=5)) as connection:
+                connection.request("GET", "/healthz")
+                if connection.getresponse().read() == b"ok\n":
+                    break
+            assert time.monotonic() < until and process.poll() is None
+            time.sleep(0.5)
+        append(folder, LOG[40:80])
+        step = max(getattr(event, "step", 0) for event in LOG[40:80] if hasattr(event, "seconds"))
+        with closing(Stream(port)) as viewer:
+            viewer.until_step(step)

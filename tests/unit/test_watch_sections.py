@@ -422,3 +422,19 @@ def test_settings_come_from_the_run_file(tmp_path: Path) -> None:
     found = read_whole(Folders([save(tmp_path / "far", VOYAGE.events()[0])]))
     assert ["sync.workers", "3"] in found["settings"]
     assert SETTINGS["name"] == ELASTIC.name
+
+
+def test_a_worker_that_is_gone_does_not_count_in_the_time_left() -> None:
+    logs = until(VOYAGE.events(), 180)
+    both = live_run(logs, HEARD)
+    late = live_run([logs[0], until(VOYAGE.events(), 20)[1]], HEARD)
+    late.heard[[*late.processes][1]] = HEARD - 1e4
+    assert late.left_s(HEARD) == pytest.approx(both.left_s(HEARD), rel=0.2)
+
+
+def test_a_second_process_of_the_same_worker_is_refused_in_words() -> None:
+    logs = VOYAGE.events()
+    run = live_run([logs[0], logs[0]], HEARD)
+    assert len(run.processes) == 1
+    (words,) = run.troubles
+    assert "worker 0 is shown as" in words

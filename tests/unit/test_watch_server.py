@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asgi import Viewer, get, running
-from atoll.runs.events import End, Jsonl
+from atoll.runs.events import End, Jsonl, Step
 from atoll.watch import server
 from atoll.watch.folders import Folders
 from atoll.watch.guard import HEADERS, Admission
@@ -351,5 +351,58 @@ def test_a_server_of_a_damaged_run_lives(tmp_path: Path) -> None:
             while "damaged" not in run["state_words"]:
                 run = sections(await viewer.read()).get("run", run)
             assert run["step"] == 80
+
+    served(folder, use)
+
+
+# ---------------------------------------------------------------------- what may go wrong inside
+
+
+def test_a_reader_that_fails_says_so_and_goes_on(folder: Path) -> None:
+    class Failing(Folders):
+        fault: OSError | None = None
+
+        def poll(self) -> Any:
+            if self.fault is not None:
+                raise self.fault
+            return super().poll()
+
+    async def run() -> None:
+        source = Failing([folder])
+        app = Watch(source, OPEN)
+        async with running(app), asyncio.timeout(40):
+            assert await app.board.newer(0, 30.0)
+            source.fault = OSError(24, "Too many open files")
+            while (await get(app, "/healthz")).status != 503:
+                app.reader.wake()
+                await asyncio.sleep(0.05)
+            assert b"Too many open files" in (await get(app, "/healthz")).body
+            while b"Too many open files" not in (app.board.text("run") or b""):
+                await asyncio.sleep(0.05)
+            source.fault = None
+            while (await get(app, "/healthz")).status != 200:
+                app.reader.wake()
+                await asyncio.sleep(0.05)
+
+    asyncio.run(run())
+
+
+def test_numbers_beyond_all_bounds_do_not_end_the_page(tmp_path: Path) -> None:
+    log = VOYAGE.events()[0]
+    steps = [n for n, event in enumerate(log) if isinstance(event, Step)]
+    log[steps[-1]] = replace(log[steps[-1]], step=10**25, step_s=1.7e308)
+
+    async def use(app: Watch) -> None:
+        assert (await get(app, "/lanes?from=0&to=5")).status == 200
+        assert app.reader.is_alive
+
+    served(save(tmp_path / "far", log), use)
+
+
+def test_other_sites_may_open_the_page_and_nothing_else(folder: Path) -> None:
+    async def use(app: Watch) -> None:
+        for path, mode, status in (("/", "navigate", 200), ("/lanes?from=0&to=5", "no-cors", 403)):
+            headers = {"sec-fetch-site": "cross-site", "sec-fetch-mode": mode}
+            assert (await get(app, path, **headers)).status == status
 
     served(folder, use)

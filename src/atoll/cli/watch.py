@@ -126,6 +126,8 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
 async def _serve(app: "Watch", listener: socket.socket) -> None:
     import uvicorn
 
+    from atoll.watch.connections import ACCEPTED_AT_ONCE, BoundedProtocol
+
     class Server(uvicorn.Server):
         """Leaves signals to the command."""
 
@@ -136,13 +138,13 @@ async def _serve(app: "Watch", listener: socket.socket) -> None:
     server = Server(
         uvicorn.Config(
             app,
-            http="h11",
+            http=BoundedProtocol,
+            backlog=ACCEPTED_AT_ONCE,
             ws="none",
             log_level="critical",
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=1,
-            limit_concurrency=1024,
         )
     )
 

@@ -49,6 +49,7 @@ NAMES: Final = tuple(Sections.__annotations__)
 _LONGEST = 300  # characters of words
 _LONGEST_SAMPLE = 4000
 _MOST_SETTINGS, _MOST_PAIRS, _MOST_SAMPLES = 400, 600, 20
+_MOST_PLANNED = 1024  # fragments times different delays: planning takes longer with both
 _PERIODS = 12  # that the planner simulates: enough for a steady state
 
 
@@ -80,8 +81,8 @@ def run_section(run: LiveRun, record: RunRecord | None, share: float, now: float
     """Returns what the run is, and how it is doing."""
     start, how = record.start if record else None, condition(run, record, share, now)
     updated = max(run.heard.values(), default=None)
-    left_s = None if record is None or record.end is not None else run.left_s()
-    newest = [process.recent[-1][1] for process in run.logs() if process.recent]
+    left_s = None if record is None or record.end is not None else run.left_s(now)
+    newest = [process.recent[-1][1] for process in run.heard_of(now) if process.recent]
     return {
         "name": record.name if record else plain_text(run.about.name),
         "method": plain_text(start.method) if start else "",
@@ -265,7 +266,8 @@ def _entry(totals: events.Totals | None, name: str, worker: int) -> int:
 def _planned(run: LiveRun, record: RunRecord) -> Planned | None:
     """Returns what the planner foretells for the run's line: the emulated one, or else one that is never slow."""
     timed = [step.step_s for process in run.logs() for _, step in process.recent if 0 < step.step_s < math.inf]
-    if not record.on_wire or not timed:
+    start = record.start
+    if not record.on_wire or not timed or len(start.payload_bytes) * len({*start.delay}) > _MOST_PLANNED:
         return None
     link = record.config.get("link")
     emulated = link.get("emulate") if isinstance(link, dict) else None

@@ -80,6 +80,8 @@ class Guard:
         if not known:
             said = {"www-authenticate": "Bearer"}
             return PlainTextResponse("401: use the address with the token that `atoll watch` printed.\n", 401, said)
+        if headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
+            return PlainTextResponse("403: only the page itself may ask for its parts.\n", 403)
         if scope["method"] != "GET":
             return PlainTextResponse("405: only GET is served.\n", 405, {"allow": "GET"})
         if told is not None and admission.token is not None and admission.knows_token(told):

@@ -4,6 +4,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from typing import Final
 
 from atoll.report.lanes import Span
@@ -56,8 +58,10 @@ class Reader:
         self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
         self._seen: tuple[object, ...] = ()  # by what the sections were composed, but for the time
         self._stale: set[str] = set()  # sections that may have changed since they were composed
-        self._composed = -math.inf  # when the long ones were
+        self._composed = self._shown = -math.inf  # when the long ones were, and when anything was published
         self._share = 0.0  # of the files that was read at the last look
+        self.trouble = ""
+        """Why the run cannot be followed at the moment; empty if it can."""
 
     def start(self) -> None:
         """Begins to read."""
@@ -80,21 +84,38 @@ class Reader:
             found = window_section(self._run, window)
         return to_json(found, decimals=6)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread reads."""
+        return self._thread.is_alive()
+
     def _follow(self) -> None:
-        shown = -math.inf
         while not self._stopped.is_set():
             self._woken.clear()
-            busy = time.thread_time()
-            with self._lock:
-                self._run.take(self._source.poll())
-            share = self._source.share
-            if share < 1 and time.monotonic() - shown < EVERY_S:
-                continue
-            self.look(share)
-            shown = time.monotonic()
-            if share >= 1:
-                pause_s = (time.thread_time() - busy) / _SHARE
-                self._woken.wait(max(EVERY_S if self._is_watched() else UNWATCHED_S, min(pause_s, UNWATCHED_S)))
+            try:
+                pause_s = self._read_part()
+                self.trouble = self._run.trouble = ""
+            except Exception as fault:  # a full disk, too many open files, numbers beyond all bounds: it may pass
+                self.trouble = self._run.trouble = f"the run cannot be followed: {type(fault).__name__}: {fault}"
+                pause_s = UNWATCHED_S
+                with suppress(Exception):
+                    self._show({"run"}, self._share)
+            self._woken.wait(pause_s)
+
+    def _read_part(self) -> float:
+        """Takes some events, shows what has changed, and returns the seconds to pause."""
+        busy = time.thread_time()
+        with self._lock:
+            self._run.take(self._source.poll())
+        share = self._source.share
+        if share < 1 and time.monotonic() - self._shown < EVERY_S:
+            return 0.0
+        self.look(share)
+        self._shown = time.monotonic()
+        if share < 1:
+            return 0.0
+        pause_s = (time.thread_time() - busy) / _SHARE
+        return max(EVERY_S if self._is_watched() else UNWATCHED_S, min(pause_s, UNWATCHED_S))
 
     def look(self, share: float) -> None:
         """Publishes the sections that may have changed; curves, which are long, less often than the rest."""
@@ -108,6 +129,10 @@ class Reader:
             names = self._stale if is_due else self._stale - SLOW
             if names & SLOW:
                 self._composed = time.monotonic()
-            sections = compose_some(self._run, share, now, names)
-            self._stale, self._share = self._stale - names, share
+        self._show(names, share)
+        self._stale, self._share = self._stale - names, share
+
+    def _show(self, names: AbstractSet[str], share: float) -> None:
+        with self._lock:
+            sections = compose_some(self._run, share, time.time(), names)
         self._publish({name: to_json(section) for name, section in sections.items()})

@@ -143,13 +143,14 @@ class _Follower:
         self._lines = 0
         self._heard = 0.0
         self._trouble = ""
+        self._brought = True  # bytes with the last answer: a worker may say that there are more, and send none
         self._following: asyncio.Task[None] | None = None
 
     @property
     def is_behind(self) -> bool:
         """Whether the worker has more than `take` has returned."""
         following = self._following is not None and not self._trouble
-        return bool(self._events) or (following and (self.log.has_more or not self._heard))
+        return bool(self._events) or (following and ((self.log.has_more and self._brought) or not self._heard))
 
     def take(self) -> News:
         """Return what the worker has told since the last call."""
@@ -172,12 +173,14 @@ class _Follower:
         await self.log.move(addresses)
         try:
             while True:
+                before = self.log.offset
                 await self._read()
+                self._brought = self.log.offset != before
                 while len(self._events) >= MOST_EVENTS:
                     await asyncio.sleep(_READING_S)
-                if self._trouble or not self.log.has_more:
+                if self._trouble or not (self.log.has_more and self._brought):
                     await asyncio.sleep(_AGAIN_S if self._trouble else EVERY_S)
-        except DataError as damage:
+        except (DataError, OSError) as damage:
             self._trouble = f"{damage}; what follows is not shown"
         finally:
             with suppress(Exception):

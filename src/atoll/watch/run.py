@@ -36,6 +36,8 @@ class LiveRun:
         """Events so far."""
         self.stepped: dict[str, float] = {}
         """Process -> Unix time at which it was heard with its newest step."""
+        self.trouble = ""
+        """Why none of them can be followed at the moment; empty if they can."""
         self._troubles: dict[str, str] = {}  # process -> why its events cannot be read any further
         self._clock = 0, np.zeros((2, 1))  # events taken, and then the steps and times known
         self._foreign: dict[str, str] = {}  # process -> why it is not of this run
@@ -62,17 +64,21 @@ class LiveRun:
         try:
             check_start(start)
             merge([*(process.log() for process in self.processes.values()), EventLog(start=start)])
+            begun = ProcessLog(start)
+            for other, process in self.processes.items():
+                if twice := sorted(begun.tracks.keys() & process.tracks.keys()):
+                    raise DataError(f"worker {twice[0]} is shown as {other} already")
         except DataError as error:
             self._foreign[name] = f"{name}: {error}"
             return None
-        self.processes[name] = ProcessLog(start)
+        self.processes[name] = begun
         self.began = min((process.began for process in self.processes.values() if process.began), default=0.0)
         return self.processes[name]
 
     @property
     def troubles(self) -> list[str]:
         """Why events of some processes are not shown."""
-        return [words for words in (*self._troubles.values(), *self._foreign.values()) if words]
+        return [words for words in (self.trouble, *self._troubles.values(), *self._foreign.values()) if words]
 
     # ---------------------------------------------------------------------- all processes as one run
 
@@ -113,6 +119,10 @@ class LiveRun:
         """Returns whether a process that has not ended was not heard for long."""
         return self.processes[name].end is None and now - self.heard[name] > self.patience_s(name)
 
+    def heard_of(self, now: float) -> list[ProcessLog]:
+        """Returns the processes that are not silent."""
+        return [process for name, process in self.processes.items() if not self.is_silent(name, now)]
+
     def patience_s(self, name: str) -> float:
         """Returns the seconds without an event after which something is wrong with a process."""
         return max(QUIET_S, _TIMES * self.processes[name].interval_s)
@@ -123,16 +133,16 @@ class LiveRun:
         if taken != self.taken:
             points = [(step, self.since(p, at)) for p in self.processes.values() for step, at in p.clock.items()]
             first = dict(sorted([(0.0, 0.0), *points], reverse=True))  # of the first worker to get there
-            known = np.array(list(first.items()))[::-1].T
+            known = np.array(list(first.items()), dtype=np.float64)[::-1].T
             known = np.stack([known[0], np.maximum.accumulate(known[1])])
             self._clock = self.taken, known
         times: list[float] = np.interp([*steps], known[0], known[1]).tolist()
         return times
 
-    def left_s(self) -> float | None:
-        """Returns the seconds from its newest event to its end, at the pace of the last steps; None if unknown."""
+    def left_s(self, now: float) -> float | None:
+        """Returns the seconds from its newest event to its end, at the pace of those who train; None if unknown."""
         found = []
-        for process in self.processes.values():
+        for process in self.heard_of(now):
             pace = process.rate(lambda step: step.step)
             if pace and process.end is None and process.last is not None:
                 found.append((process.start.steps - process.last.step) / pace)

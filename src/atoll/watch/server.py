@@ -88,7 +88,8 @@ class Watch:
         return Response(self._files[name], media_type=_TYPES[Path(name).suffix])
 
     async def _healthz(self, _: Request) -> Response:
-        return PlainTextResponse("ok\n")
+        trouble = self.reader.trouble or ("" if self.reader.is_alive else "the run is no longer followed")
+        return PlainTextResponse(f"503: {trouble}\n", 503) if trouble else PlainTextResponse("ok\n")
 
     async def _metrics(self, _: Request) -> Response:
         names = ("run", "loss", "traffic", "faults", "lanes")

@@ -27,6 +27,8 @@ MOST_WAITING: Final = 16
 """Observers that wait for an answer; more are refused."""
 BYTES_PER_S: Final = (1 << 16, 1 << 20)
 """Most bytes a second to all observers together: while messages travel to other workers, and otherwise."""
+LEAST_S: Final = 0.02
+"""Least seconds between two answers: empty ones cost time, too."""
 _RECENT_S = 3.0  # in which an observer that follows asks again
 _LINGER_S = 1.5
 _ASKED, _TOLD = struct.Struct("!Q"), struct.Struct("!QQ")
@@ -130,7 +132,7 @@ class LogFeed:
                 await asyncio.sleep(max(0.0, self._next_s - time.monotonic()))
                 answer = await asyncio.to_thread(_answer, self._path, question)
                 rate = BYTES_PER_S[not self._foreground.messages]
-                self._next_s = time.monotonic() + len(answer) / rate
+                self._next_s = time.monotonic() + max(len(answer) / rate, LEAST_S)
                 return answer
         finally:
             self._waiting -= 1
