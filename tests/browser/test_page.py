@@ -133,7 +133,9 @@ def test_it_says_since_when_it_is_disconnected_and_connects_again(visit: Visit) 
 def test_it_comes_back_after_the_server_has_refused_it(server: PageServer, visit: Visit) -> None:
     server.is_full = True
     page = visit(server.url, refused=True)
-    wait_for(page, ".connection", "^disconnected since")
+    wait_for(
+        page, ".connection", r"^refused since \d\d:\d\d:\d\d \(too many viewers, or another token\): open the address"
+    )
     server.is_full = False
     wait_for(page, "h1", "four-sites")
 

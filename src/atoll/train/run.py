@@ -27,11 +27,12 @@ from atoll.train.data.token_files import TokenData
 from atoll.train.folder import RunFolder
 from atoll.train.model.decoder import Decoder
 from atoll.train.model.export import load_start
+from atoll.train.progress.alarm import alarm
 from atoll.train.progress.alert_target import target_of
 from atoll.train.progress.line_log import LineLog
-from atoll.train.progress.other_sinks import alarm, trackers
 from atoll.train.progress.plan_check import plan_check
 from atoll.train.progress.text_sample import write_sample
+from atoll.train.progress.trackers import trackers
 from atoll.train.progress.view import preparing, view
 from atoll.train.ranks.connect import connect_links, find_seat
 from atoll.train.ranks.control import ControlPlane, CoordinatedStop, Stopped

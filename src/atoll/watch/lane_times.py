@@ -8,7 +8,7 @@ from atoll.report.lanes import Span, rows, waits
 from atoll.report.load import plain_text
 from atoll.report.presence import Presence, presences
 from atoll.report.record import RunRecord
-from atoll.runs.events import Joined, Lost, Members, Resumed
+from atoll.runs.events import Lost, Members, Resumed
 from atoll.watch.process import MOST_KEPT, ProcessLog, WorkerTrack
 from atoll.watch.run import LiveRun, sent_rounds
 from atoll.watch.sections import LaneOfWorker, LanesSection, Row, WindowOfWorker, WindowSection
@@ -142,11 +142,11 @@ def _merged(spans: Iterable[Row]) -> list[Row]:
 
 def _marks(run: LiveRun, seat: Presence, process: ProcessLog | None) -> Iterator[Row]:
     """Yields the moments of a worker's lane: those that others have told, and its own."""
-    told = {kind: _told(run, kind, seat.worker) for kind in (Lost, Joined)}
+    told = _told(run, seat.worker)
     for at in run.time_of_step(seat.joined):
         yield [at, "joined", f"Worker {seat.worker} has joined."]
     for at in run.time_of_step(seat.lost):
-        why = min(told[Lost], key=lambda lost: abs(lost[0] - at), default=(0.0, ""))[1]
+        why = min(told, key=lambda lost: abs(lost[0] - at), default=(0.0, ""))[1]
         words = f"Worker {seat.worker} is gone: {why}" if why else f"Worker {seat.worker} is gone."
         yield [at, "left" if why.startswith(_LEFT) else "lost", words]
     if process is not None:
@@ -154,12 +154,12 @@ def _marks(run: LiveRun, seat: Presence, process: ProcessLog | None) -> Iterator
             yield [run.since(process, at), "resumed", f"Worker {seat.worker} went on from step {resumed.step}."]
 
 
-def _told(run: LiveRun, kind: type, worker: int) -> list[tuple[float, str]]:
+def _told(run: LiveRun, worker: int) -> list[tuple[float, str]]:
     """Returns when and why a worker was lost, as the others tell."""
     return [
-        (run.since(process, at), plain_text(getattr(event, "why", ""))[:_LONGEST])
+        (run.since(process, at), plain_text(event.why)[:_LONGEST])
         for process in run.logs()
-        for at, event in process.kept[kind]
+        for at, event in process.kept[Lost]
         if event.worker == worker
     ]
 

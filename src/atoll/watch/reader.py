@@ -7,32 +7,21 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from atoll.report.lanes import Span
-from atoll.watch.compose import NAMES, compose, compose_some
+from atoll.watch.compose import NAMES, compose_some
 from atoll.watch.lane_times import window_section
 from atoll.watch.run import LiveRun
-from atoll.watch.sections import Sections
 from atoll.watch.serialise import to_json
 from atoll.watch.source import Source
 
 EVERY_S: Final = 0.5
 """Seconds between two looks at the run while somebody watches."""
 UNWATCHED_S: Final = 2.0
-"""Seconds between two looks while nobody does: /metrics is no older than that."""
+"""Seconds between two looks while nobody does. Losses are at most five seconds old, other figures two."""
 SLOW_S: Final = 3.0
 """Seconds between two versions of `SLOW` sections."""
 SLOW: Final = frozenset(("loss", "speed", "outer"))
 """Sections of curves, which take most of the time; the others follow the run at once."""
 _SHARE = 0.006  # of one core that following a run may take, on average
-
-
-def read_whole(source: Source) -> Sections:
-    """Returns the sections of all that a source has now."""
-    run = LiveRun(source.about())
-    while True:
-        run.take(source.poll())
-        if source.share >= 1:
-            run.about = source.about()
-            return compose(run, 1.0, time.time())
 
 
 class Reader:
