@@ -100,6 +100,7 @@ MUTANTS = [
     Mutant("a server that drips is waited for", TARGET, "posting.join(POST_S)", "posting.join()", tests=SENT),
     Mutant("a status of 500 is fine", TARGET, '            problems.append(f"it answered', '            print(f"it answered', tests=SENT),
     Mutant("a command that hangs is left behind", TARGET, "os.killpg(process.pid, 9)", "process.kill()", tests=SENT),
+    Mutant("what a variable holds is told", TARGET, 'f"{setting} holds"', 'f"{target} holds"', tests=SENT),
     Mutant("secrets are printed", TARGET, "{urlsplit(target).hostname}", "{target}", tests=SENT),
     # metrics and their dashboard
     Mutant("a metric has another name than on the dashboard", "watch/prometheus.py", '_metric("held_out_loss"',

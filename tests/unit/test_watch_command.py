@@ -118,7 +118,7 @@ def test_it_stops_although_somebody_looks(tmp_path: Path) -> None:
 def test_beyond_this_machine_a_token_is_made_and_asked_for(tmp_path: Path) -> None:
     with watching(save(tmp_path / "far", LOG), "--host", "0.0.0.0") as (_, port, line):
         found = re.search(r"\?token=([\w-]{43})", line)
-        assert found is not None
+        assert found is not None and f"http://{socket.gethostname()}:{port}/" in line
         for headers, status in (({}, 401), ({"Authorization": f"Bearer {found[1]}"}, 200)):
             connection = HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
             connection.request("GET", "/metrics", headers=headers)

@@ -80,8 +80,8 @@ def test_strangers_and_registries_that_are_not_there_are_refused(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "give folders of a run, or --registry"),
-        (["runs", "--registry", "127.0.0.1:1"], "give folders of a run, or --registry"),
+        ([], "no run given: name its folders, or --registry ADDRESS"),
+        (["runs", "--registry", "127.0.0.1:1"], "got folders and --registry 127.0.0.1:1: leave one out"),
         (["--registry", "127.0.0.1:1"], "--keys is missing"),
     ],
 )

@@ -365,6 +365,17 @@ def test_a_process_of_another_run_is_left_out_and_named() -> None:
     assert "not of one run: steps is 200 and 77" in found["run"]["state_words"]
 
 
+def test_before_it_begins_the_run_and_its_first_troubles_are_named() -> None:
+    run = LiveRun(About(name="far"))
+    assert compose(run, 1.0, HEARD)["run"]["state_words"] == "No worker of far has begun yet."
+    run.take([News(process=str(n), heard=HEARD, trouble=f"worker {n} is cut off") for n in range(6)])
+    words = compose(run, 1.0, HEARD)["run"]["state_words"]
+    assert words.startswith(
+        "No worker of far has begun yet. Problem: worker 0 is cut off. Problem: worker 1 is cut off."
+    )
+    assert words.endswith("Problem: worker 3 is cut off. And 2 more.")
+
+
 @pytest.mark.parametrize("changes", [{"workers": 10**6}, {"workers": 0}, {"worker": 3}, {"worker": -1}])
 def test_a_start_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
     found = sections_of([[replace(VOYAGE.start(0), **changes)]])

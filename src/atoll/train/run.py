@@ -15,6 +15,7 @@ from atoll._util.signals import Interrupts, interruptible
 from atoll._util.units import count_text
 from atoll.errors import AtollError, ConfigError
 from atoll.link.base import Link
+from atoll.link.net.departure import STOPPED
 from atoll.link.seat import Seat
 from atoll.runs.events import Event, Jsonl, Resumed, Saved, Sink, read
 from atoll.runs.evidence import Began
@@ -351,7 +352,7 @@ def _end_stopped(process: _Process, trainer: Trainer, stop: CoordinatedStop) -> 
     how = f"continue with: {command}"
     if isinstance(process.control, ElasticControl):
         how = f"the others go on, and {COME_BACK}"
-        process.control.leave("was stopped, and may come back")
+        process.control.leave(STOPPED)
     if process.ranks.is_leader:
         print(f"stopped at step {trainer.steps} and saved; {how}", flush=True)
     raise Stopped(together=stop.together)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Final
 
+from atoll.link.net.departure import FINISHED, STOPPED
 from atoll.report.lanes import Span, rows, waits
 from atoll.report.load import plain_text
 from atoll.report.presence import Presence, presences
@@ -23,7 +24,6 @@ _MOST_OF_ALL, _FEWEST_SPANS = 64_000, 20
 UNSEEN: Final = 5e-5
 """The share of a window that is narrower than a pixel."""
 _LONGEST = 300  # characters of words
-_LEFT = ("was stopped", "has finished")  # why a worker is gone that has said so itself
 
 
 # ---------------------------------------------------------------------- the whole run
@@ -148,7 +148,7 @@ def _marks(run: LiveRun, seat: Presence, process: ProcessLog | None) -> Iterator
     for at in run.time_of_step(seat.lost):
         why = min(told, key=lambda lost: abs(lost[0] - at), default=(0.0, ""))[1]
         words = f"Worker {seat.worker} is gone: {why}" if why else f"Worker {seat.worker} is gone."
-        yield [at, "left" if why.startswith(_LEFT) else "lost", words]
+        yield [at, "left" if why.startswith((FINISHED, STOPPED)) else "lost", words]
     if process is not None:
         for at, resumed in process.kept[Resumed]:
             yield [run.since(process, at), "resumed", f"Worker {seat.worker} went on from step {resumed.step}."]

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Final, Self
 
 from atoll.errors import printable
+from atoll.link.net.departure import FINISHED
 from atoll.link.net.elastic_link import ElasticLink
-from atoll.link.net.member import FINISHED
 from atoll.link.net.views import Decision
 from atoll.link.seat import Seat
 from atoll.runs.events import Event, Sink, Step
