@@ -50,6 +50,7 @@ def test_the_first_screen_answers_the_first_questions(server: PageServer, visit:
     assert [chip.split("\n")[-1] for chip in page.locator(".chip").all_inner_texts()][:3] == ["training"] * 3
     assert "away 2 min 10 s" in text(page, ".chip.away")
     assert page.locator(".chips").bounding_box()["y"] < 800
+    assert text(page, ".sample blockquote").startswith("It was evening. The harbour was quiet")
 
 
 def test_no_part_of_an_empty_run_is_an_error(visit: Visit) -> None:

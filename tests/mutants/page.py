@@ -71,6 +71,13 @@ MUTANTS = [
         tests=_LOST,
     ),
     Mutant(
+        "a sample does not say what it continues",
+        "watch/page/lists.js",
+        "plain(prompt, 4000)",
+        '""',
+        tests=(f"{_PAGE}::test_the_first_screen_answers_the_first_questions",),
+    ),
+    Mutant(
         "a page that was refused does not say so",
         "watch/page/connection.js",
         "if (!isRefused) return",
