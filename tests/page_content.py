@@ -40,8 +40,8 @@ def sections(workers: int = 4, seconds: float = 7200.0, **run: Any) -> Sections:
         },
         "faults": {"count": 2, "latest": [_fault(seconds - 130, 3, "lost"), _fault(None, 1, "guarded")]},
         "samples": [
-            {"step": step, "text": "The harbour was quiet\nwhen the boats came in."},
-            {"step": 100, "text": "the"},
+            {"step": step, "prompt": "It was evening. ", "text": "The harbour was quiet\nwhen the boats came in."},
+            {"step": 100, "prompt": "It was evening. ", "text": "the"},
         ],
         "settings": [["sync.method", "streaming"], ["train.lr", "0.0003"], ["link.elastic", "true"]],
         "scores": [["arc_easy", "43.20 ± 0.98 %"]],
@@ -74,7 +74,6 @@ def _run(workers: int, steps: int, step: int, seconds: float) -> Sections:
         "delay": [5] * workers,
         "codec": "e3m0",
         "device": "cpu",
-        "began": BEGAN,
         "state": "training",
         "state_words": "Step 18,000 of 40,000.",
         "since": None,
@@ -157,11 +156,10 @@ def _traffic(workers: int, seconds: float) -> Sections:
                 "received_bytes": 9.1e9,
                 "rate": 7.9e6,
                 "payload_bytes": 3.1e9,
-                "planned_rate": 8.2e6,
             }
             for w in seats
         ],
-        "planned": {"words": "", "bytes_per_s": 8.2e6, "utilisation": 0.95},
+        "planned": {"words": "8.2 MB/s a worker on the wire", "bytes_per_s": 8.2e6, "utilisation": 0.95},
         "data_parallel_bytes": 1.87e12,
     }
 

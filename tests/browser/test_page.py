@@ -50,6 +50,7 @@ def test_the_first_screen_answers_the_first_questions(server: PageServer, visit:
     assert [chip.split("\n")[-1] for chip in page.locator(".chip").all_inner_texts()][:3] == ["training"] * 3
     assert "away 2 min 10 s" in text(page, ".chip.away")
     assert page.locator(".chips").bounding_box()["y"] < 800
+    assert text(page, ".sample blockquote").startswith("It was evening. The harbour was quiet")
 
 
 def test_no_part_of_an_empty_run_is_an_error(visit: Visit) -> None:
@@ -133,7 +134,9 @@ def test_it_says_since_when_it_is_disconnected_and_connects_again(visit: Visit) 
 def test_it_comes_back_after_the_server_has_refused_it(server: PageServer, visit: Visit) -> None:
     server.is_full = True
     page = visit(server.url, refused=True)
-    wait_for(page, ".connection", "^disconnected since")
+    wait_for(
+        page, ".connection", r"^refused since \d\d:\d\d:\d\d \(too many viewers, or another token\): open the address"
+    )
     server.is_full = False
     wait_for(page, "h1", "four-sites")
 

@@ -56,6 +56,7 @@ def test_the_page_follows_a_worker_that_is_killed_and_comes_back(tmp_path: Path,
             assert "worker 1" in page.get_by_role("region", name="Faults", exact=True).inner_text()
             page.locator("summary", has_text="members").click()
             assert "joined" in page.get_by_role("region", name="members and their waits").inner_text()
+            page.goto("about:blank")  # before the server goes, which the page would tell the console
 
 
 def is_member_again(run: Run, known: int) -> bool:

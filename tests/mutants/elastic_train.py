@@ -45,7 +45,7 @@ MUTANTS = [
     Mutant("an admission is not reported", "train/progress/members.py", "before.get(worker) is False", "before.get(worker) is None", tests=KILLED),
     Mutant("worker 0 alone evaluates", "train/trainer.py", "link is not None and link.elastic else 0", "False else 0", tests=STOPPED),
     Mutant("a worker that is stopped is said to be lost", "train/run.py",
-           '        process.control.leave("was stopped, and may come back")\n', "", tests=STOPPED),
+           "        process.control.leave(STOPPED)\n", "", tests=STOPPED),
     Mutant("a signal does not end a pause", "train/ranks/elastic.py", "        self._interrupts.on_first = timer.start\n", "",
            tests=(f"{RUNS}::test_too_few_pause_and_say_so_and_a_signal_ends_the_pause",)),
     Mutant("new workers outvote one that resumes", "link/net/entrance.py", "return steps[start] > 0, len(", "return True, len(",

@@ -10,7 +10,7 @@ LINE_LOG = "train/progress/line_log.py"
 FEED = ("tests/unit/test_log_feed.py",)
 FAR = ("tests/unit/test_watch_registry.py::"
        "test_an_observer_sees_events_of_all_workers_also_of_one_that_was_killed_and_is_back",)  # fmt: skip
-LOG, WORKER_LOG, RECEPTION = (f"link/net/{name}.py" for name in ("log_feed", "worker_log", "reception"))
+LOG, LOG_CLIENT, RECEPTION = (f"link/net/{name}.py" for name in ("log_feed", "log_client", "reception"))
 INCIDENTS, ALARM, TARGET = (f"train/progress/{name}.py" for name in ("incidents", "alarm", "alert_target"))
 PURE, SENT = ("tests/unit/test_incidents.py",), ("tests/unit/test_alarm.py",)
 GRAFANA = ("tests/unit/test_grafana.py",)
@@ -73,11 +73,11 @@ MUTANTS = [
     Mutant("an observer that gave up waits for ever", LOG, "            self._waiting -= 1\n", "            pass\n", tests=FEED),
     Mutant("a part may be of any size", LOG, "if len(data) > PART_BYTES or not unpacking.eof:",
            "if False:", tests=FEED),
-    Mutant("half a line of the old log begins the new one", WORKER_LOG, "self._before = self._unfinished = b\"\"",
+    Mutant("half a line of the old log begins the new one", LOG_CLIENT, "self._before = self._unfinished = b\"\"",
            "self._before = b\"\"", tests=FEED),
-    Mutant("a line may be of any length", WORKER_LOG, "if len(rest) > self._most_line:", "if False:", tests=FEED),
+    Mutant("a line may be of any length", LOG_CLIENT, "if len(rest) > self._most_line:", "if False:", tests=FEED),
     Mutant("an observer misses the end", PEERS, "await asyncio.sleep(self._reception.log.linger_s)", "pass", tests=FAR),
-    Mutant("one that comes back is not followed", "watch/registry.py",
+    Mutant("one that comes back is not followed", "watch/registry_source.py",
            "self._workers[seat].follow(known.addresses)", "pass", tests=FAR),
     # alerts
     Mutant("a stall is told again and again", INCIDENTS, "if self._is_stalled or quiet_s < self._stall_s:",
@@ -100,7 +100,9 @@ MUTANTS = [
     Mutant("a server that drips is waited for", TARGET, "posting.join(POST_S)", "posting.join()", tests=SENT),
     Mutant("a status of 500 is fine", TARGET, '            problems.append(f"it answered', '            print(f"it answered', tests=SENT),
     Mutant("a command that hangs is left behind", TARGET, "os.killpg(process.pid, 9)", "process.kill()", tests=SENT),
+    Mutant("what a variable holds is told", TARGET, 'f"{setting} holds"', 'f"{target} holds"', tests=SENT),
     Mutant("secrets are printed", TARGET, "{urlsplit(target).hostname}", "{target}", tests=SENT),
+    Mutant("an alert follows a redirect", TARGET, "build_opener(_Stay)", "build_opener()", tests=SENT),
     # metrics and their dashboard
     Mutant("a metric has another name than on the dashboard", "watch/prometheus.py", '_metric("held_out_loss"',
            '_metric("eval_loss"', tests=GRAFANA),

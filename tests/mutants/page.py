@@ -66,9 +66,23 @@ MUTANTS = [
     Mutant(
         "a page that has lost its server says that it is live",
         "watch/page/connection.js",
-        "this.#say(this.lostAt ?? Date.now() / 1000);",
+        "this.#say(this.lostAt ?? Date.now() / 1000, isRefused);",
         "this.#say(null);",
         tests=_LOST,
+    ),
+    Mutant(
+        "a sample does not say what it continues",
+        "watch/page/lists.js",
+        "plain(prompt, 4000)",
+        '""',
+        tests=(f"{_PAGE}::test_the_first_screen_answers_the_first_questions",),
+    ),
+    Mutant(
+        "a page that was refused does not say so",
+        "watch/page/connection.js",
+        "if (!isRefused) return",
+        "return",
+        tests=(f"{_PAGE}::test_it_comes_back_after_the_server_has_refused_it",),
     ),
     Mutant(
         "a page that was refused never asks again",

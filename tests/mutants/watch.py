@@ -160,25 +160,25 @@ MUTANTS = [
     ),
     Mutant(
         "faults are told by every worker",
-        "watch/compose.py",
+        "watch/fault_section.py",
         "found.setdefault(key, fault",
         "found.setdefault((*key, id(process)), fault",
     ),
     Mutant(
         "an explosion is like any other",
-        "watch/compose.py",
+        "watch/fault_section.py",
         '"guarded" if "far larger" in words else "left out"',
         '"left out"',
     ),
     Mutant(
         "a rate is the whole over a moment",
-        "watch/compose.py",
+        "watch/traffic_section.py",
         "max(0, sent - before) / (at - since)",
         "sent / (at - since)",
     ),
     Mutant(
         "a plan without its line",
-        "watch/compose.py",
+        "watch/traffic_section.py",
         "parse_line(emulated) if isinstance(emulated, str) else None",
         "None",
     ),
@@ -192,6 +192,7 @@ MUTANTS = [
     Mutant(
         "reading is not said", "watch/state.py", "if share < 1 and (record is None or record.end is None):", "if False:"
     ),
+    Mutant("a fifth trouble disappears", "watch/state.py", "run.troubles[_MOST_TROUBLES:]", "[]"),
     Mutant("an interrupted run is finished", "watch/state.py", "    if record.finished:\n", "    if True:\n"),
     Mutant("a pause is training", "watch/state.py", "len(newest.members) >= least:", "len(newest.members) >= 0:"),
     Mutant(
@@ -221,7 +222,7 @@ MUTANTS = [
         'for pause in paused if what == "training" else ():',
         "for pause in ():",
     ),
-    Mutant("the reason of a loss is not told", "watch/lane_times.py", '(getattr(event, "why", ""))', '("")'),
+    Mutant("the reason of a loss is not told", "watch/lane_times.py", "plain_text(event.why)", 'plain_text("")'),
     # JSON
     Mutant("a name can end a script", "watch/serialise.py", '"<>&\\u2028\\u2029"', '"&\\u2028\\u2029"'),
     Mutant("infinity reaches the page", "watch/serialise.py", "if math.isfinite(value) else None", ""),
@@ -471,7 +472,7 @@ MUTANTS = [
     Mutant("a worker is shown twice", "watch/run.py", "begun.tracks.keys() & process.tracks.keys()", "set[int]()"),
     Mutant("the time left waits for those that are gone", "watch/run.py", "if not self.is_silent(name, now)]", "]"),
     Mutant(
-        "any number of connections",
+        "a page takes any number of connections",
         "watch/connections.py",
         "if len(self.connections) > most_connections():",
         "if False:",

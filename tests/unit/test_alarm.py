@@ -47,6 +47,11 @@ class Hook:
                 hook.got.append({**body, "type": self.headers["Content-Type"]})
                 hook.pause.wait(PATIENCE_S)
                 self.send_response(hook.status)
+                self.send_header("Location", "/elsewhere")
+                self.end_headers()
+
+            def do_GET(self) -> None:
+                self.send_response(200)
                 self.end_headers()
 
             def log_message(self, *_: Any) -> None:
@@ -137,11 +142,11 @@ def test_a_slow_server_delays_nobody(
         assert time.monotonic() - began_s < 5, "events are only put aside"
         until(lambda: len(hook.got) > 2)  # it goes on to the next
     said = capsys.readouterr().err
-    assert "warning: an alert could not be sent to the webhook at 127.0.0.1: it did not answer within 0.2 s" in said
+    assert "warning: no alert could be sent to the webhook at 127.0.0.1: it did not answer within 0.2 s" in said
     assert said.count("\n") == 1 and "secret" not in said
 
 
-@pytest.mark.parametrize("status", [500, 404])
+@pytest.mark.parametrize("status", [500, 404, 302])
 def test_a_server_that_refuses_or_is_gone_is_told_once(
     hook: Hook, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,7 +158,7 @@ def test_a_server_that_refuses_or_is_gone_is_told_once(
     assert capsys.readouterr().err.count(f"status {status}") == 1
     with sounding(settings("http://127.0.0.1:1/")) as made:
         made.write(a_step(1, float("nan")))
-    assert capsys.readouterr().err.count("warning: an alert could not be sent") == 1
+    assert capsys.readouterr().err.count("warning: no alert could be sent") == 1
 
 
 @pytest.fixture
@@ -197,11 +202,16 @@ def test_targets_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     for bad in ("ftp://host/x", "http://", "https://a b", "$1", "$", "page 'me", ""):
         with pytest.raises(ConfigError, match=r"log\.alert"):
             settings(bad)
-    with pytest.raises(ConfigError, match="there is no command 'no-such-pager'"):
+    with pytest.raises(ConfigError, match="'no-such-pager now' is neither an http"):
         alert_target.target_of("no-such-pager now")
     monkeypatch.delenv("PAGER_HOOK", raising=False)
-    with pytest.raises(ConfigError, match="PAGER_HOOK is not set"):
+    with pytest.raises(ConfigError, match="PAGER_HOOK is not set; set it"):
         alert_target.target_of("$PAGER_HOOK")
+    for bad in ("hooks.example.org/secret", "page 'secret", "https://[secret", " "):
+        monkeypatch.setenv("PAGER_HOOK", bad)
+        with pytest.raises(ConfigError, match=r"log\.alert: \$PAGER_HOOK holds neither") as refused:
+            alert_target.target_of("$PAGER_HOOK")
+        assert "secret" not in str(refused.value), "a variable may hold one"
     monkeypatch.setenv("PAGER_HOOK", "https://example.org/hook")
     assert alert_target.target_of("$PAGER_HOOK")[0] == "the webhook at example.org"
 

@@ -89,7 +89,7 @@ def test_one_that_is_back_soon_was_not_lost() -> None:
     assert seen.members([0], [0], 10.0) == [], "it has not heard itself that the connection ended"
     assert seen.members([0, 1], [0, 1], 20.0) == [] and seen.look(1, 60.0) == []
     seen.members([0], [0], 70.0)
-    assert "lost to the others" in seen.look(2, 101.0)[0].text
+    assert "was lost by the others" in seen.look(2, 101.0)[0].text
 
 
 def test_at_the_end_all_leave() -> None:

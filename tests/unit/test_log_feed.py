@@ -10,12 +10,12 @@ import pytest
 from atoll.errors import LinkError
 from atoll.link.net import log_feed
 from atoll.link.net.identity import Identity
+from atoll.link.net.log_client import WorkerLog
 from atoll.link.net.log_feed import LAST_BYTES, PART_BYTES, BusyError, LogFeed, Part, Question
 from atoll.link.net.outbox import Foreground
 from atoll.link.net.registry import INSECURE, Insecure
 from atoll.link.net.revocations import Revocations
 from atoll.link.net.run_keys import KeyRing, throw_away
-from atoll.link.net.worker_log import WorkerLog
 from peer_ends import End, ends, run
 
 LINE = b'{"event": "step"}\n'

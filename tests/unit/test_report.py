@@ -263,7 +263,7 @@ def test_without_a_data_parallel_run_its_bytes_are_drawn_beside(records: list[re
     rows = report.summary(records[:1], LINK)
     assert bytes_sent(rows) == [
         (0, "diloco", 14_400, "14.4 kB"),
-        (None, "data-parallel", 160_000, "160 kB, it would have been"),
+        (None, "data-parallel", 160_000, "would have sent 160 kB"),
     ]
     bars = pictures(rows, LINK)["bytes"](LIGHT).axes[0].patches
     assert [bar.get_width() for bar in bars] == [14_400, 160_000]  # type: ignore[attr-defined]

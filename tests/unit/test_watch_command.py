@@ -120,7 +120,7 @@ def test_it_stops_although_somebody_looks(tmp_path: Path) -> None:
 def test_beyond_this_machine_a_token_is_made_and_asked_for(tmp_path: Path) -> None:
     with watching(save(tmp_path / "far", LOG), "--host", "0.0.0.0") as (_, port, line):
         found = re.search(r"\?token=([\w-]{43})", line)
-        assert found is not None
+        assert found is not None and f"http://{socket.gethostname()}:{port}/" in line
         for headers, status in (({}, 401), ({"Authorization": f"Bearer {found[1]}"}, 200)):
             connection = HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
             connection.request("GET", "/metrics", headers=headers)
@@ -137,8 +137,11 @@ def refused(*arguments: str) -> str:
 def test_what_cannot_be_watched_is_one_line(tmp_path: Path) -> None:
     folder = str(save(tmp_path / "far", LOG))
     assert "does not exist" in refused(str(tmp_path / "nothing"))
-    assert "at least 16 characters" in refused(folder, "--token", "short")
-    assert "not both" in refused(folder, "--registry", "127.0.0.1:1")
+    assert "has 5 characters and needs 16" in refused(folder, "--token", "short")
+    assert "no run given" in refused()
+    assert "leave one out" in refused(folder, "--registry", "127.0.0.1:1")
+    for given in (("--keys", folder), ("--security", "none")):
+        assert "--keys and --security belong to --registry" in refused(folder, *given)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert f"cannot listen on 127.0.0.1, port {port}" in refused(folder, "--port", port)

@@ -1,6 +1,7 @@
 """Folders of a run are followed while they grow, are cut, are damaged or come later."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,7 @@ from atoll.runs.events import End, Event, Jsonl, RoundApplied, Step
 from atoll.watch import folders
 from atoll.watch.compose import compose
 from atoll.watch.folders import Folders
-from atoll.watch.reader import read_whole
-from atoll.watch.run import LiveRun
+from atoll.watch.run import LiveRun, read_run
 from atoll.watch.sections import Sections
 from voyage import Voyage, save, save_workers
 
@@ -60,7 +60,7 @@ def test_folders_of_workers_may_be_given_one_by_one_and_count_once(tmp_path: Pat
     both = [folder, *workers, tmp_path / "link"]
     source = Folders({"run": [folder], "workers": workers, "both": both}[given])
     assert len(source.poll()) == 3
-    found = read_whole(Folders({"run": [folder], "workers": workers, "both": both}[given]))
+    found = compose(read_run(Folders({"run": [folder], "workers": workers, "both": both}[given])), 1.0, time.time())
     assert [lane["worker"] for lane in found["lanes"]["workers"]] == [0, 1, 2]
     assert found["run"]["state"] == "finished"
 
@@ -135,7 +135,7 @@ def test_a_torn_last_line_is_not_read_and_not_waited_for(tmp_path: Path) -> None
 def test_a_run_file_that_is_damaged_costs_the_settings_alone(tmp_path: Path) -> None:
     folder = save(tmp_path / "far", VOYAGE.events()[0])
     (folder / "run.toml").write_text("name = [")
-    found = read_whole(Folders([folder]))
+    found = compose(read_run(Folders([folder])), 1.0, time.time())
     assert (found["settings"], found["run"]["state"]) == ([], "finished")
 
 
@@ -154,7 +154,10 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     save(tmp_path / "runs" / "one", VOYAGE.events()[0])
     save(tmp_path / "runs" / "two", VOYAGE.events()[0])
-    for name, problem in (("none", "does not exist"), ("file", "is a file"), ("runs", "holds several runs")):
+    save(tmp_path / "home" / "one", VOYAGE.events()[0])
+    several, single = "is no run, but holds 2: give .*one or another", "is no run, but holds 1: give .*one$"
+    problems = {"none": "does not exist", "file": "is a file", "runs": several, "home": single}
+    for name, problem in problems.items():
         with pytest.raises(ConfigError, match=problem) as refused:
             Folders([tmp_path / name])
         assert refused.value.setting == "run" and refused.value.value == str(tmp_path / name)

@@ -11,7 +11,7 @@ from atoll.errors import RegistryError
 from atoll.link.net.revocations import load_bundle
 from atoll.link.net.run_keys import throw_away
 from atoll.runs.events import End, Event, Start, Step
-from atoll.watch.registry import RegistryRun
+from atoll.watch.registry_source import RegistryRun
 from elastic_fleet import finish, running, when
 
 pytestmark = pytest.mark.processes
@@ -68,7 +68,7 @@ def test_an_observer_sees_events_of_all_workers_also_of_one_that_was_killed_and_
 def test_strangers_and_registries_that_are_not_there_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atoll.watch.registry._WAIT_S", 2.0)
+    monkeypatch.setattr("atoll.watch.registry_source._WAIT_S", 2.0)
     with running(tmp_path, 1) as run:
         with pytest.raises(RegistryError, match="check that `atoll registry` runs there"):
             RegistryRun(run.registry.address, throw_away(1).observer)
@@ -80,8 +80,8 @@ def test_strangers_and_registries_that_are_not_there_are_refused(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "give folders of a run, or --registry"),
-        (["runs", "--registry", "127.0.0.1:1"], "give folders of a run, or --registry"),
+        ([], "no run given: name its folders, or --registry ADDRESS"),
+        (["runs", "--registry", "127.0.0.1:1"], "got folders and --registry 127.0.0.1:1: leave one out"),
         (["--registry", "127.0.0.1:1"], "--keys is missing"),
     ],
 )

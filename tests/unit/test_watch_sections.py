@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,7 @@ from atoll.watch import process
 from atoll.watch.compose import compose
 from atoll.watch.folders import Folders
 from atoll.watch.lane_times import window_section
-from atoll.watch.reader import read_whole
-from atoll.watch.run import LiveRun
+from atoll.watch.run import LiveRun, read_run
 from atoll.watch.sections import Sections
 from atoll.watch.serialise import to_json
 from atoll.watch.source import About, News
@@ -50,7 +50,7 @@ def until(logs: list[list[Event]], step: int) -> list[list[Event]]:
 def test_figures_are_those_of_the_report(tmp_path: Path, elastic: bool) -> None:
     logs = elastic_events() if elastic else VOYAGE.events()
     folder = save_workers(tmp_path / "run", logs)
-    record, found = report.load(folder), read_whole(Folders([folder]))
+    record, found = report.load(folder), compose(read_run(Folders([folder])), 1.0, time.time())
     run = found["run"]
     assert (run["step"], run["tokens"], run["name"]) == (record.step, record.tokens, record.name)
     assert run["utilisation"] == pytest.approx(record.utilisation)
@@ -127,7 +127,6 @@ def test_a_resumed_worker_goes_on_at_the_time_of_the_others() -> None:
 def test_without_the_time_of_the_start_all_begin_together() -> None:
     logs = [[replace(e, began=0.0) if isinstance(e, Start) else e for e in log] for log in VOYAGE.events()]
     found = sections_of(logs)
-    assert found["run"]["began"] is None
     assert [lane["spans"][0][0] for lane in found["lanes"]["workers"]] == [0.0, 0.0, 0.0]
     assert 20 < found["lanes"]["end_s"] < 40
 
@@ -366,6 +365,17 @@ def test_a_process_of_another_run_is_left_out_and_named() -> None:
     assert "not of one run: steps is 200 and 77" in found["run"]["state_words"]
 
 
+def test_before_it_begins_the_run_and_its_first_troubles_are_named() -> None:
+    run = LiveRun(About(name="far"))
+    assert compose(run, 1.0, HEARD)["run"]["state_words"] == "No worker of far has begun yet."
+    run.take([News(process=str(n), heard=HEARD, trouble=f"worker {n} is cut off") for n in range(6)])
+    words = compose(run, 1.0, HEARD)["run"]["state_words"]
+    assert words.startswith(
+        "No worker of far has begun yet. Problem: worker 0 is cut off. Problem: worker 1 is cut off."
+    )
+    assert words.endswith("Problem: worker 3 is cut off. And 2 more.")
+
+
 @pytest.mark.parametrize("changes", [{"workers": 10**6}, {"workers": 0}, {"worker": 3}, {"worker": -1}])
 def test_a_start_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
     found = sections_of([[replace(VOYAGE.start(0), **changes)]])
@@ -419,7 +429,7 @@ def test_numbers_are_short_and_exact_enough() -> None:
 
 
 def test_settings_come_from_the_run_file(tmp_path: Path) -> None:
-    found = read_whole(Folders([save(tmp_path / "far", VOYAGE.events()[0])]))
+    found = compose(read_run(Folders([save(tmp_path / "far", VOYAGE.events()[0])])), 1.0, time.time())
     assert ["sync.workers", "3"] in found["settings"]
     assert SETTINGS["name"] == ELASTIC.name
 

@@ -389,8 +389,8 @@ def test_a_reader_that_fails_says_so_and_goes_on(folder: Path) -> None:
 
 def test_numbers_beyond_all_bounds_do_not_end_the_page(tmp_path: Path) -> None:
     log = VOYAGE.events()[0]
-    steps = [n for n, event in enumerate(log) if isinstance(event, Step)]
-    log[steps[-1]] = replace(log[steps[-1]], step=10**25, step_s=1.7e308)
+    number, last = [(n, event) for n, event in enumerate(log) if isinstance(event, Step)][-1]
+    log[number] = replace(last, step=10**25, step_s=1.7e308)
 
     async def use(app: Watch) -> None:
         assert (await get(app, "/lanes?from=0&to=5")).status == 200

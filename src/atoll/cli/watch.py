@@ -40,20 +40,24 @@ def watch(
     security: Annotated[
         str, typer.Option(metavar="HOW", help="With --registry: keys, or none if the run has link.security = none.")
     ] = "keys",
-    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Where the page is; 0: a free port.")] = 8420,
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Port of the page; 0: any free one.")] = 8420,
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Where to listen; other than 127.0.0.1, viewers need a token.")
     ] = "127.0.0.1",
     token: Annotated[
         str | None,
-        typer.Option(metavar="SECRET", envvar="ATOLL_WATCH_TOKEN", help="What viewers must know; left out: by host."),
+        typer.Option(
+            metavar="SECRET",
+            envvar="ATOLL_WATCH_TOKEN",
+            help="Secret of 16 characters or more that viewers send; default: random unless --host is this machine.",
+        ),
     ] = None,
 ) -> None:
     """Serve a page that shows a run while it trains.
 
-    Who trains, what travels and what waits: state and time left, losses, members
-    over time, bytes, faults, settings. /metrics is for Prometheus. Ctrl-C stops
-    it; the run does not notice.
+    The page shows state and time left, losses, members over time, bytes, faults
+    and settings. /metrics is for Prometheus. Ctrl-C stops it; the run does not
+    notice.
 
     [bold]Examples:[/]
       atoll watch runs/run
@@ -66,13 +70,17 @@ def watch(
 
 def _source(runs: list[Path], registry: str | None, keys: Path | None, security: str) -> "Source":
     """Returns where the events come from: folders on this machine, or a registry."""
-    if bool(runs) == (registry is not None):
-        raise ConfigError("give folders of a run, or --registry ADDRESS, and not both", setting="registry")
+    if not runs and registry is None:
+        raise ConfigError("no run given: name its folders, or --registry ADDRESS", setting="registry")
+    if runs and registry is not None:
+        raise ConfigError(f"got folders and --registry {registry}: leave one out", setting="registry")
     if registry is None:
+        if keys is not None or security != "keys":
+            raise ConfigError("--keys and --security belong to --registry: leave them out", setting="keys")
         from atoll.watch.folders import Folders
 
         return Folders(runs)
-    from atoll.watch.registry import RegistryRun
+    from atoll.watch.registry_source import RegistryRun
 
     return RegistryRun(registry, load_security(keys, security, "observer"))
 
@@ -88,12 +96,14 @@ def serve(source: "Source", host: str, port: int, token: str | None) -> None:
 
     is_local = host == "localhost" or (_is_address(host) and ip_address(host).is_loopback)
     if token is not None and len(token) < 16:
-        raise ConfigError("--token: must have at least 16 characters, or guessing finds it", setting="token")
+        problem = f"the token (--token, ATOLL_WATCH_TOKEN) has {len(token)} characters and needs 16"
+        raise ConfigError(f"{problem}: a short one can be guessed", setting="token")
     if token is None and not is_local:
         token = secrets.token_urlsafe(32)
     with _listening(host, port) as listener:
         port = listener.getsockname()[1]
-        shown = f"[{host}]" if ":" in host else host
+        named = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        shown = f"[{named}]" if ":" in named else named
         names = [*dict.fromkeys(["localhost", "127.0.0.1", "[::1]", shown.lower()])]
         admission = Admission(token=token, hosts=names if is_local else None, cookie=f"atoll_watch_{port}")
         os.nice(_NICE)

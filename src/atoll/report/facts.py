@@ -64,7 +64,7 @@ def counted(count: int, what: str) -> str:
 
 
 def _members_at_end(record: RunRecord) -> str:
-    newest = max(record.views, key=lambda view: view.view, default=None)
+    newest = record.newest_view
     return "-" if newest is None else f"{len(newest.members)} of {record.start.workers}"
 
 

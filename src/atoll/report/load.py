@@ -39,22 +39,36 @@ def load(folder: Path) -> RunRecord:
         except DataError as error:
             raise DataError(f"{home / METRICS}: {error}") from error
     try:
-        whole = merge(list(found.values()))
+        record = record_of(list(found.values()), folder.resolve().name)
     except DataError as error:
         raise DataError(f"{folder}: {error}") from error
-    record = RunRecord(
-        name=plain_text(whole.start.name) or plain_text(folder.resolve().name),
-        folder=folder,
-        config=run_table(homes[0] / RUN),
-        about=_json(homes[0] / ABOUT),
-        processes=tuple(found.values()),
-        **{field.name: getattr(whole, field.name) for field in fields(EventLog)},
-    )
+    record = replace(record, folder=folder, config=run_table(homes[0] / RUN), about=_json(homes[0] / ABOUT))
     try:
         record.job()
     except ConfigError as error:
         raise DataError(f"{homes[0] / METRICS}: the start event cannot be that of a run: {error}") from error
     return record
+
+
+def record_of(logs: Sequence[EventLog], name: str) -> RunRecord:
+    """Returns the logs of a run's processes as one run, without its folder and settings.
+
+    Args:
+        logs: Of each process, in worker order.
+        name: Its name if the events have none.
+
+    Raises:
+        DataError: the logs are of different runs.
+    """
+    whole = merge(logs)
+    return RunRecord(
+        name=plain_text(whole.start.name) or plain_text(name),
+        folder=Path(),
+        config={},
+        about={},
+        processes=tuple(logs),
+        **{field.name: getattr(whole, field.name) for field in fields(EventLog)},
+    )
 
 
 def check_start(start: Start, folder_worker: int | None = None) -> None:

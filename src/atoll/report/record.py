@@ -63,6 +63,11 @@ class EventLog:
         """The newest event with totals."""
         return self.end or (self.steps[-1] if self.steps else None)
 
+    @property
+    def newest_view(self) -> Members | None:
+        """The newest view of an elastic run."""
+        return max(self.views, key=lambda view: view.view, default=None)
+
     def busy_share(self, worker: int) -> float | None:
         """Returns the share of its time in which a worker did not wait, by the clock of its machine."""
         last = self.last

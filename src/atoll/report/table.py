@@ -93,7 +93,7 @@ def bytes_sent(rows: Sequence[Row]) -> list[tuple[int | None, str, float, str]]:
         )
     would = max((row.record.data_parallel_bytes for row in rows), default=0)
     if would and not any(row.record.gradients for row in rows):
-        found.append((None, "data-parallel", would, f"{bytes_text(would)}, it would have been"))
+        found.append((None, "data-parallel", would, f"would have sent {bytes_text(would)}"))
     return found
 
 

@@ -15,6 +15,7 @@ from atoll._util.signals import Interrupts, interruptible
 from atoll._util.units import count_text
 from atoll.errors import AtollError, ConfigError
 from atoll.link.base import Link
+from atoll.link.net.departure import STOPPED
 from atoll.link.seat import Seat
 from atoll.runs.events import Event, Jsonl, Resumed, Saved, Sink, read
 from atoll.runs.evidence import Began
@@ -27,11 +28,12 @@ from atoll.train.data.token_files import TokenData
 from atoll.train.folder import RunFolder
 from atoll.train.model.decoder import Decoder
 from atoll.train.model.export import load_start
+from atoll.train.progress.alarm import alarm
 from atoll.train.progress.alert_target import target_of
 from atoll.train.progress.line_log import LineLog
-from atoll.train.progress.other_sinks import alarm, trackers
 from atoll.train.progress.plan_check import plan_check
 from atoll.train.progress.text_sample import write_sample
+from atoll.train.progress.trackers import trackers
 from atoll.train.progress.view import preparing, view
 from atoll.train.ranks.connect import connect_links, find_seat
 from atoll.train.ranks.control import ControlPlane, CoordinatedStop, Stopped
@@ -350,7 +352,7 @@ def _end_stopped(process: _Process, trainer: Trainer, stop: CoordinatedStop) -> 
     how = f"continue with: {command}"
     if isinstance(process.control, ElasticControl):
         how = f"the others go on, and {COME_BACK}"
-        process.control.leave("was stopped, and may come back")
+        process.control.leave(STOPPED)
     if process.ranks.is_leader:
         print(f"stopped at step {trainer.steps} and saved; {how}", flush=True)
     raise Stopped(together=stop.together)

@@ -22,7 +22,7 @@ class Folders:
     Folders of workers that begin later are found when they are there.
 
     Raises:
-        ConfigError: a folder does not exist, or holds several runs.
+        ConfigError: a folder does not exist, or is no run but holds some.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -98,6 +98,7 @@ def _check(folder: Path) -> None:
         problem = "is a file" if folder.exists() else "does not exist"
         problem = f"{problem}: give the folder of a run, such as runs/run"
     elif not is_run(folder) and (runs := sorted(child.name for child in folder.iterdir() if is_run(child))):
-        problem = f"holds several runs, and a page shows one: give {folder / runs[0]} or another of them"
+        more = " or another of them" if len(runs) > 1 else ""
+        problem = f"is no run, but holds {len(runs)}: give {folder / runs[0]}{more}"
     if problem:
         raise ConfigError(f"{folder}: {problem}", setting="run", value=str(folder))

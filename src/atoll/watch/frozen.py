@@ -40,7 +40,8 @@ def frozen_page(content: Mapping[str, Any], title: str) -> str:
 <style>{style}</style>
 </head>
 <body>
-<noscript><p>This page draws runs with JavaScript, which is switched off here.</p></noscript>
+<noscript><p>This page draws runs with JavaScript, which is switched off here.
+Switch it on to see them.</p></noscript>
 <script type="application/json" id="frozen">{data}</script>
 <script>{script}</script>
 </body>

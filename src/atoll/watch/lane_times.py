@@ -4,11 +4,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Final
 
+from atoll.link.net.departure import FINISHED, STOPPED
 from atoll.report.lanes import Span, rows, waits
 from atoll.report.load import plain_text
 from atoll.report.presence import Presence, presences
 from atoll.report.record import RunRecord
-from atoll.runs.events import Joined, Lost, Members, Resumed
+from atoll.runs.events import Lost, Members, Resumed
 from atoll.watch.process import MOST_KEPT, ProcessLog, WorkerTrack
 from atoll.watch.run import LiveRun, sent_rounds
 from atoll.watch.sections import LaneOfWorker, LanesSection, Row, WindowOfWorker, WindowSection
@@ -23,7 +24,6 @@ _MOST_OF_ALL, _FEWEST_SPANS = 64_000, 20
 UNSEEN: Final = 5e-5
 """The share of a window that is narrower than a pixel."""
 _LONGEST = 300  # characters of words
-_LEFT = ("was stopped", "has finished")  # why a worker is gone that has said so itself
 
 
 # ---------------------------------------------------------------------- the whole run
@@ -142,24 +142,24 @@ def _merged(spans: Iterable[Row]) -> list[Row]:
 
 def _marks(run: LiveRun, seat: Presence, process: ProcessLog | None) -> Iterator[Row]:
     """Yields the moments of a worker's lane: those that others have told, and its own."""
-    told = {kind: _told(run, kind, seat.worker) for kind in (Lost, Joined)}
+    told = _told(run, seat.worker)
     for at in run.time_of_step(seat.joined):
         yield [at, "joined", f"Worker {seat.worker} has joined."]
     for at in run.time_of_step(seat.lost):
-        why = min(told[Lost], key=lambda lost: abs(lost[0] - at), default=(0.0, ""))[1]
+        why = min(told, key=lambda lost: abs(lost[0] - at), default=(0.0, ""))[1]
         words = f"Worker {seat.worker} is gone: {why}" if why else f"Worker {seat.worker} is gone."
-        yield [at, "left" if why.startswith(_LEFT) else "lost", words]
+        yield [at, "left" if why.startswith((FINISHED, STOPPED)) else "lost", words]
     if process is not None:
         for at, resumed in process.kept[Resumed]:
             yield [run.since(process, at), "resumed", f"Worker {seat.worker} went on from step {resumed.step}."]
 
 
-def _told(run: LiveRun, kind: type, worker: int) -> list[tuple[float, str]]:
+def _told(run: LiveRun, worker: int) -> list[tuple[float, str]]:
     """Returns when and why a worker was lost, as the others tell."""
     return [
-        (run.since(process, at), plain_text(getattr(event, "why", ""))[:_LONGEST])
+        (run.since(process, at), plain_text(event.why)[:_LONGEST])
         for process in run.logs()
-        for at, event in process.kept[kind]
+        for at, event in process.kept[Lost]
         if event.worker == worker
     ]
 

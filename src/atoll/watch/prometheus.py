@@ -1,10 +1,10 @@
 """Writes the newest figures of a watched run as metrics for Prometheus."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
-_STATES = ("reading", "waiting to begin", "training", "waiting for a round", "stalled", "paused", "finished",
-           "interrupted", "silent")  # fmt: skip
+from atoll.watch.sections import State
+
 _RUN = {
     "step": ("gauge", "Inner steps made."),
     "steps": ("gauge", "Inner steps of the whole run."),
@@ -40,7 +40,7 @@ def _lines(sections: Mapping[str, Any]) -> Iterator[str]:
     labels = {"run": run.get("name", "")}
     for key, (kind, words) in _RUN.items():
         yield from _metric(_NAMES.get(key, key), kind, words, [(labels, run.get(key))])
-    states = [({**labels, "state": state}, float(run.get("state") == state)) for state in _STATES]
+    states = [({**labels, "state": state}, float(run.get("state") == state)) for state in get_args(State)]
     yield from _metric("state", "gauge", "1 for the state that the run is in, else 0.", states)
     evaluated = [row[3] for row in sections.get("loss", {}).get("anchor", []) if row[3] is not None]
     held_out = [(labels, evaluated[-1] if evaluated else None)]

@@ -9,32 +9,21 @@ from contextlib import suppress
 from typing import Final
 
 from atoll.report.lanes import Span
-from atoll.watch.compose import NAMES, compose, compose_some
+from atoll.watch.compose import NAMES, compose_some
 from atoll.watch.lane_times import window_section
 from atoll.watch.run import LiveRun
-from atoll.watch.sections import Sections
 from atoll.watch.serialise import to_json
 from atoll.watch.source import Source
 
 EVERY_S: Final = 0.5
 """Seconds between two looks at the run while somebody watches."""
 UNWATCHED_S: Final = 2.0
-"""Seconds between two looks while nobody does: /metrics is no older than that."""
+"""Seconds between two looks while nobody does. Losses are at most five seconds old, other figures two."""
 SLOW_S: Final = 3.0
 """Seconds between two versions of `SLOW` sections."""
 SLOW: Final = frozenset(("loss", "speed", "outer"))
 """Sections of curves, which take most of the time; the others follow the run at once."""
 _SHARE = 0.006  # of one core that following a run may take, on average
-
-
-def read_whole(source: Source) -> Sections:
-    """Returns the sections of all that a source has now."""
-    run = LiveRun(source.about())
-    while True:
-        run.take(source.poll())
-        if source.share >= 1:
-            run.about = source.about()
-            return compose(run, 1.0, time.time())
 
 
 class Reader:
@@ -58,10 +47,8 @@ class Reader:
         self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
         self._seen: tuple[object, ...] = ()  # by what the sections were composed, but for the time
         self._stale: set[str] = set()  # sections that may have changed since they were composed
-        self._composed = self._shown = -math.inf  # when the long ones were, and when anything was published
+        self._composed = -math.inf  # when the long ones were
         self._share = 0.0  # of the files that was read at the last look
-        self.trouble = ""
-        """Why the run cannot be followed at the moment; empty if it can."""
 
     def start(self) -> None:
         """Begins to read."""
@@ -85,37 +72,43 @@ class Reader:
         return to_json(found, decimals=6)
 
     @property
+    def trouble(self) -> str:
+        """Why the run cannot be followed at the moment; empty if it can."""
+        return self._run.trouble
+
+    @property
     def is_alive(self) -> bool:
         """Whether the thread reads."""
         return self._thread.is_alive()
 
     def _follow(self) -> None:
+        shown = -math.inf
         while not self._stopped.is_set():
             self._woken.clear()
             try:
-                pause_s = self._read_part()
-                self.trouble = self._run.trouble = ""
+                pause_s, shown = self._read_part(shown)
+                self._run.trouble = ""
             except Exception as fault:  # a full disk, too many open files, numbers beyond all bounds: it may pass
-                self.trouble = self._run.trouble = f"the run cannot be followed: {type(fault).__name__}: {fault}"
+                self._run.trouble = f"the run cannot be followed: {type(fault).__name__}: {fault}"
                 pause_s = UNWATCHED_S
                 with suppress(Exception):
                     self._show({"run"}, self._share)
             self._woken.wait(pause_s)
 
-    def _read_part(self) -> float:
-        """Takes some events, shows what has changed, and returns the seconds to pause."""
+    def _read_part(self, shown: float) -> tuple[float, float]:
+        """Takes some events and shows what has changed; returns the seconds to pause, and when it was shown."""
         busy = time.thread_time()
         with self._lock:
             self._run.take(self._source.poll())
         share = self._source.share
-        if share < 1 and time.monotonic() - self._shown < EVERY_S:
-            return 0.0
+        if share < 1 and time.monotonic() - shown < EVERY_S:
+            return 0.0, shown
         self.look(share)
-        self._shown = time.monotonic()
+        shown = time.monotonic()
         if share < 1:
-            return 0.0
+            return 0.0, shown
         pause_s = (time.thread_time() - busy) / _SHARE
-        return max(EVERY_S if self._is_watched() else UNWATCHED_S, min(pause_s, UNWATCHED_S))
+        return max(EVERY_S if self._is_watched() else UNWATCHED_S, min(pause_s, UNWATCHED_S)), shown
 
     def look(self, share: float) -> None:
         """Publishes the sections that may have changed; curves, which are long, less often than the rest."""

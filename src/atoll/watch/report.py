@@ -19,7 +19,7 @@ from atoll.watch.folders import Folders
 from atoll.watch.frozen import frozen_page
 from atoll.watch.lane_times import window_section
 from atoll.watch.report_content import Clock, Modelled, ModelledLane, Report, Sent, Summary, Table
-from atoll.watch.run import LiveRun
+from atoll.watch.run import LiveRun, read_run
 from atoll.watch.sections import Sections, WindowSection
 from atoll.watch.thinning import join_near
 
@@ -93,12 +93,7 @@ def report_content(rows: Sequence[Row], link: Line, title: str = "", claims: Seq
 
 def sections_of(record: RunRecord, most: int) -> Sections:
     """Returns the sections of a run as its folder has them now, with at most `most` single waits and rounds."""
-    source = Folders([record.folder])
-    run = LiveRun(source.about())
-    run.take(source.poll())
-    while source.share < 1:
-        run.take(source.poll())
-    run.about = source.about()
+    run = read_run(Folders([record.folder]))
     sections = compose(run, 1.0, time.time())
     sections["run"]["name"] = record.name
     sections["now"] = _detail(run, most)

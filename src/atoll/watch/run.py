@@ -2,19 +2,18 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import fields
-from pathlib import Path
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
 from atoll.core.schedule import Schedule
 from atoll.errors import ConfigError, DataError
-from atoll.report.load import check_start, plain_text
+from atoll.report.load import check_start, record_of
 from atoll.report.record import EventLog, RunRecord, merge
 from atoll.runs.events import Start, Step
 from atoll.watch.process import ProcessLog
-from atoll.watch.source import About, News
+from atoll.watch.source import About, News, Source
 
 QUIET_S: Final = 30.0
 """Seconds after which a process that writes nothing counts as silent, if it does not write more seldom anyway."""
@@ -91,15 +90,7 @@ class LiveRun:
         logs = [process.log() for process in self.logs()]
         if not logs:
             return None
-        whole = merge(logs)
-        return RunRecord(
-            name=plain_text(whole.start.name) or plain_text(self.about.name),
-            folder=Path(),
-            config=dict(self.about.settings),
-            about={},
-            processes=tuple(logs),
-            **{field.name: getattr(whole, field.name) for field in fields(EventLog)},
-        )
+        return replace(record_of(logs, self.about.name), config=dict(self.about.settings))
 
     def since(self, process: ProcessLog, time: float) -> float:
         """Returns a time of a process as seconds since the run began."""
@@ -148,6 +139,16 @@ class LiveRun:
                 found.append((process.start.steps - process.last.step) / pace)
         left_s = max(found, default=math.nan)
         return max(left_s, 0.0) if math.isfinite(left_s) else None
+
+
+def read_run(source: Source) -> LiveRun:
+    """Returns a run with all that a source has now."""
+    run = LiveRun(source.about())
+    run.take(source.poll())
+    while source.share < 1:
+        run.take(source.poll())
+    run.about = source.about()
+    return run
 
 
 def schedule_of(start: Start, worker: int) -> Schedule | None:

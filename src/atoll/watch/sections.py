@@ -35,8 +35,6 @@ class RunSection(TypedDict):
     """Per worker."""
     codec: str
     device: str
-    began: float | None
-    """Unix time."""
     state: State
     state_words: str
     """One or two sentences."""
@@ -162,8 +160,6 @@ class TrafficOfWorker(TypedDict):
     """Bytes per second sent on the wire now."""
     payload_bytes: int
     """Handed to the link, each payload once."""
-    planned_rate: float | None
-    """Bytes per second on the wire that the planner foretells."""
 
 
 class Planned(TypedDict):
@@ -212,6 +208,16 @@ class FaultsSection(TypedDict):
     latest: list[Fault]
 
 
+class Sample(TypedDict):
+    """Holds a text that the outer parameters wrote at an evaluation."""
+
+    step: int
+    prompt: str
+    """The beginning of the held-out text."""
+    text: str
+    """How the model continues it."""
+
+
 class Sections(TypedDict):
     """Holds all that the page shows."""
 
@@ -223,8 +229,8 @@ class Sections(TypedDict):
     traffic: TrafficSection
     outer: OuterSection
     faults: FaultsSection
-    samples: list[dict[str, Any]]
-    """{"step", "prompt", "text"}, the newest first."""
+    samples: list[Sample]
+    """The newest first."""
     settings: list[list[str]]
     """[key, value]."""
     scores: list[list[str]]

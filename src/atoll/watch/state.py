@@ -12,7 +12,7 @@ from atoll.watch.sections import State
 PAUSE_S: Final = 3.0
 """Seconds without an event after which a worker that has rounds on their way is taken to wait for them."""
 _TIMES = 3  # intervals between its step events, likewise
-_LONGEST = 400  # characters of a trouble
+_LONGEST, _MOST_TROUBLES = 400, 4  # characters of a trouble, and troubles that are told
 
 
 class Condition(NamedTuple):
@@ -25,12 +25,20 @@ class Condition(NamedTuple):
 
 
 def condition(run: LiveRun, record: RunRecord | None, share: float, now: float) -> Condition:
-    """Returns how the run is doing at a Unix time; `share` is the part of its files that was read, 0 to 1."""
+    """Returns how the run is doing.
+
+    Args:
+        run: The run.
+        record: Its events as one log; None before it begins.
+        share: The share of its files that was read, 0 to 1.
+        now: Unix time.
+    """
     if share < 1 and (record is None or record.end is None):
         return Condition("reading", f"Reading what has happened so far: {100 * share:.0f} %.{_troubles(run)}")
     if record is None:
-        return Condition("waiting to begin", f"No worker has begun yet.{_troubles(run)}")
-    found = _ended(record) or _paused(record) or _quiet(run, now) or _waiting(run, now) or _training(run, record)
+        words = f"No worker of {plain_text(run.about.name)} has begun yet."
+        return Condition("waiting to begin", words + _troubles(run))
+    found = _ended(record) or _paused(record) or _quiet(run, now) or _waiting(run, now) or _training(record)
     return found._replace(words=found.words + _absent(run, now) + _troubles(run))
 
 
@@ -57,7 +65,7 @@ def _quiet(run: LiveRun, now: float) -> Condition | None:
 
 
 def _paused(record: RunRecord) -> Condition | None:
-    newest = max(record.views, key=lambda view: view.view, default=None)
+    newest = record.newest_view
     least = least_workers(record)
     if newest is None or len(newest.members) >= least:
         return None
@@ -82,8 +90,8 @@ def _waiting(run: LiveRun, now: float) -> Condition | None:
     return Condition("waiting for a round", "Workers wait for a round: the line is slow, or one of them is.", since)
 
 
-def _training(run: LiveRun, record: RunRecord) -> Condition:
-    newest = max(record.views, key=lambda view: view.view, default=None)
+def _training(record: RunRecord) -> Condition:
+    newest = record.newest_view
     there, all_ = len(newest.members) if newest else record.start.workers, record.start.workers
     if all_ == 1:
         return Condition("training", "The worker makes steps.")
@@ -105,4 +113,6 @@ def _workers(numbers: Sequence[int]) -> str:
 
 
 def _troubles(run: LiveRun) -> str:
-    return "".join(f" {plain_text(trouble)[:_LONGEST]}." for trouble in run.troubles[:4])
+    shown, more = run.troubles[:_MOST_TROUBLES], run.troubles[_MOST_TROUBLES:]
+    words = "".join(f" Problem: {plain_text(trouble)[:_LONGEST]}." for trouble in shown)
+    return f"{words} And {len(more)} more." if more else words

@@ -86,7 +86,11 @@ def _joined(left: Bucket, right: Bucket) -> Bucket:
 
 
 class Thinned(Generic[T]):
-    """Keeps every n-th item of a growing list and the newest: at most `most` + 1; n doubles when it is full."""
+    """Keeps every n-th item and the newest; n doubles when full.
+
+    Args:
+        most: The largest number of items besides the newest, an even number.
+    """
 
     def __init__(self, most: int) -> None:
         assert most >= 2 and most % 2 == 0

@@ -2,17 +2,24 @@
 
 import asyncio
 import time
+from typing import TYPE_CHECKING, Final
 
 from atoll.errors import ExcludedError
-from atoll.link.net.member import FINISHED, Member
 
+if TYPE_CHECKING:  # the report knows the reasons, and needs no gRPC
+    from atoll.link.net.member import Member
+
+FINISHED: Final = "has finished"
+"""The reason of a worker that leaves at the end of a run."""
+STOPPED: Final = "was stopped, and may come back"
+"""The reason of a worker that was interrupted."""
 _CLOSE_S = 10.0  # for the others to have applied the rounds of a worker that leaves
 _FINISH_S = 600.0  # for the same at the end of a run, over a slow line; those that die or are silent do not count
 _END_S = 3.0  # for the registry to answer
 _SETTLED_S = 0.02
 
 
-async def leave(member: Member, reason: str | None, *, over: bool) -> None:
+async def leave(member: "Member", reason: str | None, *, over: bool) -> None:
     """Close a member; in order, once all others have applied the rounds that this one has."""
     until = time.monotonic() + (_FINISH_S if over else _CLOSE_S)
     while reason is None and member.error is None and time.monotonic() < until:
@@ -28,7 +35,7 @@ async def leave(member: Member, reason: str | None, *, over: bool) -> None:
         raise ExcludedError(f"{excluded}; {advice}", worker=excluded.worker)
 
 
-async def _end_run(member: Member) -> None:
+async def _end_run(member: "Member") -> None:
     """Let the registry know that nobody can join any more; another worker may have."""
     until, membership, proposed = time.monotonic() + _END_S, member.membership, 0
     while member.error is None and not membership.view.over and time.monotonic() < until:
@@ -38,7 +45,7 @@ async def _end_run(member: Member) -> None:
         await asyncio.sleep(_SETTLED_S)
 
 
-async def drain(member: Member, reason: str) -> None:
+async def drain(member: "Member", reason: str) -> None:
     """Close a member whose run goes on, once the rounds that it has opened are complete."""
     until = time.monotonic() + _CLOSE_S
     while member.error is None and time.monotonic() < until and not member.rounds.all_complete:
@@ -46,7 +53,7 @@ async def drain(member: Member, reason: str) -> None:
     await close(member, reason)
 
 
-async def close(member: Member, reason: str) -> None:
+async def close(member: "Member", reason: str) -> None:
     """Close the connections and the registry's side of a member; the reason goes to all peers."""
     await member.peers.close(reason)
     await member.membership.close()

@@ -50,8 +50,6 @@ from atoll.link.net.worker_status import MOST_ROUNDS, WorkerStatus
 _LEAVE_S = 5.0  # in which others that may do without a lost member agree on a view
 _DEAD_END_S = 20.0  # the same, if there may be no others
 _OPENED_S = 0.005
-FINISHED = "has finished"
-"""The reason of a worker that leaves at the end of a run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Final, Self
 
 from atoll.errors import printable
+from atoll.link.net.departure import FINISHED
 from atoll.link.net.elastic_link import ElasticLink
-from atoll.link.net.member import FINISHED
 from atoll.link.net.views import Decision
-from atoll.runs.events import Event, Step
+from atoll.link.seat import Seat
+from atoll.runs.events import Event, Sink, Step
 from atoll.settings.config import RunConfig
 from atoll.train.progress.alert_target import target_of
 from atoll.train.progress.incidents import Alert, Incidents
@@ -55,7 +56,7 @@ class Alarm:
         self._thread = threading.Thread(target=self._watch, name="atoll alarm", daemon=True)
 
     def follow(self, link: ElasticLink, step: int) -> None:
-        """Learn from an elastic link who takes part."""
+        """Learns from an elastic link who takes part."""
         training, hooks = list(link.weights(step)), link.hooks
         on_decision, on_lost = hooks.on_decision, hooks.on_lost
 
@@ -130,10 +131,31 @@ class Alarm:
         except OSError as fault:
             if not self._has_failed_to_send:
                 self._has_failed_to_send = True
-                line = f"warning: an alert could not be sent to {self._name}: {fault}; further ones are tried silently"
+                problem = f"no alert could be sent to {self._name}: {fault}"
+                line = f"warning: {problem}; check log.alert (later failures are not printed)"
                 print(printable(line), file=sys.stderr, flush=True)
 
 
 def _shown(value: object) -> str:
-    """Return a value for a variable: empty for None, 1 and 0 for truth."""
+    """Returns a value for a variable: empty for None, 1 and 0 for truth."""
     return "" if value is None else str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def alarm(
+    config: RunConfig, seat: Seat | None, steps: Callable[[], int], elastic: ElasticLink | None, cleanup: ExitStack
+) -> list[Sink]:
+    """Returns the sink that raises alerts, if the settings name a target.
+
+    Args:
+        config: The run's settings.
+        seat: This process's place in the run; None if it is the only one.
+        steps: Returns the inner steps made so far.
+        elastic: The link of an elastic run, which tells who takes part.
+        cleanup: Ends it.
+    """
+    if config.log.alert is None:
+        return []
+    raised = cleanup.enter_context(Alarm(config, None if seat is None else seat.worker, steps))
+    if elastic is not None:
+        raised.follow(elastic, steps())
+    return [raised]

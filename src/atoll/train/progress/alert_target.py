@@ -23,27 +23,39 @@ Send = Callable[[bytes, Mapping[str, str]], None]
 
 
 def target_of(setting: str, environment: Mapping[str, str] = os.environ) -> tuple[str, Send]:
-    """Return a name for a target without secrets, and how to send to it.
+    """Returns a name for a target without secrets, and how to send to it.
 
     Args:
         setting: `log.alert`: an address, a command, or $NAME of a variable that holds one.
         environment: The variables.
 
     Raises:
-        ConfigError: The variable is not set, or there is no such command.
+        ConfigError: The variable is not set, or the target is neither an address nor a command of this machine.
     """
     target = setting
     if setting.startswith("$"):
         target = environment.get(setting[1:], "")
         if not target:
-            raise ConfigError(f"log.alert: the environment variable {setting[1:]} is not set", setting="log.alert")
-    if target.startswith(("http://", "https://")):
-        return f"the webhook at {urlsplit(target).hostname}", lambda body, _: _post(target, body)
-    words = shlex.split(target)
+            problem = f"the environment variable {setting[1:]} is not set; set it, or write an address or a command"
+            raise ConfigError(f"log.alert: {problem}", setting="log.alert")
+    try:
+        if target.lower().startswith(("http://", "https://")):
+            return f"the webhook at {urlsplit(target).hostname}", lambda body, _: _post(target, body)
+        words = shlex.split(target)
+    except ValueError:  # an open quote or bracket
+        words = []
     if not words or shutil.which(words[0]) is None:
-        found = f"there is no command {words[0]!r} here" if words else "is empty"
-        raise ConfigError(f"log.alert: {found}; give a command or an address, https://...", setting="log.alert")
+        found = f"{setting} holds" if setting.startswith("$") else f"{setting!r} is"  # a variable may hold a secret
+        problem = f"{found} neither an http(s):// address nor a command of this machine; correct it"
+        raise ConfigError(f"log.alert: {problem}", setting="log.alert")
     return f"the command {words[0]}", lambda body, variables: _run(words, body, variables)
+
+
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects: they would turn the POST into a GET without the alert."""
+
+    def redirect_request(self, *_: object) -> None:
+        """Follows none; the status becomes an error."""
 
 
 def _post(address: str, body: bytes) -> None:
@@ -54,13 +66,14 @@ def _post(address: str, body: bytes) -> None:
 
     def post() -> None:
         try:
-            with urllib.request.urlopen(request, timeout=2 * POST_S):
+            with urllib.request.build_opener(_Stay).open(request, timeout=2 * POST_S):
                 pass
         except urllib.error.HTTPError as refused:
             refused.close()
             problems.append(f"it answered with status {refused.code}")
         except Exception as fault:  # whatever a server may do
-            problems.append(str(fault) or type(fault).__name__)
+            said = str(fault) if isinstance(fault, OSError) else ""  # others may quote the address, which is a secret
+            problems.append(said or type(fault).__name__)
 
     posting = threading.Thread(target=post, name="atoll webhook", daemon=True)
     posting.start()

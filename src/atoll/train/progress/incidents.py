@@ -99,7 +99,7 @@ class Incidents:
         for worker, absence in self._gone.items():
             if not absence.is_told and now_s - absence.since_s >= self._lost_s:
                 absence.is_told = True
-                text = f"worker {worker} is gone for {clock_text(now_s - absence.since_s)}: it {absence.why}"
+                text = f"worker {worker} has been gone for {clock_text(now_s - absence.since_s)}: it {absence.why}"
                 found.append(Alert(kind="lost", step=self._step, about=worker, text=text))
         return self._alerts(*found)
 
@@ -140,7 +140,7 @@ class Incidents:
         left = self._training - set(all_of_them)
         self._training = frozenset(training)
         for worker in left - self._gone.keys():
-            self._gone[worker] = _Absence(now_s, "is lost to the others")
+            self._gone[worker] = _Absence(now_s, "was lost by the others")
         back = [worker for worker in sorted(self._gone) if worker in all_of_them]
         found = []
         for worker in back:

@@ -22,18 +22,24 @@ export class Connection {
     });
     this.source.onopen = () => this.#say(null);
     this.source.onerror = () => {
-      this.#say(this.lostAt ?? Date.now() / 1000);
       // The browser connects again by itself unless the server answered with an error.
-      if (this.source.readyState === EventSource.CLOSED) setTimeout(() => this.#open(), AGAIN_MS);
+      const isRefused = this.source.readyState === EventSource.CLOSED;
+      this.#say(this.lostAt ?? Date.now() / 1000, isRefused);
+      if (isRefused) setTimeout(() => this.#open(), AGAIN_MS);
     };
   }
 
-  #say(lostAt) {
+  #say(lostAt, isRefused = false) {
     this.lostAt = lostAt;
     this.node.classList.toggle("lost", lostAt !== null);
-    setText(this.node, lostAt === null ? "live" : `disconnected since ${hour(lostAt, true)}, connecting again`);
+    setText(this.node, lostAt === null ? "live" : words(hour(lostAt, true), isRefused));
     document.body.classList.toggle("stale", lostAt !== null);
   }
+}
+
+function words(since, isRefused) {
+  if (!isRefused) return `disconnected since ${since}, connecting again`;
+  return `refused since ${since} (too many viewers, or another token): open the address that atoll watch printed`;
 }
 
 /** Promises the single waits and rounds of all workers between two times, in seconds since the run began. */

@@ -4,7 +4,7 @@ import { Chart } from "./chart.js";
 import { choices, element } from "./dom.js";
 import { Part } from "./part.js";
 import { FoldedTable } from "./table.js";
-import { count, duration, known, NONE, share, short, small } from "./units.js";
+import { cosine, count, duration, known, mean, share, short, small } from "./units.js";
 
 export class Speed {
   constructor(level) {
@@ -60,7 +60,7 @@ export class Outer {
     this.part = new Part("Outer gradient", { level });
     this.node = this.part.node;
     this.norm = single("Norm of the mean delta, per fragment", 150, small, [0, null]);
-    this.cosine = single("Cosine between workers", 150, (n) => (known(n) ? n.toFixed(2) : NONE), null);
+    this.cosine = single("Cosine between workers", 150, cosine, null);
     this.table = new FoldedTable("outer gradient by step");
     this.cosineBox = titled(this.cosine, level);
     this.part.body.append(titled(this.norm, level), this.cosineBox, this.table.node);
@@ -84,12 +84,12 @@ export class Outer {
   }
 }
 
-function sentence({ fragments, norm, cosine }) {
-  const agreed = cosine?.mean?.findLast(known);
+function sentence({ fragments, norm, cosine: cosines }) {
+  const agreed = cosines?.mean?.findLast(known);
   const parts = fragments > 1 ? ` over ${count(fragments)} fragments; the band spans them` : "";
   const words = "1: the same direction, 0: unrelated";
-  const cosines = known(agreed) ? `; workers' deltas have a cosine of ${agreed.toFixed(2)} (${words})` : "";
-  return `The mean delta has a norm of ${small(norm?.mean?.findLast(known))}${parts}${cosines}.`;
+  const agreement = known(agreed) ? `; workers' deltas have a cosine of ${cosine(agreed)} (${words})` : "";
+  return `The mean delta has a norm of ${small(norm?.mean?.findLast(known))}${parts}${agreement}.`;
 }
 
 /** Joins the rounds of a period, one for each fragment, into one point whose band spans the fragments. */
@@ -97,7 +97,7 @@ export function byPeriod(outer, period) {
   if (!(outer.fragments > 1) || !known(period) || period < 1) return outer;
   const groups = Object.values(Object.groupBy(outer.step.keys(), (at) => Math.floor(outer.step[at] / period)));
   const joined = (curve) => ({
-    mean: groups.map((group) => over(group, curve.mean, (values) => values.reduce((a, b) => a + b) / values.length)),
+    mean: groups.map((group) => over(group, curve.mean, mean)),
     low: groups.map((group) => over(group, curve.low, (values) => Math.min(...values))),
     high: groups.map((group) => over(group, curve.high, (values) => Math.max(...values))),
   });

@@ -1,18 +1,19 @@
 // Draws the lanes of workers on a canvas: a thick bar for the processor, thin ones below it for rounds on their way.
 
+import { MOST_COLOURS } from "./colours.js";
 import { timeTicks } from "./ticks.js";
 import { known, moment } from "./units.js";
 
 const AXIS = 24;
 
 /** Returns how high lanes are for this many workers, in pixels: of the bar, of the rounds below it, and of both. */
-export function laneHeights(workers) {
+function laneHeights(workers) {
   if (workers <= 12) return { bar: 13, rounds: 11, lane: 32 };
   return workers <= 32 ? { bar: 8, rounds: 6, lane: 18 } : { bar: 5, rounds: 3, lane: 10 };
 }
 
 /** Returns the height of a drawing of this many workers, in pixels. */
-export const laneHeight = (workers) => laneHeights(workers).lane * Math.max(1, workers) + AXIS;
+const laneHeight = (workers) => laneHeights(workers).lane * Math.max(1, workers) + AXIS;
 
 /** Reads the page's colours, which change with light and dark. */
 export function colours() {
@@ -20,7 +21,7 @@ export function colours() {
   const value = (name) => style.getPropertyValue(name).trim();
   return {
     paper: value("--paper"), ink: value("--ink"), muted: value("--muted"), grid: value("--grid"), idle: value("--idle"),
-    series: Array.from({ length: 8 }, (_, at) => value(`--run-${at}`)),
+    series: Array.from({ length: MOST_COLOURS }, (_, at) => value(`--run-${at}`)),
     font: getComputedStyle(document.body).fontFamily,
   };
 }
@@ -120,7 +121,7 @@ export class LaneDrawing {
   presence(at, lane, until) {
     const { context, heights } = this;
     const y = this.top(at);
-    const own = this.colours.series[lane.worker % 8];
+    const own = this.colours.series[lane.worker % MOST_COLOURS];
     for (const [begin, end, kind] of lane.spans ?? []) {
       const isLast = end >= until.end - 1e-6;
       const [x, right] = [this.toX(begin), this.toX(isLast ? until.now : end)];

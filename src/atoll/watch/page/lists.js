@@ -71,13 +71,14 @@ export class Samples extends List {
 
   sentence(samples) {
     if (!samples?.length) return "This run writes no samples of text.";
-    return "Text that the outer parameters write at each evaluation, newest first.";
+    return "How the outer parameters continue a held-out text at each evaluation, newest first.";
   }
 
   nodes(samples) {
-    const [first, ...older] = (samples ?? []).map(({ step, text }) => element("figure", { class: "sample" },
+    const [first, ...older] = (samples ?? []).map(({ step, prompt, text }) => element("figure", { class: "sample" },
       element("figcaption", {}, `step ${count(step)}`),
-      element("blockquote", {}, element("bdi", {}, plain(text, 4000)))));
+      element("blockquote", {}, element("bdi", { class: "prompt" }, plain(prompt, 4000)),
+        element("bdi", {}, plain(text, 4000)))));
     if (!older.length) return first ? [first] : [];
     const summary = element("summary", {}, `${older.length} earlier`);
     return [first, element("details", { class: "folded" }, summary, ...older)];

@@ -1,15 +1,11 @@
 // The loss: of the anchor on held-out text, and of each worker on what it trains on.
 
 import { Chart, ALONG } from "./chart.js";
+import { colour, MOST_COLOURS } from "./colours.js";
 import { choices, plain } from "./dom.js";
 import { Part } from "./part.js";
 import { FoldedTable } from "./table.js";
 import { count, known, loss, short } from "./units.js";
-
-const MOST_COLOURS = 8;
-
-/** Returns the colour of a worker or a run by its place. */
-export const colour = (at) => `c${at % MOST_COLOURS}`;
 
 /** Turns the rows of evaluations into a series. */
 export function anchorSeries(rows, along, name, style) {

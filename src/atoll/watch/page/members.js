@@ -6,7 +6,7 @@ import { Part } from "./part.js";
 import { RunLanes } from "./run_lanes.js";
 import { presence } from "./state.js";
 import { FoldedTable } from "./table.js";
-import { count, duration, known, NONE, share } from "./units.js";
+import { count, duration, known, mean, NONE, share } from "./units.js";
 
 const MOVING = ["training", "waiting for a round", "stalled", "paused"];
 const LEGEND = {
@@ -73,7 +73,4 @@ function row(lane, end) {
   return [count(lane.worker), `${kind} ${since}`.trim(), duration(trained), waited, changes || NONE];
 }
 
-function waitingShare(lane) {
-  const shares = (lane.waiting ?? []).filter(known);
-  return shares.length ? shares.reduce((sum, one) => sum + one, 0) / shares.length : null;
-}
+const waitingShare = (lane) => mean(lane.waiting ?? []);

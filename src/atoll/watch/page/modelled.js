@@ -2,7 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { element, plain, span, svg, swatch } from "./dom.js";
-import { looks, lossSeries } from "./overview.js";
+import { looks, lossSeries } from "./comparison.js";
 import { Part } from "./part.js";
 import { timeTicks } from "./ticks.js";
 import { duration, known, loss, moment, share } from "./units.js";

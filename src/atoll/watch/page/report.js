@@ -1,9 +1,9 @@
 // A frozen page: one run or several, from an object in the page itself.
 
 import { element, plain, swatch } from "./dom.js";
-import { colour } from "./loss.js";
+import { colour } from "./colours.js";
 import { modelled } from "./modelled.js";
-import { bytesSent, losses, numbers, outerGradients, sideBySide } from "./overview.js";
+import { bytesSent, losses, numbers, outerGradients, sideBySide } from "./comparison.js";
 import { Run } from "./run.js";
 
 /** Returns the page of a report, as atoll.watch.report_content defines it; what is left out is not shown. */

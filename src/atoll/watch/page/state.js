@@ -1,8 +1,8 @@
 // The first screen: is it training, how long still, what loss, which workers are there.
 
+import { colour } from "./colours.js";
 import { element, plain, setText, span, swatch } from "./dom.js";
-import { colour } from "./loss.js";
-import { count, duration, hour, known, loss, share, short } from "./units.js";
+import { count, duration, hour, known, loss, mean, share, short } from "./units.js";
 
 /** For each state a word, and a class that gives its mark a shape and a colour. */
 const STATES = new Map(Object.entries({
@@ -73,11 +73,10 @@ export class State {
     if (this.isOver) this.time.show("It took", duration(run.seconds), "");
     else this.time.show("Time left", duration(run.left_s), ending);
     const last = losses?.anchor?.at(-1);
-    const trained = Object.values(losses?.workers ?? {}).map((one) => one.mean.findLast(known)).filter(known);
-    const mean = trained.length ? trained.reduce((sum, one) => sum + one) / trained.length : null;
+    const trained = mean(Object.values(losses?.workers ?? {}).map((one) => one.mean.findLast(known)));
     const which = known(last?.[4]) ? `anchor of step ${count(last[4])}` : `at step ${count(last?.[0])}`;
     if (last) this.loss.show("Held-out loss", loss(last[3]), which);
-    else this.loss.show("Training loss", loss(mean), known(mean) ? "mean of the workers" : "");
+    else this.loss.show("Training loss", loss(trained), known(trained) ? "mean of the workers" : "");
     this.speed.show("Speed", short(run.tokens_per_s), "tokens a second");
     this.computing.show("Computing", share(run.utilisation), "of the workers' time");
   }

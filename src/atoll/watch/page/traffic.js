@@ -1,9 +1,10 @@
 // What travels: bytes and rate per pair of workers against the line's capacity, beside the plan and data-parallel.
 
+import { colour } from "./colours.js";
 import { element, plain, setText, span } from "./dom.js";
 import { Part } from "./part.js";
 import { FoldedTable, table } from "./table.js";
-import { bytes, count, duration, known, NONE, rate, share } from "./units.js";
+import { bytes, count, duration, known, mean, NONE, rate, share } from "./units.js";
 
 const MOST_PAIRS = 12;
 
@@ -13,7 +14,7 @@ export class Traffic {
     this.node = this.part.node;
     this.compared = element("div", { class: "compared" });
     this.workers = element("div");
-    this.title = element("p", { class: "hint" }, "Rate now, of what each line was measured to carry:");
+    this.title = element("p", { class: "hint" }, "Rate now, as a share of the line's measured capacity:");
     this.pairs = element("ul", { class: "pairs" });
     this.note = element("p", { class: "hint" });
     this.table = new FoldedTable("every pair of workers");
@@ -28,7 +29,7 @@ export class Traffic {
     this.part.say(isThere ? sentence(traffic) : "Nothing has been sent yet.");
     if (!isThere) return;
     this.#compare(payload(workers), traffic.data_parallel_bytes);
-    this.#workers(workers);
+    this.#workers(workers, traffic.planned?.bytes_per_s);
     this.#pairs(traffic.pairs ?? [], run?.workers);
   }
 
@@ -39,15 +40,14 @@ export class Traffic {
     this.compared.replaceChildren(amount("this run", sent, most, "c0"), amount("data-parallel", whole, most, "cmuted"));
   }
 
-  #workers(workers) {
+  #workers(workers, planned) {
     const isWired = onWire(workers) > 0; // inside one process nothing is on a wire
-    const isPlanned = workers.some((one) => known(one.planned_rate));
     const columns = {
       worker: (one) => count(one.worker),
       ...(isWired ? {} : { payloads: (one) => bytes(one.payload_bytes) }),
       ...(isWired && { sent: (one) => bytes(one.sent_bytes), received: (one) => bytes(one.received_bytes) }),
       ...(isWired && { "rate now": (one) => rate(one.rate) }),
-      ...(isPlanned && { planned: (one) => rate(one.planned_rate) }),
+      ...(known(planned) && { planned: () => rate(planned) }),
     };
     const rows = workers.map((one) => Object.values(columns).map((cell) => cell(one)));
     const made = table(Object.keys(columns), rows, "Bytes and rate of each worker");
@@ -78,9 +78,7 @@ export class Traffic {
 const onWire = (workers) => workers.reduce((sum, one) => sum + (one.sent_bytes || 0), 0);
 
 /** Returns the bytes of payloads that a worker has sent, mean. */
-function payload(workers) {
-  return workers.reduce((sum, one) => sum + (one.payload_bytes || 0), 0) / Math.max(1, workers.length);
-}
+const payload = (workers) => mean(workers.map((one) => one.payload_bytes || 0));
 
 const inUse = ({ rate: now, capacity }) => (known(now) && capacity ? now / capacity : null);
 
@@ -90,25 +88,19 @@ function sentence({ workers, data_parallel_bytes: whole, planned }) {
   const said = times >= 10 ? count(Math.round(times)) : times.toFixed(1);
   const fewer = times > 1.05 ? `, ${said} times fewer than data-parallel would have` : "";
   const wire = onWire(workers) ? `; all workers together have put ${bytes(onWire(workers))} on the wire` : "";
-  const plan = planned ? ` The plan: ${foretold(planned)}.` : "";
+  const plan = planned ? ` The plan: ${plain(planned.words, 200)}.` : "";
   return `A worker has sent ${bytes(sent)} of payloads${fewer}${wire}.${plan}`;
 }
 
-function foretold({ words, bytes_per_s, utilisation }) {
-  if (words) return plain(words, 200).replace(/\.$/, "");
-  const busy = known(utilisation) ? `computing for ${share(utilisation)} of the time` : "";
-  return [known(bytes_per_s) ? `${rate(bytes_per_s)} a worker` : "", busy].filter(Boolean).join(", ");
-}
-
-function amount(name, value, most, colour) {
-  const bar = element("i", { class: colour });
+function amount(name, value, most, kind) {
+  const bar = element("i", { class: kind });
   bar.style.width = `${Math.max(0.3, 100 * value / most)}%`;
   return element("p", { class: "amount" }, span("", name), span("track", bar), element("b", {}, bytes(value)));
 }
 
 /** Returns one pair: a track as long as the line's capacity, filled as far as it is in use. */
 function line(pair) {
-  const fill = element("i", { class: `c${pair.from % 8}` });
+  const fill = element("i", { class: colour(pair.from) });
   fill.style.width = `${100 * Math.min(1, Math.max(0, inUse(pair) ?? 0))}%`;
   const limit = span("limit", pair.capacity ? ` of ${rate(pair.capacity)}` : ", not measured");
   const track = element("span", { class: pair.capacity ? "track" : "track unknown", "aria-hidden": "true" }, fill);

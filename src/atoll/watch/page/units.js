@@ -5,6 +5,12 @@ export const NONE = "–";
 
 export const known = (value) => typeof value === "number" && Number.isFinite(value);
 
+/** Returns the mean of the numbers among some values; null if there are none. */
+export function mean(values) {
+  const numbers = values.filter(known);
+  return numbers.length ? numbers.reduce((sum, one) => sum + one, 0) / numbers.length : null;
+}
+
 const grouped = (value, decimals = 0) =>
   value.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
 
@@ -45,6 +51,9 @@ export function short(n) {
 
 /** 2.3456 -> "2.346", in nats per token */
 export const loss = (n) => (known(n) ? n.toFixed(3) : NONE);
+
+/** 0.876 -> "0.88" */
+export const cosine = (n) => (known(n) ? n.toFixed(2) : NONE);
 
 /** 0.0003 -> "0.0003", 3e-7 -> "3e-7" */
 export function small(n) {

@@ -12,10 +12,10 @@ from typing import Final
 from atoll.errors import DataError, LinkError, RegistryError
 from atoll.link.net.event_loop import event_loop
 from atoll.link.net.identity import Identity
+from atoll.link.net.log_client import WorkerLog
 from atoll.link.net.membership import Announcement
 from atoll.link.net.open_registry import open_registry
 from atoll.link.net.registry import Insecure, Update, seat_of
-from atoll.link.net.worker_log import WorkerLog
 from atoll.runs.events import MOST_LINE, Event, parsed
 from atoll.watch.source import About, News
 
@@ -99,7 +99,7 @@ class RegistryRun:
         raise RegistryError(f"{trouble}: check that `atoll registry` runs there, and that the keys are of this run")
 
     async def _watch(self, answered: asyncio.Event) -> None:
-        """Follow the registry until it refuses; connections that break are made again."""
+        """Follows the registry until it refuses; connections that break are made again."""
         try:
             async with open_registry(self._address, self._security) as registry:
                 async for update in registry.watch(""):
@@ -109,7 +109,7 @@ class RegistryRun:
             self._trouble = f"who takes part is no longer known: {fault}" if answered.is_set() else str(fault)
 
     def _apply(self, update: Update) -> None:
-        """Follow the workers that are announced, and no longer those that are not."""
+        """Follows the workers that are announced, and no longer those that are not."""
         told = {seat: entry for key, entry in update.entries.items() if (seat := seat_of(key)) is not None}
         if update.is_snapshot:
             told |= dict.fromkeys(self._workers.keys() - told.keys())
@@ -153,17 +153,17 @@ class _Follower:
         return bool(self._events) or (following and ((self.log.has_more and self._brought) or not self._heard))
 
     def take(self) -> News:
-        """Return what the worker has told since the last call."""
+        """Returns what the worker has told since the last call."""
         events = [self._events.popleft() for _ in range(len(self._events))]
         return News(process=f"worker {self._seat}", events=events, heard=self._heard, trouble=self._trouble)
 
     def follow(self, addresses: Sequence[str]) -> None:
-        """Follow the worker at these addresses, from where its log was read last."""
+        """Follows the worker at these addresses, from where its log was read last."""
         self.rest()
         self._following = asyncio.create_task(self._follow(addresses), name=f"follow worker {self._seat}")
 
     def rest(self) -> asyncio.Task[None] | None:
-        """Follow the worker no longer, for it has gone; return the task that ends."""
+        """Follows the worker no longer, for it has gone; returns the task that ends."""
         task, self._following, self._trouble = self._following, None, ""
         if task is not None:
             task.cancel()

@@ -1,12 +1,13 @@
 // Compares runs on a frozen page: numbers, bytes, curves of all runs in one chart, and tables of facts.
 
 import { Chart } from "./chart.js";
+import { colour } from "./colours.js";
 import { byPeriod } from "./curves.js";
 import { choices, element, plain, span, swatch } from "./dom.js";
-import { anchorSeries, colour } from "./loss.js";
+import { anchorSeries } from "./loss.js";
 import { Part } from "./part.js";
 import { table } from "./table.js";
-import { known, loss, NONE, small } from "./units.js";
+import { cosine, known, loss, mean, small } from "./units.js";
 
 const STYLES = ["", "dashed", "dotted", "dash-dotted"]; // a curve shows through the gaps of the one above it
 
@@ -73,11 +74,7 @@ function trained(workers) {
   if (!first) return { step: [], tokens: [], seconds: [], mean: [] };
   const alike = others.every(({ step }) => step.length === first.step.length && step.at(-1) === first.step.at(-1));
   if (!alike) return first;
-  const mean = first.mean.map((_, at) => {
-    const values = workers.map((one) => one.mean[at]).filter(known);
-    return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
-  });
-  return { ...first, mean };
+  return { ...first, mean: first.mean.map((_, at) => mean(workers.map((one) => one.mean[at]))) };
 }
 
 /** Draws the outer gradients of all runs; null if none has any. */
@@ -93,7 +90,6 @@ export function outerGradients(runs) {
     made.show(series(key));
     return element("div", {}, element("h3", { class: "chart-title" }, label), made.node);
   };
-  const cosine = (value) => (known(value) ? value.toFixed(2) : NONE);
   part.body.append(element("div", { class: "halves" },
     chart("Norm of the mean delta", "norm", { value: small, range: [0, null] }),
     chart("Cosine between workers", "cosine", { value: cosine })));

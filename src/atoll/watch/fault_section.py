@@ -1,0 +1,59 @@
+"""Composes the section of what went wrong, each once although several workers tell of it."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from atoll.report.load import plain_text
+from atoll.runs import events
+from atoll.watch.process import MOST_KEPT, ProcessLog
+from atoll.watch.run import LiveRun
+from atoll.watch.sections import Fault, FaultsSection
+
+_LONGEST = 300  # characters of words
+
+
+def faults_section(run: LiveRun) -> FaultsSection:
+    """Returns what went wrong, each once although several workers tell of it."""
+    found: dict[tuple[Any, ...], Fault] = {}
+    logs = run.logs()
+    for process in logs:
+        for kind in (events.Fault, events.Lost, events.RoundApplied):
+            for at, event in process.kept[kind]:
+                for fault in _faults(event):
+                    key = (
+                        fault["kind"],
+                        fault["step"],
+                        fault["worker"],
+                        fault["words"] if kind is events.Fault else "",
+                    )
+                    found.setdefault(key, fault | {"at_s": run.since(process, at)})
+    latest = sorted(found.values(), key=lambda fault: (fault["at_s"] or 0.0, fault["step"]), reverse=True)
+    return {"count": max(len(latest), _count(logs)), "latest": latest[:MOST_KEPT]}
+
+
+def _count(logs: Sequence[ProcessLog]) -> int:
+    """Returns how much went wrong: faults of each process, and payloads that any of them has missed."""
+    return sum(p.counts["faults"] for p in logs) + max((p.counts["missed"] for p in logs), default=0)
+
+
+def _faults(event: events.Event) -> Iterable[Fault]:
+    match event:
+        case events.Fault():
+            words = plain_text(event.what)[:_LONGEST]
+            yield {"at_s": None, "step": event.step, "worker": event.worker, "kind": _kind(words), "words": words}
+        case events.Lost():
+            words = f"no longer a member: {plain_text(event.why)[:_LONGEST]}"
+            yield {"at_s": None, "step": event.step, "worker": event.worker, "kind": "lost", "words": words}
+        case events.RoundApplied():
+            came = f"{len(event.members)} of {event.expected} payloads"
+            words = f"round of step {event.step}, fragment {event.fragment}: {came} came"
+            yield {"at_s": None, "step": event.step, "worker": None, "kind": "dropped", "words": words}
+
+
+def _kind(words: str) -> Literal["guarded", "left out", "rolled back", "fault"]:
+    """Returns the kind of a fault by the trainer's words."""
+    if "rolled back" in words:
+        return "rolled back"
+    if words.startswith("left out"):
+        return "guarded" if "far larger" in words else "left out"
+    return "fault"
