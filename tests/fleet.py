@@ -142,8 +142,9 @@ class Worker:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """As the kernel does when memory is short."""
-        self.signal(signal.SIGKILL)
+        """As the kernel does when memory is short; a rank may have followed another that was killed before it."""
+        with suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
         self.process.join()
 
     def close(self) -> None:

@@ -98,7 +98,7 @@ def test_a_worker_dies_and_comes_back(tmp_path: Path) -> None:
         for folder in folders:
             folder.mkdir()
             (folder / "elastic.toml").write_text(blocks(ELASTIC, "toml")[0].replace("10.0.0.1", sites[0].address))
-        keys, registry, first, second, again, status, replay = commands(ELASTIC)
+        keys, registry, first, second, again, status, watch, replay = commands(ELASTIC)
         assert run(0, keys).wait(60) == 0
         (folders[1] / "runs/elastic/keys").mkdir(parents=True)
         shutil.move(folders[0] / "runs/elastic/keys/worker-1", folders[1] / "runs/elastic/keys/worker-1")
@@ -106,6 +106,12 @@ def test_a_worker_dies_and_comes_back(tmp_path: Path) -> None:
         survivor, killed = run(0, first), run(1, second)
         places = [folder / "runs" / "elastic" / f"worker-{k}" for k, folder in enumerate(folders)]
         when(lambda: any((places[1] / "checkpoints").glob("step-*[0-9]")))
+        page = run(0, watch)
+        served = outputs[-1]
+        when(lambda: "the page is at http://127.0.0.1:8420/" in served.read_text())
+        asked = "from urllib.request import urlopen; assert urlopen('http://127.0.0.1:8420/healthz').read() == b'ok\\n'"
+        assert sites[0].popen([sys.executable, "-c", asked]).wait(60) == 0
+        page.kill()
         killed.kill()
         back = run(1, again)
         assert [survivor.wait(400), back.wait(60)] == [0, 0], [path.read_text() for path in outputs]
