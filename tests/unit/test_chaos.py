@@ -55,6 +55,14 @@ def test_memory_that_grows_on_is_told_from_a_jump() -> None:
     assert _growth(1, samples(300_000, 300_500, 301_000)) == ["worker 1: resident memory grew from 300000 to 301000 kB"]
 
 
+def test_threads_that_grow_on_are_told_from_a_pool_s_first_use() -> None:
+    def samples(*threads: int) -> list[dict[str, int]]:
+        return [{"step": 1000 * n, "rss_kb": 9, "threads": count, "files": 30} for n, count in enumerate(threads, 1)]
+
+    assert _growth(0, samples(10, 11, 11)) == [] == _growth(0, samples(10, 10, 11))
+    assert _growth(0, samples(10, 11, 12)) == ["worker 0: threads grew from 10 to 12"]
+
+
 def test_what_goes_wrong_is_seen(tmp_path: Path) -> None:
     """The harness is given events as a run that breaks every law would write them."""
     fleet = Fleet(tmp_path, Task(workers=2))
