@@ -263,6 +263,8 @@ def test_the_table_of_results_is_that_of_the_raw_metrics(monkeypatch: pytest.Mon
         f"{100 * (top64.end.loss / rows[0].end.loss - 1):.2f} % above Streaming-30 in e3m0, at an 18th of its" in words
     )
     assert round(mean(rows[0].end.bytes_sent) / mean(top64.end.bytes_sent)) == 18
+    price = f"[{100 * (top64.end.loss / base.end.loss - 1):.2f} % of the loss](results.md"
+    assert price in (DOCS / "algorithms.md").read_text(encoding="utf-8")
     for cost in papers.costs_of_4_bits(results):
         assert cost in " ".join(page.split())
     readme = plain("README.md")

@@ -145,7 +145,7 @@ class ProcessLog:
 
     @property
     def end(self) -> End | None:
-        """How it has ended; None while it trains, or if it was killed."""
+        """Returns the event that ended it; None while it trains, or if it was killed."""
         return self.last if isinstance(self.last, End) else None
 
     def log(self) -> EventLog:
