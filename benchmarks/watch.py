@@ -1,12 +1,13 @@
 """What `atoll watch` costs a worker that trains on the same machine, and how fast the page of a long run opens.
 
-    python benchmarks/watch.py speed [--pairs 20] [--block-s 5] [--viewers 10]
+    python benchmarks/watch.py speed [--pairs 150] [--block-s 1] [--viewers 10]
     python benchmarks/watch.py open [--events 1000000]
 
 speed: a worker trains on all cores and writes its events; blocks of steps with a server and its viewers alternate with
-blocks in which both are stopped (SIGSTOP), so that a busy machine slows both. The figure is the median of the ratios
-of neighbouring blocks, with all viewers reading, and with one among them that reads nothing. Blocks are long, because a
-server that goes on has the work of the time before to do.
+blocks in which both are stopped (SIGSTOP), so that a busy machine slows both. The figure is the geometric mean of the
+ratios of neighbouring blocks with its standard error, with all viewers reading, and with one among them that reads
+nothing. Blocks are short, for the speed of a shared machine wanders; each begins with the work that a server which goes
+on has left from the time before, so the figure is rather too low than too high.
 
 open: writes a run of two workers with so many events, starts the server, waits until it has read them, and opens the
 page in the system's Chromium, at the widths of a desktop and of a phone. The figures are the server's reading time,
@@ -15,6 +16,7 @@ the time from the request to a page with its curves and lanes drawn, and the tim
 
 import argparse
 import json
+import math
 import re
 import shutil
 import signal
@@ -63,8 +65,8 @@ while True:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["speed", "open"])
-    parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks")
-    parser.add_argument("--block-s", type=float, default=5.0, help="seconds of a block, at least")
+    parser.add_argument("--pairs", type=int, default=150, help="pairs of blocks")
+    parser.add_argument("--block-s", type=float, default=1.0, help="seconds of a block, at least")
     parser.add_argument("--viewers", type=int, default=10)
     parser.add_argument("--events", type=int, default=1_000_000)
     arguments = parser.parse_args()
@@ -76,9 +78,9 @@ def main() -> None:
 
 
 @contextmanager
-def watching(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def watching(*what: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Starts `atoll watch`; yields the process and the address of its page."""
-    command = [sys.executable, "-m", "atoll", "watch", str(folder), "--port", "0"]
+    command = [sys.executable, "-m", "atoll", "watch", *what, "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8")
     assert process.stdout is not None
     try:
@@ -104,18 +106,22 @@ def measure_speed(folder: Path, arguments: argparse.Namespace) -> None:
     print(f"blocks of {steps} steps, {torch.get_num_threads()} threads, an event every 10 steps")
     block = partial(train, trainer, steps)
     for stuck in (0, 1):
-        with watching(folder / "run") as (server, url), viewing(url, arguments.viewers, stuck) as viewers:
-            ratios, busy = [], []
-            for _ in range(arguments.pairs):
-                alone_s = stopped(partial(seconds, block), server, viewers)
-                before = cpu_s(server)
-                watched_s = seconds(block)
-                busy.append((cpu_s(server) - before) / watched_s)
-                ratios.append(alone_s / watched_s)
+        with watching(str(folder / "run")) as (server, url), viewing(url, arguments.viewers, stuck) as viewers:
+            ratios, before, total_s = [], cpu_s(server), 0.0
+            for pair in range(arguments.pairs):
+                first_s = seconds(block) if pair % 2 else stopped(partial(seconds, block), server, viewers)
+                second_s = stopped(partial(seconds, block), server, viewers) if pair % 2 else seconds(block)
+                alone_s, watched_s = (second_s, first_s) if pair % 2 else (first_s, second_s)
+                ratios.append(math.log(alone_s / watched_s))
+                total_s += watched_s
+            busy = (cpu_s(server) - before) / total_s
         who = f"{arguments.viewers} viewers" + (" and one that reads nothing" if stuck else "")
-        print(f"with {who}: {statistics.median(ratios):.4f} of the speed without a server")
-        low, *_, high = sorted(ratios)
-        print(f"  ratios {low:.3f} to {high:.3f}; the server takes {statistics.mean(busy):.2%} of a core")
+        error = statistics.stdev(ratios) / len(ratios) ** 0.5
+        print(
+            f"with {who}: {math.exp(statistics.mean(ratios)):.4f} +- {error:.4f} of the speed without a server", end=""
+        )
+        low, middle, high = (math.exp(f(ratios)) for f in (min, statistics.median, max))
+        print(f" (median {middle:.4f}, {low:.2f} to {high:.2f}); the server takes {busy:.2%} of a core", flush=True)
 
 
 def make_trainer(folder: Path) -> Trainer:
@@ -193,7 +199,7 @@ def measure_opening(folder: Path, events: int) -> None:
     for worker in range(2):
         write_events(folder / "run" / f"worker-{worker}", worker, events // 2)
     size = sum(file.stat().st_size for file in folder.rglob("metrics.jsonl"))
-    with watching(folder / "run") as (server, url), sync_playwright() as playwright:
+    with watching(str(folder / "run")) as (server, url), sync_playwright() as playwright:
         began, busy = time.perf_counter(), cpu_s(server)
         while state_of(url) in ("", "reading"):
             time.sleep(0.1)

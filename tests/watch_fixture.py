@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from atoll.runs.events import Event, Fault, Joined, Lost, Members, Resumed, RoundApplied
 from atoll.watch.compose import compose
-from atoll.watch.run import LiveRun
+from atoll.watch.live_run import LiveRun
 from atoll.watch.sections import Sections
 from atoll.watch.source import About, News
 from voyage import BEGAN, Voyage

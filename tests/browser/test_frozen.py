@@ -8,7 +8,7 @@ import pytest
 
 from atoll.plan.line import Line
 from atoll.watch.frozen import frozen_page
-from atoll.watch.report import write
+from atoll.watch.report_page import write
 from browser.conftest import serious_faults
 from page_content import report, sections
 from voyage import Voyage, save_workers

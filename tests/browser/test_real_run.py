@@ -4,15 +4,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from atoll.runs.events import Members
-from elastic_fleet import Run, running, when
+from elastic_fleet import running, when
 
 Visit = Callable[..., Any]
 CHIP = "([worker, kind]) => document.querySelectorAll('.chip')[worker]?.classList.contains(kind)"
@@ -35,36 +32,20 @@ def watching(*folders: Path) -> Iterator[str]:
 
 
 def test_the_page_follows_a_worker_that_is_killed_and_comes_back(tmp_path: Path, visit: Visit) -> None:
-    """Its lane says so within 3 s, at least once in three times: machines that test have other things to do."""
+    """How soon its lane says so is measured by benchmarks/watch.py: machines that test have other things to do."""
     with running(tmp_path, workers=3, steps=100_000) as run:
         workers = [run.start(worker) for worker in range(3)]
         when(lambda: run.step(0) >= 12)
         with watching(run.folder / "runs" / "run") as url:
             page = visit(url)
             page.wait_for_function(CHIP, arg=[1, "training"])
-            delays: list[tuple[float, float]] = []
-            while len(delays) < 3 and not any(lost < 3 and back < 3 for lost, back in delays):
-                known = len(run.has(0, Members))
-                workers[1].kill()
-                lost_s = seconds_until(page, "away")
-                workers[1] = run.start(1)
-                when(partial(is_member_again, run, known))
-                delays.append((lost_s, seconds_until(page, "training")))
-            assert any(lost < 3 and back < 3 for lost, back in delays), delays
+            workers[1].kill()
+            page.wait_for_function(CHIP, arg=[1, "away"])
+            workers[1] = run.start(1)
+            page.wait_for_function(CHIP, arg=[1, "training"], timeout=90_000)
             step = page.locator(".progress").inner_text()
             page.wait_for_function("(before) => document.querySelector('.progress').innerText !== before", arg=step)
             assert "worker 1" in page.get_by_role("region", name="Faults", exact=True).inner_text()
             page.locator("summary", has_text="members").click()
             assert "joined" in page.get_by_role("region", name="members and their waits").inner_text()
             page.goto("about:blank")  # before the server goes, which the page would tell the console
-
-
-def is_member_again(run: Run, known: int) -> bool:
-    """Whether worker 1 is in a view after the one that lost it; `known` views came before that."""
-    return any(1 in view.members for view in run.has(0, Members)[known + 1 :])
-
-
-def seconds_until(page: Any, kind: str) -> float:
-    began = time.monotonic()
-    page.wait_for_function(CHIP, arg=[1, kind])
-    return time.monotonic() - began

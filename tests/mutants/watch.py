@@ -68,11 +68,11 @@ MUTANTS = [
     Mutant(
         "spans that join lose the longer end",
         "watch/thinning.py",
-        "max(found[-1].end_s, span.end_s))",
-        "span.end_s)",
+        "np.maximum.accumulate(ends)",
+        "ends",
         tests=_THIN,
     ),
-    Mutant("far spans join", "watch/thinning.py", "gaps[len(found) - most - 1]", "gaps[-1]", tests=_THIN),
+    Mutant("far spans join", "watch/thinning.py", "gaps > max(widest, 0.0)", "gaps > gaps.max()", tests=_THIN),
     # one clock
     Mutant(
         "a resumed worker is shown in its past",
@@ -82,13 +82,13 @@ MUTANTS = [
     ),
     Mutant(
         "a late worker begins with the first",
-        "watch/run.py",
+        "watch/live_run.py",
         "return time - (self.began if process.began else 0.0)",
         "return time - process.began",
     ),
     Mutant(
         "a step is when the last worker made it",
-        "watch/run.py",
+        "watch/live_run.py",
         "[(0.0, 0.0), *points], reverse=True)",
         "[(0.0, 0.0), *points])",
     ),
@@ -124,27 +124,29 @@ MUTANTS = [
     # the whole run
     Mutant(
         "a process of another run is shown",
-        "watch/run.py",
+        "watch/live_run.py",
         "            merge([*(process.log() for process in self.processes.values()), EventLog(start=start)])\n",
         "",
     ),
-    Mutant("numbers of workers are not checked", "watch/run.py", "            check_start(start)\n", ""),
+    Mutant("numbers of workers are not checked", "watch/live_run.py", "            check_start(start)\n", ""),
     Mutant(
         "what a foreign process is, is forgotten",
-        "watch/run.py",
+        "watch/live_run.py",
         "(self.trouble, *self._troubles.values(), *self._foreign.values())",
         "(*self._troubles.values(),)",
     ),
     Mutant(
         "the quickest worker sets the time left",
-        "watch/run.py",
+        "watch/live_run.py",
         "left_s = max(found, default=math.nan)",
         "left_s = min(found, default=math.nan)",
     ),
-    Mutant("applied rounds are on their way", "watch/run.py", "process.tracks[worker].applied.get(fragment, 0)", "0"),
+    Mutant(
+        "applied rounds are on their way", "watch/live_run.py", "process.tracks[worker].applied.get(fragment, 0)", "0"
+    ),
     Mutant(
         "a process that writes seldom is silent",
-        "watch/run.py",
+        "watch/live_run.py",
         "return max(QUIET_S, _TIMES * self.processes[name].interval_s)",
         "return QUIET_S",
     ),
@@ -456,6 +458,34 @@ MUTANTS = [
         tests=_in("a_reader_that_fails_says_so_and_goes_on"),
     ),
     Mutant(
+        "a lost worker is shown when the curves are",
+        "watch/reader.py",
+        "(share < 1 or self._run.turns == self._turns)",
+        "True",
+        tests=_in("who_trains_is_shown_at_once"),
+    ),
+    Mutant(
+        "every step is shown at once",
+        "watch/live_run.py",
+        "_TURNS = (Start,",
+        "_TURNS = (Start, Step,",
+        tests=_in("who_trains_is_shown_at_once"),
+    ),
+    Mutant(
+        "a fault that two workers tell of counts twice",
+        "watch/fault_section.py",
+        "sum(max(process.faults[worker] for process in logs)",
+        "sum(sum(process.faults[worker] for process in logs)",
+        tests=("tests/unit/test_watch_sections.py",),
+    ),
+    Mutant(
+        "the newest loss is the mean of many",
+        "watch/prometheus.py",
+        'curve["newest"])',
+        'curve["mean"][-1])',
+        tests=_in("the_newest_loss"),
+    ),
+    Mutant(
         "a page that is not followed is healthy",
         "watch/server.py",
         'PlainTextResponse(f"503: {trouble}\\n", 503) if trouble else',
@@ -469,8 +499,10 @@ MUTANTS = [
         "False",
         tests=_in("other_sites_may_open_the_page_and_nothing_else"),
     ),
-    Mutant("a worker is shown twice", "watch/run.py", "begun.tracks.keys() & process.tracks.keys()", "set[int]()"),
-    Mutant("the time left waits for those that are gone", "watch/run.py", "if not self.is_silent(name, now)]", "]"),
+    Mutant("a worker is shown twice", "watch/live_run.py", "begun.tracks.keys() & process.tracks.keys()", "set[int]()"),
+    Mutant(
+        "the time left waits for those that are gone", "watch/live_run.py", "if not self.is_silent(name, now)]", "]"
+    ),
     Mutant(
         "a page takes any number of connections",
         "watch/connections.py",

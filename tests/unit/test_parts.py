@@ -28,7 +28,7 @@ from atoll.report.lanes import Span, lanes, rows, waits
 from atoll.report.record import log_of, merge
 from atoll.report.words import warnings_of
 from atoll.runs.events import End, Eval, Event, Fault, RoundApplied, Start, Step
-from atoll.watch.report import report_content, write
+from atoll.watch.report_page import report_content, write
 from voyage import BEGAN, Voyage, save, save_workers
 
 LINK = Line(1e6)

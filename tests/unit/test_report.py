@@ -44,7 +44,7 @@ from atoll.runs.events import (
     Step,
 )
 from atoll.watch.folders import MOST_EVENTS
-from atoll.watch.report import sections_of, write
+from atoll.watch.report_page import sections_of, write
 
 LINK = Line(1e6)
 HOSTILE = "$\\bad{1}$<script>alert('x')</script>\"><img src=x onerror=alert(1)> \u65e5\u672c \u202e\x1b[31m ]]>&_"
@@ -340,7 +340,7 @@ def test_refused_requests(runs: list[Path], tmp_path: Path) -> None:
 
 
 def test_importing_the_report_does_not_import_matplotlib() -> None:
-    code = "import sys, atoll.report, atoll.watch.report; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, atoll.report, atoll.watch.report_page; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 

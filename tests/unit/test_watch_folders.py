@@ -11,7 +11,7 @@ from atoll.runs.events import End, Event, Jsonl, RoundApplied, Step
 from atoll.watch import folders
 from atoll.watch.compose import compose
 from atoll.watch.folders import Folders
-from atoll.watch.run import LiveRun, read_run
+from atoll.watch.live_run import LiveRun, read_run
 from atoll.watch.sections import Sections
 from voyage import Voyage, save, save_workers
 

@@ -20,7 +20,7 @@ from atoll.watch import process
 from atoll.watch.compose import compose
 from atoll.watch.folders import Folders
 from atoll.watch.lane_times import window_section
-from atoll.watch.run import LiveRun, read_run
+from atoll.watch.live_run import LiveRun, read_run
 from atoll.watch.sections import Sections
 from atoll.watch.serialise import to_json
 from atoll.watch.source import About, News
@@ -246,6 +246,14 @@ def test_faults_have_kinds_and_are_told_once() -> None:
     log = [*VOYAGE.events()[0], *(Fault(step=n, worker=0, what=f"left out of {n} rounds: x") for n in range(500))]
     many = sections_of([log])["faults"]
     assert (many["count"], len(many["latest"])) == (500, 200)
+    told = [
+        [*log, *(Fault(step=n, worker=w, what=f"left out of {n} rounds: x") for n in range(500) for w in (1, 2))]
+        for log in VOYAGE.events()
+    ]
+    assert sections_of(told)["faults"]["count"] == 1000, "three workers tell of each"
+    strange = [*VOYAGE.events()[0], *(Fault(step=n, worker=n, what="x") for n in range(3, 900))]
+    run = live_run([strange], HEARD)
+    assert len(run.logs()[0].faults) == 1, "numbers of workers that are not of the run take no memory"
     words = {
         "rolled back": "loss not finite: rolled back to the anchor",
         "left out": "left out of 1 round: its work was not finite",

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 import pytest
 
 from asgi import Viewer, get, running
-from atoll.runs.events import End, Jsonl, Step
-from atoll.watch import server
+from atoll.runs.events import End, Event, Jsonl, Step
+from atoll.watch import reader, server
 from atoll.watch.folders import Folders
 from atoll.watch.guard import HEADERS, Admission
 from atoll.watch.server import MOST_VIEWERS, Watch
@@ -202,6 +203,17 @@ def test_metrics_for_prometheus(folder: Path) -> None:
     served(folder, use)
 
 
+def test_the_newest_loss_is_that_of_the_newest_step(tmp_path: Path) -> None:
+    log = Voyage(steps=9000).events()[0]
+    last = [event for event in log if isinstance(event, Step)][-1]
+    log[log.index(last)] = replace(last, loss=[7.25, None, None])
+
+    async def use(app: Watch) -> None:
+        assert b'atoll_training_loss{run="far",worker="0"} 7.25\n' in (await get(app, "/metrics")).body
+
+    served(save(tmp_path / "far", log), use)
+
+
 def test_hostile_names_do_not_break_metrics(tmp_path: Path) -> None:
     log = VOYAGE.events()[0]
     log[0] = replace(VOYAGE.start(0), name='"} 1\\ <b>\u202e')
@@ -385,6 +397,53 @@ def test_a_reader_that_fails_says_so_and_goes_on(folder: Path) -> None:
                 await asyncio.sleep(0.05)
 
     asyncio.run(run())
+
+
+def test_who_trains_is_shown_at_once_and_steps_when_there_is_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "EVERY_S", 0.01)
+    monkeypatch.setattr(reader, "UNWATCHED_S", 3600.0)
+    monkeypatch.setattr(reader, "_SHARE", 1e-9)  # so little of a core that it rests as long as it may
+    polls = 0
+
+    class Counted(Folders):
+        def poll(self) -> Any:
+            nonlocal polls
+            polls += 1
+            return super().poll()
+
+    log = VOYAGE.events()[0]
+    folder = save(tmp_path / "far", log[:-1])
+    shown: list[Mapping[str, bytes]] = []
+    follower = reader.Reader(Counted([folder]), shown.append, lambda: True)
+    follower.start()
+    try:
+        wait_until(lambda: bool(shown))
+        step = next(event for event in log if isinstance(event, Step))
+        append(folder, replace(step, step=90))
+        polled = polls
+        wait_until(lambda: polls > polled + 3)
+        assert len(shown) == 1
+        append(folder, log[-1])  # its end
+        wait_until(lambda: len(shown) > 1)
+        assert b"finished" in shown[1]["run"]
+    finally:
+        follower.stop()
+
+
+def append(folder: Path, event: Event) -> None:
+    file = folder / "metrics.jsonl"
+    sink = Jsonl(file, file.stat().st_size)
+    sink.write(event)
+    sink.close()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def test_numbers_beyond_all_bounds_do_not_end_the_page(tmp_path: Path) -> None:

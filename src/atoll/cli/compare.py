@@ -29,7 +29,7 @@ from atoll.train.folder import RunFolder
 from atoll.train.model.sample import sample
 from atoll.train.progress.view import Board
 from atoll.train.run import prepare
-from atoll.watch.report import write
+from atoll.watch.report_page import write
 
 DEMO = Path(__file__).with_name("demo.toml")
 

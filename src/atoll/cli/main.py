@@ -346,7 +346,7 @@ def report(
     """
     from atoll.plan.line import parse_line
     from atoll.report import write_trace
-    from atoll.watch.report import write
+    from atoll.watch.report_page import write
 
     page = out or (runs[0] if len(runs) == 1 else Path()) / "report.html"
     for path in write(runs, page, link=parse_line(link), png=png):

@@ -18,7 +18,7 @@ from atoll.runs.events import Eval
 from atoll.watch.fault_section import faults_section
 from atoll.watch.lane_times import lanes_section, window_section
 from atoll.watch.process import MOST_POINTS, ProcessLog
-from atoll.watch.run import LiveRun
+from atoll.watch.live_run import LiveRun
 from atoll.watch.sections import (
     Curve,
     LossCurve,
@@ -125,7 +125,8 @@ def _loss_curve(run: LiveRun, process: ProcessLog, worker: int) -> LossCurve:
     buckets = [bucket for bucket in process.curves["loss"].buckets() if bucket.spreads[at].known]
     steps, tokens, times = _places(buckets)
     seconds = [run.since(process, time) for time in times]
-    return {"step": steps, "tokens": tokens, "seconds": seconds, **_curve([bucket.spreads[at] for bucket in buckets])}
+    curve = _curve([bucket.spreads[at] for bucket in buckets])
+    return {"step": steps, "tokens": tokens, "seconds": seconds, "newest": process.newest_loss(worker), **curve}
 
 
 def speed_section(run: LiveRun) -> SpeedSection:

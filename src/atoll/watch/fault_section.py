@@ -6,7 +6,7 @@ from typing import Any, Literal
 from atoll.report.load import plain_text
 from atoll.runs import events
 from atoll.watch.process import MOST_KEPT, ProcessLog
-from atoll.watch.run import LiveRun
+from atoll.watch.live_run import LiveRun
 from atoll.watch.sections import Fault, FaultsSection
 
 _LONGEST = 300  # characters of words
@@ -32,8 +32,10 @@ def faults_section(run: LiveRun) -> FaultsSection:
 
 
 def _count(logs: Sequence[ProcessLog]) -> int:
-    """Returns how much went wrong: faults of each process, and payloads that any of them has missed."""
-    return sum(p.counts["faults"] for p in logs) + max((p.counts["missed"] for p in logs), default=0)
+    """Returns how much went wrong: faults and missed payloads, once although several processes tell of them."""
+    workers = {worker for process in logs for worker in process.faults}
+    faults = sum(max(process.faults[worker] for process in logs) for worker in workers)
+    return faults + max((process.missed for process in logs), default=0)
 
 
 def _faults(event: events.Event) -> Iterable[Fault]:

@@ -4,6 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from atoll.link.net.departure import FINISHED, STOPPED
 from atoll.report.lanes import Span, rows, waits
 from atoll.report.load import plain_text
@@ -11,7 +14,7 @@ from atoll.report.presence import Presence, presences
 from atoll.report.record import RunRecord
 from atoll.runs.events import Lost, Members, Resumed
 from atoll.watch.process import MOST_KEPT, ProcessLog, WorkerTrack
-from atoll.watch.run import LiveRun, sent_rounds
+from atoll.watch.live_run import LiveRun, sent_rounds
 from atoll.watch.sections import LaneOfWorker, LanesSection, Row, WindowOfWorker, WindowSection
 from atoll.watch.state import least_workers
 from atoll.watch.thinning import join_near
@@ -190,22 +193,22 @@ def _in_window(run: LiveRun, process: ProcessLog, worker: int, window: Span, uns
     inside = process.tracks[worker].flights.within(Span(window.begin_s + origin, window.end_s + origin))
     inside[:, :2] -= origin
     shortest_s = (min(window.end_s, run.newest_s) - max(window.begin_s, 0.0)) * unseen
-    waited = waits(map(itemgetter(1, 2), inside.tolist()), 0.0)
+    waited = waits(inside[inside[:, 2] > shortest_s][:, 1:3].tolist(), 0.0)
     long = [wait for wait in waited if wait.end_s - wait.begin_s > shortest_s]
     under_way = sent_rounds(process) if worker == min(process.tracks) else []
     times = run.time_of_step(step for step, _ in under_way)
     return {
         "worker": worker,
         "waits": [[*span] for span in join_near(long, most)],
-        "flights": _flights(inside[inside[:, 0].argsort(kind="stable")].tolist(), most),
+        "flights": _flights(inside[inside[:, 0].argsort(kind="stable")], most),
         "on_their_way": [[*sent, at] for sent, at in zip(under_way, times, strict=True)],
     }
 
 
-def _flights(inside: list[list[float]], most: int) -> list[Row]:
+def _flights(inside: NDArray[np.float64], most: int) -> list[Row]:
     """Returns the flights, in order of their beginnings, with the row of each; too many are joined in one row."""
-    spans = [Span(begin, end) for begin, end, *_ in inside]
-    if len(spans) > most:
-        return [[*span, -1, -1, 0] for span in join_near(spans, most)]
-    numbered = zip(spans, inside, rows(spans), strict=True)
-    return [[*span, int(step), int(fragment), row] for span, (*_, step, fragment), row in numbered]
+    if len(inside) > most:
+        return [[*span, -1, -1, 0] for span in join_near(inside[:, :2], most)]
+    spans = [Span(begin, end) for begin, end in inside[:, :2].tolist()]
+    numbered = zip(spans, inside[:, 3:].astype(int).tolist(), rows(spans), strict=True)
+    return [[*span, step, fragment, row] for span, (step, fragment), row in numbered]

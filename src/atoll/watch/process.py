@@ -126,8 +126,10 @@ class ProcessLog:
         self.last: Totals | None = None
         self.kept: dict[type, deque[tuple[float, Any]]] = {kind: deque(maxlen=most) for kind, most in _KEPT.items()}
         """Kind of event -> (time, event) of the newest; of rounds those without some of their members."""
-        self.counts: Counter[str] = Counter()
-        """Of all events: "faults", and "missed" payloads."""
+        self.faults: Counter[int] = Counter()
+        """Worker -> its faults so far; -1 for one that is not of the run."""
+        self.missed = 0
+        """Payloads so far that rounds had to do without."""
         self.evals: Thinned[Eval] = Thinned(MOST_POINTS)
         self.clock: Thinned[tuple[float, float]] = Thinned(MOST_POINTS)
         """(step, time)."""
@@ -171,7 +173,7 @@ class ProcessLog:
             case Eval() | Saved() | Members() | End() | Resumed() | Lines() | Sample():
                 self._take_timed(event)
             case Fault():
-                self.counts["faults"] += 1
+                self.faults[event.worker if 0 <= event.worker < self.start.workers else -1] += 1
                 self._keep(event)
             case _ if type(event) in self.kept:
                 self._keep(event)
@@ -229,13 +231,18 @@ class ProcessLog:
 
     def _take_round(self, event: RoundApplied) -> None:
         if (missing := event.expected - len(event.members)) > 0:
-            self.counts["missed"] += missing
+            self.missed += missing
             self._keep(event)
         self.curves["outer"].add((event.step, 0, self.newest), (event.norm, event.cosine))
         if (track := self.tracks.get(event.worker)) is not None:
             track.apply(event, self.base)
 
     # ---------------------------------------------------------------------- speed
+
+    def newest_loss(self, worker: int) -> float | None:
+        """Returns the training loss of a worker at the newest step event; None if it is not known."""
+        losses = self.recent[-1][1].loss if self.recent else ()
+        return losses[worker] if worker < len(losses) else None
 
     @property
     def interval_s(self) -> float:

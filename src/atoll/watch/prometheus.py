@@ -45,7 +45,7 @@ def _lines(sections: Mapping[str, Any]) -> Iterator[str]:
     evaluated = [row[3] for row in sections.get("loss", {}).get("anchor", []) if row[3] is not None]
     held_out = [(labels, evaluated[-1] if evaluated else None)]
     yield from _metric("held_out_loss", "gauge", "Newest held-out loss of the anchor, nats per token.", held_out)
-    training = [({**labels, "worker": worker}, _last(curve)) for worker, curve in _curves(sections).items()]
+    training = [({**labels, "worker": worker}, curve["newest"]) for worker, curve in _curves(sections).items()]
     yield from _metric("training_loss", "gauge", "Newest training loss of a worker, nats per token.", training)
     traffic = sections.get("traffic", {}).get("workers", [])
     for key, (name, words) in _TRAFFIC.items():
@@ -73,10 +73,6 @@ def _curves(sections: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _lanes(sections: Mapping[str, Any]) -> list[Any]:
     return sections.get("lanes", {}).get("workers", [])  # type: ignore[no-any-return]
-
-
-def _last(curve: Mapping[str, Any]) -> float | None:
-    return curve["mean"][-1] if curve["mean"] else None
 
 
 def _trains(lane: Mapping[str, Any]) -> float:

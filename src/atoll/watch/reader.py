@@ -11,19 +11,19 @@ from typing import Final
 from atoll.report.lanes import Span
 from atoll.watch.compose import NAMES, compose_some
 from atoll.watch.lane_times import window_section
-from atoll.watch.run import LiveRun
+from atoll.watch.live_run import LiveRun
 from atoll.watch.serialise import to_json
 from atoll.watch.source import Source
 
 EVERY_S: Final = 0.5
-"""Seconds between two looks at the run while somebody watches."""
+"""Seconds between two looks at the run while somebody watches; who trains is shown at once."""
 UNWATCHED_S: Final = 2.0
 """Seconds between two looks while nobody does. Losses are at most five seconds old, other figures two."""
 SLOW_S: Final = 3.0
 """Seconds between two versions of `SLOW` sections."""
 SLOW: Final = frozenset(("loss", "speed", "outer"))
 """Sections of curves, which take most of the time; the others follow the run at once."""
-_SHARE = 0.006  # of one core that following a run may take, on average
+_SHARE = 0.003  # of one core that following a run may take, on average
 
 
 class Reader:
@@ -48,6 +48,9 @@ class Reader:
         self._seen: tuple[object, ...] = ()  # by what the sections were composed, but for the time
         self._stale: set[str] = set()  # sections that may have changed since they were composed
         self._composed = -math.inf  # when the long ones were
+        self._spent_s = 0.0  # of a core, since the last look
+        self._rests_until = -math.inf  # looks wait until then, unless others train than at the last one
+        self._turns = 0  # of the run, at the last look
         self._share = 0.0  # of the files that was read at the last look
 
     def start(self) -> None:
@@ -82,40 +85,40 @@ class Reader:
         return self._thread.is_alive()
 
     def _follow(self) -> None:
-        shown = -math.inf
         while not self._stopped.is_set():
             self._woken.clear()
             try:
-                pause_s, shown = self._read_part(shown)
+                pause_s = self._read_part()
                 self._run.trouble = ""
             except Exception as fault:  # a full disk, too many open files, numbers beyond all bounds: it may pass
                 self._run.trouble = f"the run cannot be followed: {type(fault).__name__}: {fault}"
                 pause_s = UNWATCHED_S
                 with suppress(Exception):
                     self._show({"run"}, self._share)
-            self._woken.wait(pause_s)
+            if self._woken.wait(pause_s):
+                self._rests_until = -math.inf
 
-    def _read_part(self, shown: float) -> tuple[float, float]:
-        """Takes some events and shows what has changed; returns the seconds to pause, and when it was shown."""
+    def _read_part(self) -> float:
+        """Takes some events, and shows what has changed if it is time; returns the seconds to pause."""
         busy = time.thread_time()
         with self._lock:
             self._run.take(self._source.poll())
-        share = self._source.share
-        if share < 1 and time.monotonic() - shown < EVERY_S:
-            return 0.0, shown
+        share, left_s = self._source.share, self._rests_until - time.monotonic()
+        pause_s = 0.0 if share < 1 else EVERY_S if self._is_watched() else UNWATCHED_S
+        if left_s > 0 and (share < 1 or self._run.turns == self._turns):
+            self._spent_s += time.thread_time() - busy
+            return min(pause_s, left_s)
         self.look(share)
-        shown = time.monotonic()
-        if share < 1:
-            return 0.0, shown
-        pause_s = (time.thread_time() - busy) / _SHARE
-        return max(EVERY_S if self._is_watched() else UNWATCHED_S, min(pause_s, UNWATCHED_S)), shown
+        spent_s, self._spent_s = self._spent_s + time.thread_time() - busy, 0.0
+        self._rests_until = time.monotonic() + (EVERY_S if share < 1 else min(spent_s / _SHARE, UNWATCHED_S))
+        return pause_s
 
     def look(self, share: float) -> None:
         """Publishes the sections that may have changed; curves, which are long, less often than the rest."""
         with self._lock:
             about, now = self._source.about(), time.time()
             seen = (self._run.taken, about, [self._run.is_silent(name, now) for name in self._run.processes])
-            self._run.about = about
+            self._run.about, self._turns = about, self._run.turns
             self._stale |= set(NAMES) if seen != self._seen else {"run"}  # the state changes with time alone
             self._seen = seen
             is_due = time.monotonic() - self._composed >= SLOW_S or share >= 1 > self._share

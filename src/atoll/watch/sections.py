@@ -74,6 +74,8 @@ class LossCurve(Curve):
     step: list[float]
     tokens: list[float]
     seconds: list[float]
+    newest: float | None
+    """At the newest step event."""
 
 
 class LossSection(TypedDict):

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 from atoll._util.units import count_words
 from atoll.report.load import plain_text
 from atoll.report.record import RunRecord
-from atoll.watch.run import LiveRun, sent_rounds
+from atoll.watch.live_run import LiveRun, sent_rounds
 from atoll.watch.sections import State
 
 PAUSE_S: Final = 3.0

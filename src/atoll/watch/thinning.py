@@ -1,9 +1,11 @@
 """Keeps growing series and spans of time in bounded memory; pure, without clocks and files."""
 
 import math
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from atoll.report.lanes import Span
 
@@ -168,24 +170,20 @@ class TimeBuckets:
             self.bucket_s *= 2
 
 
-def join_near(spans: Iterable[Span], most: int) -> list[Span]:
-    """Returns spans, sorted by their beginnings, as at most `most`: those that are nearest to each other join.
+def join_near(spans: ArrayLike, most: int) -> list[Span]:
+    """Returns spans as at most `most`: those that are nearest to each other join.
 
     The first beginning and the last end stay, and no time that a span covers is lost.
+
+    Args:
+        spans: Their ends, of shape (count, 2), sorted by their beginnings.
+        most: The largest number of spans, at least 1.
     """
-    found = _without_gaps(spans, 0.0)
-    while len(found) > most:
-        gaps = sorted(right.begin_s - left.end_s for left, right in pairwise(found))
-        found = _without_gaps(found, gaps[len(found) - most - 1])
-    return found
-
-
-def _without_gaps(spans: Iterable[Span], gap_s: float) -> list[Span]:
-    """Joins spans that overlap, or whose gap is no longer than this."""
-    found: list[Span] = []
-    for span in spans:
-        if found and span.begin_s - found[-1].end_s <= gap_s:
-            found[-1] = Span(found[-1].begin_s, max(found[-1].end_s, span.end_s))
-        else:
-            found.append(span)
-    return found
+    begins, ends = np.asarray(spans, dtype=np.float64).reshape(-1, 2).T
+    if not begins.size:
+        return []
+    reached = np.maximum.accumulate(ends)
+    gaps = begins[1:] - reached[:-1]
+    widest = np.partition(gaps, len(gaps) - most)[len(gaps) - most] if len(gaps) >= most else 0.0  # of those to close
+    cuts = np.flatnonzero(gaps > max(widest, 0.0))
+    return [*map(Span, begins[[0, *(cuts + 1)]].tolist(), reached[[*cuts, -1]].tolist())]

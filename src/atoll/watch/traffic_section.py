@@ -13,7 +13,7 @@ from atoll.plan.simulate import time_of
 from atoll.report.record import RunRecord
 from atoll.runs.events import Totals
 from atoll.runs.lines import Lines
-from atoll.watch.run import LiveRun
+from atoll.watch.live_run import LiveRun
 from atoll.watch.sections import Pair, Planned, TrafficOfWorker, TrafficSection
 
 _MOST_PAIRS = 600

@@ -11,12 +11,13 @@ from atoll.core.schedule import Schedule
 from atoll.errors import ConfigError, DataError
 from atoll.report.load import check_start, record_of
 from atoll.report.record import EventLog, RunRecord, merge
-from atoll.runs.events import Start, Step
+from atoll.runs.events import End, Joined, Lost, Members, Resumed, Start, Step
 from atoll.watch.process import ProcessLog
 from atoll.watch.source import About, News, Source
 
 QUIET_S: Final = 30.0
 """Seconds after which a process that writes nothing counts as silent, if it does not write more seldom anyway."""
+_TURNS = (Start, Members, Lost, Joined, Resumed, End)
 _MOST_SENT = 64  # rounds on their way that are named
 _TIMES = 10  # intervals between its step events after which it counts as silent
 
@@ -33,6 +34,8 @@ class LiveRun:
         """The Unix time at which its first worker began; 0 if that is not known."""
         self.taken = 0
         """Events so far."""
+        self.turns = 0
+        """Events so far after which others may train than before."""
         self.stepped: dict[str, float] = {}
         """Process -> Unix time at which it was heard with its newest step."""
         self.trouble = ""
@@ -47,6 +50,7 @@ class LiveRun:
             self.heard[told.process] = told.heard
             self._troubles[told.process] = told.trouble
             self.taken += len(told.events)
+            self.turns += sum(isinstance(event, _TURNS) for event in told.events)
             process = self.processes.get(told.process)
             for event in told.events:
                 if isinstance(event, Start):
