@@ -17,8 +17,8 @@ from atoll.runs import sample
 from atoll.runs.events import Eval
 from atoll.watch.fault_section import faults_section
 from atoll.watch.lane_times import lanes_section, window_section
-from atoll.watch.process import MOST_POINTS, ProcessLog
 from atoll.watch.live_run import LiveRun
+from atoll.watch.process import MOST_POINTS, ProcessLog
 from atoll.watch.sections import (
     Curve,
     LossCurve,

@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 from atoll.report.load import plain_text
 from atoll.runs import events
-from atoll.watch.process import MOST_KEPT, ProcessLog
 from atoll.watch.live_run import LiveRun
+from atoll.watch.process import MOST_KEPT, ProcessLog
 from atoll.watch.sections import Fault, FaultsSection
 
 _LONGEST = 300  # characters of words

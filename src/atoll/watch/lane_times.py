@@ -13,8 +13,8 @@ from atoll.report.load import plain_text
 from atoll.report.presence import Presence, presences
 from atoll.report.record import RunRecord
 from atoll.runs.events import Lost, Members, Resumed
-from atoll.watch.process import MOST_KEPT, ProcessLog, WorkerTrack
 from atoll.watch.live_run import LiveRun, sent_rounds
+from atoll.watch.process import MOST_KEPT, ProcessLog, WorkerTrack
 from atoll.watch.sections import LaneOfWorker, LanesSection, Row, WindowOfWorker, WindowSection
 from atoll.watch.state import least_workers
 from atoll.watch.thinning import join_near

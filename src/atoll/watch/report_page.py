@@ -18,8 +18,8 @@ from atoll.watch.compose import compose
 from atoll.watch.folders import Folders
 from atoll.watch.frozen import frozen_page
 from atoll.watch.lane_times import window_section
-from atoll.watch.report_content import Clock, Modelled, ModelledLane, Report, Sent, Summary, Table
 from atoll.watch.live_run import LiveRun, read_run
+from atoll.watch.report_content import Clock, Modelled, ModelledLane, Report, Sent, Summary, Table
 from atoll.watch.sections import Sections, WindowSection
 from atoll.watch.thinning import join_near
 
