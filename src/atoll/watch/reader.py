@@ -18,8 +18,8 @@ from atoll.watch.source import Source
 EVERY_S: Final = 0.5
 """Seconds between two looks at the run while somebody watches; who trains is shown at once."""
 UNWATCHED_S: Final = 2.0
-"""Seconds between two looks while nobody does. Losses are at most five seconds old, other figures two."""
-SLOW_S: Final = 3.0
+"""Seconds between two looks while nobody does. Losses are at most seven seconds old, other figures two."""
+SLOW_S: Final = 5.0
 """Seconds between two versions of `SLOW` sections."""
 SLOW: Final = frozenset(("loss", "speed", "outer"))
 """Sections of curves, which take most of the time; the others follow the run at once."""
