@@ -460,16 +460,16 @@ MUTANTS = [
     Mutant(
         "a lost worker is shown when the curves are",
         "watch/reader.py",
-        "(share < 1 or self._run.turns == self._turns)",
+        "(share < 1 or not self._run.has_turned)",
         "True",
-        tests=_in("who_trains_is_shown_at_once"),
+        tests=_in("who_trains_is_shown_at_once_and_steps_when_there_is_time"),
     ),
     Mutant(
         "every step is shown at once",
         "watch/live_run.py",
         "_TURNS = (Start,",
         "_TURNS = (Start, Step,",
-        tests=_in("who_trains_is_shown_at_once"),
+        tests=_in("who_trains_is_shown_at_once_and_steps_when_there_is_time"),
     ),
     Mutant(
         "a fault that two workers tell of counts twice",
@@ -483,7 +483,7 @@ MUTANTS = [
         "watch/prometheus.py",
         'curve["newest"])',
         'curve["mean"][-1])',
-        tests=_in("the_newest_loss"),
+        tests=_in("the_newest_loss_is_that_of_the_newest_step"),
     ),
     Mutant(
         "a page that is not followed is healthy",

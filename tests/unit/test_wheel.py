@@ -23,8 +23,14 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "atoll"
-OPTIONAL = ("atoll.evaluation.", "atoll.integrations.", "atoll.kernels.")
-OPTIONAL += ("atoll.watch.connections", "atoll.watch.guard", "atoll.watch.server")
+OPTIONAL = (
+    "atoll.evaluation.",
+    "atoll.integrations.",
+    "atoll.kernels.",
+    "atoll.watch.connections",
+    "atoll.watch.guard",
+    "atoll.watch.server",
+)
 """Modules that may need what only an extra brings, or Triton."""
 
 

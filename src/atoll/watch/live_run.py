@@ -34,8 +34,8 @@ class LiveRun:
         """The Unix time at which its first worker began; 0 if that is not known."""
         self.taken = 0
         """Events so far."""
-        self.turns = 0
-        """Events so far after which others may train than before."""
+        self.has_turned = False
+        """Whether others may train than when this was last set to False."""
         self.stepped: dict[str, float] = {}
         """Process -> Unix time at which it was heard with its newest step."""
         self.trouble = ""
@@ -50,7 +50,7 @@ class LiveRun:
             self.heard[told.process] = told.heard
             self._troubles[told.process] = told.trouble
             self.taken += len(told.events)
-            self.turns += sum(isinstance(event, _TURNS) for event in told.events)
+            self.has_turned |= any(isinstance(event, _TURNS) for event in told.events)
             process = self.processes.get(told.process)
             for event in told.events:
                 if isinstance(event, Start):

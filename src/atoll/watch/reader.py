@@ -26,6 +26,40 @@ SLOW: Final = frozenset(("loss", "speed", "outer"))
 _SHARE = 0.003  # of one core that following a run may take, on average
 
 
+class _Pace:
+    """Decides when the page is composed: so seldom that following a run takes `_SHARE` of a core."""
+
+    def __init__(self) -> None:
+        self._spent_s = 0.0  # of a core, since the last rest began
+        self._until = self._curves = -math.inf  # when the rest is over; when the curves were composed
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the rest that are left."""
+        return self._until - time.monotonic()
+
+    def spend(self, seconds: float) -> None:
+        """Adds time of a core."""
+        self._spent_s += seconds
+
+    def rest(self, reads: bool) -> None:
+        """Rests after a look: shortly while there is more to read, else as long as the time spent is worth."""
+        self._until = time.monotonic() + (EVERY_S if reads else min(self._spent_s / _SHARE, UNWATCHED_S))
+        self._spent_s = 0.0
+
+    def end(self) -> None:
+        """Ends the rest."""
+        self._until = -math.inf
+
+    def is_time_for_curves(self, at_once: bool) -> bool:
+        """Returns whether to compose the curves, too, and remembers that."""
+        now = time.monotonic()
+        if not at_once and now - self._curves < SLOW_S:
+            return False
+        self._curves = now
+        return True
+
+
 class Reader:
     """Follows a source in a thread.
 
@@ -47,10 +81,7 @@ class Reader:
         self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
         self._seen: tuple[object, ...] = ()  # by what the sections were composed, but for the time
         self._stale: set[str] = set()  # sections that may have changed since they were composed
-        self._composed = -math.inf  # when the long ones were
-        self._spent_s = 0.0  # of a core, since the last look
-        self._rests_until = -math.inf  # looks wait until then, unless others train than at the last one
-        self._turns = 0  # of the run, at the last look
+        self._pace = _Pace()
         self._share = 0.0  # of the files that was read at the last look
 
     def start(self) -> None:
@@ -96,21 +127,21 @@ class Reader:
                 with suppress(Exception):
                     self._show({"run"}, self._share)
             if self._woken.wait(pause_s):
-                self._rests_until = -math.inf
+                self._pace.end()
 
     def _read_part(self) -> float:
         """Takes some events, and shows what has changed if it is time; returns the seconds to pause."""
-        busy = time.thread_time()
+        began = time.thread_time()
         with self._lock:
             self._run.take(self._source.poll())
-        share, left_s = self._source.share, self._rests_until - time.monotonic()
+        share, left_s = self._source.share, self._pace.left_s
         pause_s = 0.0 if share < 1 else EVERY_S if self._is_watched() else UNWATCHED_S
-        if left_s > 0 and (share < 1 or self._run.turns == self._turns):
-            self._spent_s += time.thread_time() - busy
+        if left_s > 0 and (share < 1 or not self._run.has_turned):
+            self._pace.spend(time.thread_time() - began)
             return min(pause_s, left_s)
         self.look(share)
-        spent_s, self._spent_s = self._spent_s + time.thread_time() - busy, 0.0
-        self._rests_until = time.monotonic() + (EVERY_S if share < 1 else min(spent_s / _SHARE, UNWATCHED_S))
+        self._pace.spend(time.thread_time() - began)
+        self._pace.rest(reads=share < 1)
         return pause_s
 
     def look(self, share: float) -> None:
@@ -118,13 +149,11 @@ class Reader:
         with self._lock:
             about, now = self._source.about(), time.time()
             seen = (self._run.taken, about, [self._run.is_silent(name, now) for name in self._run.processes])
-            self._run.about, self._turns = about, self._run.turns
+            self._run.about, self._run.has_turned = about, False
             self._stale |= set(NAMES) if seen != self._seen else {"run"}  # the state changes with time alone
             self._seen = seen
-            is_due = time.monotonic() - self._composed >= SLOW_S or share >= 1 > self._share
-            names = self._stale if is_due else self._stale - SLOW
-            if names & SLOW:
-                self._composed = time.monotonic()
+            curves = bool(self._stale & SLOW) and self._pace.is_time_for_curves(at_once=share >= 1 > self._share)
+            names = self._stale if curves else self._stale - SLOW
         self._show(names, share)
         self._stale, self._share = self._stale - names, share
 
