@@ -73,6 +73,12 @@ def is_measured(here: End, there: End) -> bool:
     return here.peers.rates()[there.me].round_trip_s is not None
 
 
+def has_exchanged(here: End, there: End, count: int) -> bool:
+    """Whether so many bytes of payloads went both ways; what was sent is counted a little later."""
+    rate = here.peers.rates()[there.me]
+    return rate.sent == rate.received == count
+
+
 def both(one: End, other: End) -> Callable[[], bool]:
     return lambda: one.peers.is_connected(other.me) and other.peers.is_connected(one.me)
 

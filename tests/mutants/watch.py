@@ -147,7 +147,7 @@ MUTANTS = [
     Mutant(
         "a process that writes seldom is silent",
         "watch/live_run.py",
-        "return max(QUIET_S, _TIMES * self.processes[name].interval_s)",
+        "return max(QUIET_S, _TIMES * process.interval_s)",
         "return QUIET_S",
     ),
     Mutant(
@@ -477,6 +477,41 @@ MUTANTS = [
         "sum(max(process.faults[worker] for process in logs)",
         "sum(sum(process.faults[worker] for process in logs)",
         tests=("tests/unit/test_watch_sections.py",),
+    ),
+    Mutant(
+        "a loss is told by each that saw it",
+        "watch/fault_section.py",
+        'which = _view_without(process, event) if isinstance(event, events.Lost) else fault["step"]',
+        'which = fault["step"]',
+        tests=("tests/unit/test_watch_sections.py",),
+    ),
+    Mutant(
+        "a failed run is silent",
+        "watch/state.py",
+        "        or _failed(run, record)\n",
+        "",
+        tests=("tests/unit/test_watch_sections.py",),
+    ),
+    Mutant(
+        "a failed run that goes on is failed",
+        "watch/process.py",
+        "self.last = None if self.end else self.last\n                self.kept[Failed].clear()\n",
+        "self.last = None if self.end else self.last\n",
+        tests=("tests/unit/test_watch_sections.py",),
+    ),
+    Mutant(
+        "slow steps are silence",
+        "watch/live_run.py",
+        "if process.recent and not process.interval_s:",
+        "if False:",
+        tests=("tests/unit/test_watch_sections.py",),
+    ),
+    Mutant(
+        "a run does not write why it failed",
+        "train/run.py",
+        "    if isinstance(error, Exception):  # not a signal, nor an end in order\n",
+        "    if isinstance(error, KeyError):\n",
+        tests=("tests/unit/test_run.py::test_a_run_that_fails_writes_why",),
     ),
     Mutant(
         "the newest loss is the mean of many",

@@ -15,7 +15,7 @@ import pytest
 from atoll.link.net.registry import INSECURE
 from atoll.link.net.run_keys import KeyRing, throw_away
 from atoll.link.net.views import Process
-from peer_ends import End, Log, both, ends, has, is_measured, run, until
+from peer_ends import End, Log, both, ends, has, has_exchanged, is_measured, run, until
 from registries import Child, free_ports
 
 pytestmark = pytest.mark.processes  # waits for connections more than it computes
@@ -49,8 +49,7 @@ def test_messages_arrive_whole_and_in_order(keys: KeyRing, listen: str, secure: 
                 assert got == expected or (connections > 1 and sorted(got) == sorted(expected))
                 assert log.of("control") == [(there.me, b"before %d" % n) for n in range(len(bodies))]
                 assert log.of("connected") == [(there.me, b"from %d" % there.me.seat)]
-                rate = here.peers.rates()[there.me]
-                assert rate.sent == rate.received == sum(map(len, bodies))
+                await until(partial(has_exchanged, here, there, sum(map(len, bodies))))
                 await until(partial(is_measured, here, there))
             assert not zero.log.of("lost") and not one.log.of("lost")
 

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from atoll import checkpoint
 from atoll.errors import AtollError, CheckpointError, ConfigError, DataError, LinkError
-from atoll.runs.events import End, Eval, Fault, Resumed, RoundApplied, Start, Step, read
+from atoll.runs.events import End, Eval, Failed, Fault, Resumed, RoundApplied, Start, Step, read
 from atoll.settings import config
 from atoll.settings.config import RunConfig
 from atoll.train.model.export import load_export
@@ -371,6 +371,25 @@ def test_two_processes_do_not_train_one_folder(make: Any, tmp_path: Path, monkey
 def test_a_loss_that_is_not_finite_without_other_workers_stops_the_run(make: Any) -> None:
     with pytest.raises(AtollError, match="loss or gradient is not finite; checkpoints of earlier steps are intact"):
         train(make(**METHODS["alone"], **{"train.lr": 1e30, "train.clip": 0, "train.warmup": 0}))
+
+
+def test_a_run_that_fails_writes_why(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from atoll.train.trainer import Trainer
+
+    config = make()
+    original = Trainer.step
+
+    def failing(self: Trainer) -> None:
+        if self.steps == 3:
+            raise RuntimeError("the disk of this machine is full")
+        original(self)
+
+    monkeypatch.setattr(Trainer, "step", failing)
+    with pytest.raises(RuntimeError):
+        train(config)
+    monkeypatch.undo()
+    *_, last = read(Path(config.out) / config.name / "metrics.jsonl")
+    assert isinstance(last, Failed) and (last.step, last.why) == (3, "the disk of this machine is full")
 
 
 def interrupted(config: RunConfig, step: int, monkeypatch: pytest.MonkeyPatch) -> Path:

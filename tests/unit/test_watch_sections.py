@@ -13,7 +13,7 @@ import pytest
 from atoll import report
 from atoll.report.lanes import Span, lanes
 from atoll.report.presence import presences
-from atoll.runs.events import End, Eval, Event, Fault, Members, Resumed, RoundApplied, Start, Step
+from atoll.runs.events import End, Eval, Event, Failed, Fault, Lost, Members, Resumed, RoundApplied, Start, Step
 from atoll.runs.lines import Lines
 from atoll.runs.sample import Sample
 from atoll.watch import process
@@ -263,6 +263,38 @@ def test_faults_have_kinds_and_are_told_once() -> None:
             "latest"
         ]
         assert (fault["kind"], fault["words"]) == (kind, what)
+
+
+def test_a_failed_run_says_why_until_it_goes_on() -> None:
+    logs = until(VOYAGE.events(), 40)
+    for worker, log in enumerate(logs):
+        log.append(Failed(step=40, seconds=8.0 + worker, why=f"worker {worker}: loss is not finite\x1b[31m"))
+    run = sections_of(logs)["run"]
+    assert run["state"] == "failed"
+    assert "Failed after step 40 of 200: worker 0: loss is not finite" in run["state_words"]
+    assert "\x1b" not in run["state_words"] and "atoll train --resume continues it" in run["state_words"]
+    assert [lane["spans"][-1][2] for lane in sections_of(logs)["lanes"]["workers"][:2]] == ["gone", "gone"]
+    one = [*logs[:1], *until(VOYAGE.events(), 40)[1:]]
+    assert sections_of(one)["run"]["state"] == "training", "others go on"
+    resumed = [[*log, Resumed(step=40, seconds=9.0, began=BEGAN + 40)] for log in logs]
+    assert sections_of(resumed)["run"]["state"] != "failed"
+
+
+def test_a_run_with_one_step_event_is_not_silent_before_the_next_is_due() -> None:
+    (start, *_), step = VOYAGE.events()[0], next(e for e in VOYAGE.events()[0] if isinstance(e, Step))
+    log = [start, replace(step, step=1, step_s=6.0)]
+    assert sections_of([log], later_s=45.0)["run"]["state"] != "silent"
+    assert sections_of([log], later_s=700.0)["run"]["state"] == "silent"
+
+
+def test_a_loss_that_workers_tell_at_different_steps_is_one() -> None:
+    logs = elastic_events()
+    lost = [(n, e) for n, log in enumerate(logs) for e in log if isinstance(e, Lost)]
+    assert len(lost) > 1, "several tell of it"
+    for moved, (n, event) in enumerate(lost):
+        logs[n] = [replace(e, step=e.step - moved) if e is event else e for e in logs[n]]
+    found = sections_of(logs)["faults"]["latest"]
+    assert sum(fault["kind"] == "lost" for fault in found) == 1
 
 
 def test_pairs_have_rates_and_capacities() -> None:

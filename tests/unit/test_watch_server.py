@@ -197,7 +197,7 @@ def test_metrics_for_prometheus(folder: Path) -> None:
         assert values['atoll_state{run="far",state="finished"}'] == 1
         assert values['atoll_sent_bytes_total{run="far",worker="1"}'] > 0
         assert values['atoll_held_out_loss{run="far"}'] == pytest.approx(2.069, abs=1e-3)
-        assert sum(name.startswith("atoll_state{") for name in values) == 9
+        assert sum(name.startswith("atoll_state{") for name in values) == 10
         assert (await get(app, "/healthz")).body == b"ok\n"
 
     served(folder, use)

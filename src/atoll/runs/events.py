@@ -244,12 +244,23 @@ class End(Totals):
     outcome: Outcome
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """Reports the error that ended a process; a resumed run begins after its last checkpoint, without this event."""
+
+    event: Literal["failed"] = "failed"
+    step: int
+    seconds: Number
+    """Seconds since the run's start, by the clock of Step.seconds."""
+    why: str
+
+
 def utilisation(waited_s: float, seconds: float) -> float | None:
     """Returns the share of a worker's time, 0 to 1, without waits; None before any time has passed."""
     return min(1.0, max(0.0, 1 - waited_s / seconds)) if seconds > 0 and math.isfinite(waited_s) else None
 
 
-_Progress = Start | Step | RoundApplied | Eval | Fault | Saved | Resumed | End
+_Progress = Start | Step | RoundApplied | Eval | Fault | Saved | Resumed | End | Failed
 Event = _Progress | Members | Lost | Joined | Lines | Sample | Scored | Evidence
 
 

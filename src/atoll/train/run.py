@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from atoll.errors import AtollError, ConfigError
 from atoll.link.base import Link
 from atoll.link.net.departure import STOPPED
 from atoll.link.seat import Seat
-from atoll.runs.events import Event, Jsonl, Resumed, Saved, Sink, read
+from atoll.runs.events import Event, Failed, Jsonl, Resumed, Saved, Sink, read
 from atoll.runs.evidence import Began
 from atoll.runs.layout import ANCHORS, BEST, METRICS, MODEL
 from atoll.runs.sinks import Metrics
@@ -269,8 +270,7 @@ def _open_log(process: _Process, trainer: Trainer, others: Sequence[Sink], lengt
     past = read(folder.path / METRICS) if resumed else ()
     screen = cleanup.enter_context(closing(view(trainer.config.log.view, past=past)))
     trainer.reporter.sink = process.with_lines(Metrics([log, *others, screen]), past)
-    if trainer.ranks.hold_whole_model:  # else it is collective, and other ranks may have failed
-        cleanup.callback(_write_last_rounds, trainer)
+    cleanup.push(partial(_write_failure, trainer))
     if log.missing:
         print(f"warning: {folder.path / METRICS} has lost {log.missing} bytes of what happened", file=sys.stderr)
     if log.position() == 0:
@@ -291,10 +291,15 @@ def _open_evidence(trainer: Trainer, folder: RunFolder, restored: _Restored | No
     )
 
 
-def _write_last_rounds(trainer: Trainer) -> None:
-    """Write the last rounds of a run that fails; a second error must not hide the first."""
+def _write_failure(trainer: Trainer, _: object, error: BaseException | None, __: object) -> None:
+    """Write the last rounds of a run that fails, and why it does; a second error must not hide the first."""
     with suppress(AtollError, OSError, RuntimeError):
-        trainer.reporter.write_rounds()
+        if trainer.ranks.hold_whole_model:  # else it is collective, and other ranks may have failed
+            trainer.reporter.write_rounds()
+    if isinstance(error, Exception):  # not a signal, nor an end in order
+        with suppress(OSError):
+            why = str(error) or type(error).__name__
+            trainer.reporter.sink.write(Failed(step=trainer.steps, seconds=trainer.seconds, why=why))
 
 
 def _print_notes(config: RunConfig, data: TokenData, trainer: Trainer) -> None:

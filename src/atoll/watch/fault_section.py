@@ -20,15 +20,19 @@ def faults_section(run: LiveRun) -> FaultsSection:
         for kind in (events.Fault, events.Lost, events.RoundApplied):
             for at, event in process.kept[kind]:
                 for fault in _faults(event):
-                    key = (
-                        fault["kind"],
-                        fault["step"],
-                        fault["worker"],
-                        fault["words"] if kind is events.Fault else "",
-                    )
+                    which = _view_without(process, event) if isinstance(event, events.Lost) else fault["step"]
+                    words = fault["words"] if kind is events.Fault else ""
+                    key = (fault["kind"], which, fault["worker"], words)
                     found.setdefault(key, fault | {"at_s": run.since(process, at)})
     latest = sorted(found.values(), key=lambda fault: (fault["at_s"] or 0.0, fault["step"]), reverse=True)
     return {"count": max(len(latest), _count(logs)), "latest": latest[:MOST_KEPT]}
+
+
+def _view_without(process: ProcessLog, lost: events.Lost) -> int | str:
+    """Returns the view by which a worker is no longer a member: all tell of it, each at a step of its own."""
+    views = (view for _, view in process.kept[events.Members] if view.step >= lost.step)
+    gone = next((view.view for view in views if lost.worker not in [*view.members, *view.following]), None)
+    return f"after step {lost.step}" if gone is None else gone
 
 
 def _count(logs: Sequence[ProcessLog]) -> int:

@@ -1,7 +1,7 @@
 """Holds a watched run: the logs of its processes, and when each was last heard."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -11,14 +11,15 @@ from atoll.core.schedule import Schedule
 from atoll.errors import ConfigError, DataError
 from atoll.report.load import check_start, record_of
 from atoll.report.record import EventLog, RunRecord, merge
-from atoll.runs.events import End, Joined, Lost, Members, Resumed, Start, Step
+from atoll.runs.events import End, Failed, Joined, Lost, Members, Resumed, Start, Step
 from atoll.watch.process import ProcessLog
 from atoll.watch.source import About, News, Source
 
 QUIET_S: Final = 30.0
 """Seconds after which a process that writes nothing counts as silent, if it does not write more seldom anyway."""
-_TURNS = (Start, Members, Lost, Joined, Resumed, End)
+_TURNS = (Start, Members, Lost, Joined, Resumed, End, Failed)
 _MOST_SENT = 64  # rounds on their way that are named
+_LOG_EVERY = 10  # inner steps between two step events, by default
 _TIMES = 10  # intervals between its step events after which it counts as silent
 
 
@@ -111,8 +112,10 @@ class LiveRun:
         return max((process.last.step for process in self.processes.values() if process.last), default=0)
 
     def is_silent(self, name: str, now: float) -> bool:
-        """Returns whether a process that has not ended was not heard for long."""
-        return self.processes[name].end is None and now - self.heard[name] > self.patience_s(name)
+        """Returns whether a process that has not ended in order has failed, or was not heard for long."""
+        process = self.processes[name]
+        is_late = now - self.heard[name] > self.patience_s(name)
+        return process.end is None and (bool(process.failure) or is_late)
 
     def heard_of(self, now: float) -> list[ProcessLog]:
         """Returns the processes that are not silent."""
@@ -120,7 +123,17 @@ class LiveRun:
 
     def patience_s(self, name: str) -> float:
         """Returns the seconds without an event after which something is wrong with a process."""
-        return max(QUIET_S, _TIMES * self.processes[name].interval_s)
+        process = self.processes[name]
+        if process.recent and not process.interval_s:  # one step event, and the next may come many steps later
+            return max(QUIET_S, _TIMES * self._log_every * process.recent[0][1].step_s)
+        return max(QUIET_S, _TIMES * process.interval_s)
+
+    @property
+    def _log_every(self) -> int:
+        """Inner steps between two step events; those of the default, if the settings are not known."""
+        train = self.about.settings.get("train")
+        every = train.get("log_every", _LOG_EVERY) if isinstance(train, Mapping) else _LOG_EVERY
+        return every if isinstance(every, int) else _LOG_EVERY
 
     def time_of_step(self, steps: Iterable[float]) -> list[float]:
         """Returns when the run was at these steps, in seconds since it began."""

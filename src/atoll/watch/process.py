@@ -15,6 +15,7 @@ from atoll.runs.events import (
     End,
     Eval,
     Event,
+    Failed,
     Fault,
     Joined,
     Lost,
@@ -49,6 +50,7 @@ _KEPT: dict[type, int] = {  # how many of the newest events of each kind
     Members: 1000,
     Sample: 20,
     Lines: 12,
+    Failed: 1,
 }
 
 
@@ -150,6 +152,11 @@ class ProcessLog:
         """Returns the event that ended it; None while it trains, or if it was killed."""
         return self.last if isinstance(self.last, End) else None
 
+    @property
+    def failure(self) -> str:
+        """The error that has ended it; empty if none has."""
+        return next((event.why or "an error without words" for _, event in self.kept[Failed]), "")
+
     def log(self) -> EventLog:
         """Returns its start, its newest totals, and what is kept of the other events."""
         names = {"faults": Fault, "resumes": Resumed, "views": Members, "losses": Lost, "joins": Joined}
@@ -172,6 +179,9 @@ class ProcessLog:
                 self._take_step(event)
             case Eval() | Saved() | Members() | End() | Resumed() | Lines() | Sample():
                 self._take_timed(event)
+            case Failed():
+                self._pass(event.step, event.seconds)
+                self._keep(event)
             case Fault():
                 self.faults[event.worker if 0 <= event.worker < self.start.workers else -1] += 1
                 self._keep(event)
@@ -200,6 +210,7 @@ class ProcessLog:
                 self.last = event
             case Resumed():
                 self.last = None if self.end else self.last
+                self.kept[Failed].clear()
                 self.recent.clear()
                 self._keep(event)
                 for track in self.tracks.values() if self.newest > before else ():
@@ -216,6 +227,7 @@ class ProcessLog:
             for track, loss in zip(self.tracks.values(), losses, strict=True):
                 if loss is None:
                     track.add_away(Span(before, at))
+        self.kept[Failed].clear()
         earlier = self.recent[-1][1] if self.recent else None
         self.curves["speed"].add(place, (event.tokens_per_s, self._busy_share(earlier, event), event.lr))
         self.recent.append((at, event))

@@ -15,6 +15,7 @@ State = Literal[
     "paused",
     "finished",
     "interrupted",
+    "failed",
     "silent",
 ]
 Row = list[Any]

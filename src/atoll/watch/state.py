@@ -38,7 +38,14 @@ def condition(run: LiveRun, record: RunRecord | None, share: float, now: float) 
     if record is None:
         words = f"No worker of {plain_text(run.about.name)} has begun yet."
         return Condition("waiting to begin", words + _troubles(run))
-    found = _ended(record) or _paused(record) or _quiet(run, now) or _waiting(run, now) or _training(record)
+    found = (
+        _ended(record)
+        or _failed(run, record)
+        or _paused(record)
+        or _quiet(run, now)
+        or _waiting(run, now)
+        or _training(record)
+    )
     return found._replace(words=found.words + _absent(run, now) + _troubles(run))
 
 
@@ -48,7 +55,21 @@ def _ended(record: RunRecord) -> Condition | None:
     if record.finished:
         return Condition("finished", f"All {count_words(record.start.steps)} steps are made.")
     words = f"Stopped after step {count_words(record.step)} of {count_words(record.start.steps)}"
-    return Condition("interrupted", f"{words}; atoll train --resume continues it.")
+    return Condition("interrupted", f"{words}; {_how_to_go_on(record)}.")
+
+
+def _failed(run: LiveRun, record: RunRecord) -> Condition | None:
+    """Says whether no process goes on, and errors have ended some; tells the first error."""
+    open_ = [process for process in run.processes.values() if process.end is None]
+    if not open_ or not all(process.failure for process in open_):
+        return None
+    first = min(open_, key=lambda process: process.newest)
+    words = f"Failed after step {count_words(record.step)} of {count_words(record.start.steps)}"
+    return Condition("failed", f"{words}: {plain_text(first.failure)[:_LONGEST]}; {_how_to_go_on(record)}.")
+
+
+def _how_to_go_on(record: RunRecord) -> str:
+    return "the same commands continue it" if record.views else "atoll train --resume continues it"
 
 
 def _quiet(run: LiveRun, now: float) -> Condition | None:

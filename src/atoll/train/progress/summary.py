@@ -11,6 +11,7 @@ from atoll.runs.events import (
     End,
     Eval,
     Event,
+    Failed,
     Fault,
     Joined,
     Lost,
@@ -65,7 +66,7 @@ class RunSummary:
         match event:
             case Start():
                 return type(self)(start=event, marks=((0, 0.0),))
-            case RoundApplied() | Lines() | Sample() | Scored() | Began() | AnchorMoved() | Excluded():
+            case RoundApplied() | Lines() | Sample() | Scored() | Failed() | Began() | AnchorMoved() | Excluded():
                 return self
             case Fault():
                 return replace(self, step=event.step, faults=self.faults + 1)

@@ -14,6 +14,7 @@ const STATES = new Map(Object.entries({
   "paused": ["Paused", "waits"],
   "finished": ["Finished", "done"],
   "interrupted": ["Interrupted", "bad"],
+  "failed": ["Failed", "bad"],
   "silent": ["Silent", "bad"],
 }));
 const KINDS = ["training", "catching up", "away", "paused", "gone"];
@@ -52,7 +53,7 @@ export class State {
     setText(this.word, word);
     setText(this.words, plain(about.state_words, 800) + since);
     this.mark.className = `mark ${kind}`;
-    this.isOver = about.state === "finished" || about.state === "interrupted";
+    this.isOver = ["finished", "interrupted", "failed"].includes(about.state);
     this.#progress(about);
     this.#figures(about, losses);
     this.#workers(about, lanes);
