@@ -117,6 +117,29 @@ def test_a_worker_that_is_lost_and_comes_back(server: PageServer, visit: Visit) 
     wait_for(page, ".chip.catching-up", "worker 1\\s+catching up 50 s")
 
 
+def test_a_worker_that_is_away_counts_neither_for_the_loss_nor_for_the_rate(server: PageServer, visit: Visit) -> None:
+    page = visit(server.url)
+    wait_for(page, ".summary", r"In training, worker 0 \(3\.\d+\) has the lowest loss and worker 2 \(")
+    content = sections()
+    losses = [one["mean"][-1] for one in content["loss"]["workers"].values()]
+    server.send({"loss": content["loss"] | {"anchor": []}})
+    wait_for(page, ".figures", rf"Training loss\s+{sum(losses[:3]) / 3:.3f}\s+mean of the workers")
+    traffic = section(page, "Traffic")
+    rates = [row.split("\t")[3].replace("\u00a0", " ") for row in traffic.locator("tbody tr").all_inner_texts()]
+    assert rates == ["7.90 MB/s"] * 3 + ["\u2013"]
+    pairs = [line.replace("\u00a0", " ") for line in traffic.locator(".pairs li").all_inner_texts()]
+    assert all(("2.40 MB/s" in line) != ("3" in line.split("\n")[0]) for line in pairs)
+    lanes = content["lanes"]
+    for lane in lanes["workers"]:
+        lane["spans"] = [[0.0, 7100.0, "training"], [7100.0, 7200.0, "away"]]
+    server.send({"lanes": lanes})
+    wait_for(page, ".figures", rf"Training loss\s+{sum(losses) / 4:.3f}\s+mean of the workers")
+    assert "MB/s" not in "".join(row.split("\t")[3] for row in traffic.locator("tbody tr").all_inner_texts())
+    server.send({"lanes": sections()["lanes"], "run": content["run"] | {"state": "silent"}})
+    wait_for(page, "[role=status]", "Silent")
+    assert "MB/s" not in "".join(row.split("\t")[3] for row in traffic.locator("tbody tr").all_inner_texts())
+
+
 def test_it_says_since_when_it_is_disconnected_and_connects_again(visit: Visit) -> None:
     with PageServer(sections()) as server:
         page = visit(server.url)

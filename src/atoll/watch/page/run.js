@@ -11,9 +11,9 @@ import { Traffic } from "./traffic.js";
 /** Which sections each part draws. */
 const DRAWS = {
   state: ["run", "loss", "lanes"],
-  loss: ["loss"],
+  loss: ["loss", "lanes", "run"],
   members: ["lanes", "now", "run"],
-  traffic: ["traffic", "run"],
+  traffic: ["traffic", "lanes", "run"],
   speed: ["speed"],
   outer: ["outer", "run"],
   faults: ["faults"],

@@ -3,6 +3,7 @@
 import { colour } from "./colours.js";
 import { element, plain, setText, span } from "./dom.js";
 import { Part } from "./part.js";
+import { isTraining } from "./state.js";
 import { FoldedTable, table } from "./table.js";
 import { bytes, count, duration, known, mean, NONE, rate, share } from "./units.js";
 
@@ -22,15 +23,18 @@ export class Traffic {
     this.part.body.append(this.compared, element("div", { class: "halves" }, this.workers, right), this.table.node);
   }
 
-  show({ traffic, run }) {
-    const workers = traffic?.workers ?? [];
+  show({ traffic, lanes, run }) {
+    const isThereNow = (worker) => run?.state !== "silent" && isTraining(worker, lanes, run);
+    const workers = (traffic?.workers ?? []).map((one) => (isThereNow(one.worker) ? one : { ...one, rate: null }));
+    const pairs = (traffic?.pairs ?? []).map((pair) =>
+      (isThereNow(pair.from) && isThereNow(pair.to) ? pair : { ...pair, rate: null }));
     const isThere = workers.some((one) => one.sent_bytes || one.payload_bytes);
     this.part.reveal(isThere);
     this.part.say(isThere ? sentence(traffic) : "Nothing has been sent yet.");
     if (!isThere) return;
     this.#compare(payload(workers), traffic.data_parallel_bytes);
     this.#workers(workers, traffic.planned?.bytes_per_s);
-    this.#pairs(traffic.pairs ?? [], run?.workers);
+    this.#pairs(pairs, run?.workers);
   }
 
   /** Draws what a worker has sent beside what it would have sent in data-parallel training, on one linear scale. */
