@@ -70,6 +70,31 @@ def test_no_part_of_an_empty_run_is_an_error(visit: Visit) -> None:
         assert page.evaluate(SIDEWAYS) == 0
 
 
+def test_what_is_not_there_yet_has_a_reason(visit: Visit) -> None:
+    with PageServer(sections() | {"samples": [], "settings": []}) as server:
+        page = visit(server.url)
+        wait_for(page, ".summary", "No sample of text is there yet: one comes with each evaluation")
+        wait_for(page, ".summary", "not known here: they are in the run file on the workers' machines")
+        server.send({"settings": [["log.sample", "0"]]})
+        wait_for(page, ".summary", "This run writes no samples of text")
+        server.send({"settings": [["log.sample", "64"]]})
+        wait_for(page, ".summary", "No sample of text is there yet")
+        server.send({"run": sections(state="interrupted")["run"]})
+        wait_for(page, ".summary", "This run writes no samples of text")
+
+
+def test_one_point_has_one_tick(visit: Visit) -> None:
+    content = sections(workers=1)
+    content["loss"] = {"anchor": [[100, 2050.0, 40.0, 3.5, 100, True]], "workers": {}}
+    with PageServer(content) as server:
+        page = visit(server.url)
+        loss = section(page, "Loss")
+        for along, wanted in (("Tokens", "2.05 k"), ("Time", "40 s"), ("Steps", "100")):
+            loss.get_by_role("button", name=along).click()
+            ticks = loss.locator(".tick:not([dy])").all_text_contents()
+            assert [tick.replace("\u00a0", " ") for tick in ticks] == [wanted]
+
+
 @pytest.mark.parametrize(
     ("state", "word"),
     [
@@ -196,6 +221,26 @@ def test_it_fits_and_is_accessible(server: PageServer, visit: Visit, width: int,
     assert serious_faults(page) == []
     paper = page.evaluate("() => getComputedStyle(document.body).backgroundColor")
     assert paper == ("rgb(21, 24, 27)" if dark else "rgb(255, 255, 255)")
+
+
+def test_a_long_list_of_faults_hints_that_it_scrolls_and_does_so_by_keyboard(server: PageServer, visit: Visit) -> None:
+    page = visit(server.url)
+    fault = {"at_s": 7990.0, "step": 19_990, "worker": 1, "kind": "dropped", "words": "too late"}
+    server.send({"faults": {"count": 60, "latest": [fault] * 60}})
+    wait_for(page, ".summary", "60 so far")
+    box = page.get_by_role("region", name="List of faults")
+    box.locator("ul").evaluate("(list) => { list.style.visibility = 'hidden'; }")  # the shade alone is left
+    above = box.screenshot()
+    box.focus()
+    page.keyboard.press("End")
+    page.wait_for_function(
+        "() => { const box = document.querySelector('.tall'); "
+        "return box.scrollTop + box.clientHeight >= box.scrollHeight - 1; }"
+    )
+    box.evaluate("(box) => box.blur()")
+    below = box.screenshot()
+    box.evaluate("(box) => { box.style.background = 'none'; }")
+    assert len({above, below, box.screenshot()}) == 3, "the shade is at the bottom first, and then at the top"
 
 
 @pytest.mark.parametrize("width", [360, 1280])

@@ -4,7 +4,7 @@ import { Chart, ALONG } from "./chart.js";
 import { colour, MOST_COLOURS } from "./colours.js";
 import { choices, plain } from "./dom.js";
 import { Part } from "./part.js";
-import { newestLosses } from "./state.js";
+import { isOver, newestLosses } from "./state.js";
 import { FoldedTable } from "./table.js";
 import { count, known, loss, short } from "./units.js";
 
@@ -77,7 +77,7 @@ export class Loss {
     const last = rows.at(-1);
     if (!last) return `The anchor has not been evaluated yet.${this.#spread()}`;
     const best = rows.reduce((least, row) => (known(row[3]) && !(row[3] >= least?.[3]) ? row : least), null);
-    let compared = rows.length > 1 ? ", the lowest so far" : "";
+    let compared = rows.length > 1 ? `, the lowest ${isOver(this.sections.run) ? "of the run" : "so far"}` : "";
     if (best && best !== last) compared = `; the lowest was ${loss(best[3])} at step ${count(best[0])}`;
     const which = known(last[4]) ? ` of step ${count(last[4])}` : "";
     return `The anchor${which} has a held-out loss of ${loss(last[3])} nats per token${compared}.${this.#spread()}`;
