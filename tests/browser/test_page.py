@@ -229,22 +229,18 @@ def test_a_long_list_of_faults_hints_that_it_scrolls_and_does_so_by_keyboard(ser
     server.send({"faults": {"count": 60, "latest": [fault] * 60}})
     wait_for(page, ".summary", "60 so far")
     box = page.get_by_role("region", name="List of faults")
+    box.scroll_into_view_if_needed()
     box.locator("ul").evaluate("(list) => { list.style.visibility = 'hidden'; }")  # the shade alone is left
-    plain = "(box, style) => { box.style.background = style; }"
-    above = box.screenshot()
-    box.evaluate(plain, "none")
-    assert box.screenshot() != above
-    box.evaluate(plain, "")
     box.focus()
     page.keyboard.press("End")
-    page.wait_for_function(
-        "() => { const box = document.querySelector('.tall'); "
-        "return box.scrollTop + box.clientHeight >= box.scrollHeight - 1; }"
-    )
-    box.evaluate("(box) => box.blur()")
-    below = box.screenshot()
-    box.evaluate(plain, "none")
-    assert box.screenshot() != below
+    page.wait_for_function("() => document.querySelector('.tall').scrollTop > 100")
+    whole = box.bounding_box()
+    for scrolled, edge in ((0, whole["y"] + whole["height"] - 6), (99_999, whole["y"])):
+        clip = {"x": whole["x"] + 20, "y": edge, "width": 40, "height": 6}
+        box.evaluate("(box, place) => { box.scrollTop = place; box.style.background = ''; box.blur(); }", scrolled)
+        shaded = page.screenshot(clip=clip)
+        box.evaluate("(box) => { box.style.background = 'none'; }")
+        assert page.screenshot(clip=clip) != shaded
 
 
 @pytest.mark.parametrize("width", [360, 1280])
