@@ -45,6 +45,52 @@ def test_one_run(visit: Visit, tmp_path: Path) -> None:
     )
 
 
+def test_the_words_of_an_ended_run(visit: Visit, tmp_path: Path) -> None:
+    run = sections(state="interrupted")
+    fault = {"at_s": 7000.0, "step": 1200, "worker": 3, "kind": "lost", "words": "silent"}
+    run["faults"] = {"count": 60, "latest": [fault] * 60}
+    page = opened(visit, tmp_path, {"runs": [run]})
+    for fold in page.locator("details.folded").all():
+        fold.locator("summary").first.click()
+    text = page.locator("main").inner_text()
+    for wanted in ("rate at the end", "Rate at the end", "4 workers took part.", "60 in all.", "the lowest of the run"):
+        assert wanted in text
+    for live in ("rate now", "Rate now", "so far.", "of 4 train"):
+        assert live not in text
+    faults = section(page, "Faults")
+    assert faults.locator(".scroll").count() == 0
+    assert faults.locator("ul").evaluate("(list) => list.clientHeight") > 1000
+
+
+def test_a_wide_table_hints_at_its_edge_that_it_scrolls(visit: Visit, tmp_path: Path) -> None:
+    content = report([sections(name="slow"), sections(name="quick")])
+    command = "atoll train run.toml --set sync.method=streaming --resume"
+    content["summary"]["columns"] += [f"column {n}" for n in range(12)]
+    content["summary"]["rows"] = [[*row, *["1.234 MB"] * 12] for row in content["summary"]["rows"]]
+    content["tables"][0]["rows"].append(["command", command, f"{command} now"])
+    page = opened(visit, tmp_path, content, width=390)
+    box = section(page, "Numbers").locator(".scroll")
+    box.locator("table").evaluate("(table) => { table.style.visibility = 'hidden'; }")  # the shade alone is left
+    box.scroll_into_view_if_needed()
+    whole = box.bounding_box()
+    for scrolled, edge in ((0, whole["x"] + whole["width"] - 6), (9999, whole["x"])):
+        clip = {"x": edge, "y": whole["y"], "width": 6, "height": 40}
+        box.evaluate("(box, place) => { box.scrollLeft = place; box.style.background = ''; }", scrolled)
+        shaded = page.screenshot(clip=clip)
+        box.evaluate("(box) => { box.style.background = 'none'; }")
+        assert page.screenshot(clip=clip) != shaded
+    assert page.evaluate(SIDEWAYS) == 0
+    cell = section(page, "Facts").locator("td").last
+    assert cell.inner_text() == f"{command} now"
+    broken = """(cell) => [...cell.querySelectorAll('.word')].filter((word) => {
+        const range = document.createRange();
+        range.selectNodeContents(word);
+        return new Set([...range.getClientRects()].map((box) => box.top)).size > 1;
+    }).map((word) => word.textContent)"""
+    assert cell.evaluate(broken) == []
+    assert cell.bounding_box()["height"] > 40, "it has several lines"
+
+
 @pytest.mark.parametrize(("width", "dark"), [(360, True), (1280, False)])
 def test_several_runs(visit: Visit, tmp_path: Path, width: int, dark: bool) -> None:
     runs = [sections(name="slow"), sections(workers=2, seconds=3600.0, name="quick")]

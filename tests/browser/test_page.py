@@ -70,6 +70,31 @@ def test_no_part_of_an_empty_run_is_an_error(visit: Visit) -> None:
         assert page.evaluate(SIDEWAYS) == 0
 
 
+def test_what_is_not_there_yet_has_a_reason(visit: Visit) -> None:
+    with PageServer(sections() | {"samples": [], "settings": []}) as server:
+        page = visit(server.url)
+        wait_for(page, ".summary", "No sample of text is there yet: one comes with each evaluation")
+        wait_for(page, ".summary", "not known here: they are in the run file on the workers' machines")
+        server.send({"settings": [["log.sample", "0"]]})
+        wait_for(page, ".summary", "This run writes no samples of text")
+        server.send({"settings": [["log.sample", "64"]]})
+        wait_for(page, ".summary", "No sample of text is there yet")
+        server.send({"run": sections(state="interrupted")["run"]})
+        wait_for(page, ".summary", "This run writes no samples of text")
+
+
+def test_one_point_has_one_tick(visit: Visit) -> None:
+    content = sections(workers=1)
+    content["loss"] = {"anchor": [[100, 2050.0, 40.0, 3.5, 100, True]], "workers": {}}
+    with PageServer(content) as server:
+        page = visit(server.url)
+        loss = section(page, "Loss")
+        for along, wanted in (("Tokens", "2.05 k"), ("Time", "40 s"), ("Steps", "100")):
+            loss.get_by_role("button", name=along).click()
+            ticks = loss.locator(".tick:not([dy])").all_text_contents()
+            assert [tick.replace("\u00a0", " ") for tick in ticks] == [wanted]
+
+
 @pytest.mark.parametrize(
     ("state", "word"),
     [
@@ -115,6 +140,29 @@ def test_a_worker_that_is_lost_and_comes_back(server: PageServer, visit: Visit) 
     lanes["workers"][1]["spans"][1:] = [[7100.0, 7150.0, "away"], [7150.0, 7200.0, "catching up"]]
     server.send({"lanes": lanes})
     wait_for(page, ".chip.catching-up", "worker 1\\s+catching up 50 s")
+
+
+def test_a_worker_that_is_away_counts_neither_for_the_loss_nor_for_the_rate(server: PageServer, visit: Visit) -> None:
+    page = visit(server.url)
+    wait_for(page, ".summary", r"In training, worker 0 \(3\.\d+\) has the lowest loss and worker 2 \(")
+    content = sections()
+    losses = [one["mean"][-1] for one in content["loss"]["workers"].values()]
+    server.send({"loss": content["loss"] | {"anchor": []}})
+    wait_for(page, ".figures", rf"Training loss\s+{sum(losses[:3]) / 3:.3f}\s+mean of the workers")
+    traffic = section(page, "Traffic")
+    rates = [row.split("\t")[3].replace("\u00a0", " ") for row in traffic.locator("tbody tr").all_inner_texts()]
+    assert rates == ["7.90 MB/s"] * 3 + ["\u2013"]
+    pairs = [line.replace("\u00a0", " ") for line in traffic.locator(".pairs li").all_inner_texts()]
+    assert all(("2.40 MB/s" in line) != ("3" in line.split("\n")[0]) for line in pairs)
+    lanes = content["lanes"]
+    for lane in lanes["workers"]:
+        lane["spans"] = [[0.0, 7100.0, "training"], [7100.0, 7200.0, "away"]]
+    server.send({"lanes": lanes})
+    wait_for(page, ".figures", rf"Training loss\s+{sum(losses) / 4:.3f}\s+mean of the workers")
+    assert "MB/s" not in "".join(row.split("\t")[3] for row in traffic.locator("tbody tr").all_inner_texts())
+    server.send({"lanes": sections()["lanes"], "run": content["run"] | {"state": "silent"}})
+    wait_for(page, "[role=status]", "Silent")
+    assert "MB/s" not in "".join(row.split("\t")[3] for row in traffic.locator("tbody tr").all_inner_texts())
 
 
 def test_it_says_since_when_it_is_disconnected_and_connects_again(visit: Visit) -> None:
@@ -173,6 +221,26 @@ def test_it_fits_and_is_accessible(server: PageServer, visit: Visit, width: int,
     assert serious_faults(page) == []
     paper = page.evaluate("() => getComputedStyle(document.body).backgroundColor")
     assert paper == ("rgb(21, 24, 27)" if dark else "rgb(255, 255, 255)")
+
+
+def test_a_long_list_of_faults_hints_that_it_scrolls_and_does_so_by_keyboard(server: PageServer, visit: Visit) -> None:
+    page = visit(server.url)
+    fault = {"at_s": 7990.0, "step": 19_990, "worker": 1, "kind": "dropped", "words": "too late"}
+    server.send({"faults": {"count": 60, "latest": [fault] * 60}})
+    wait_for(page, ".summary", "60 so far")
+    box = page.get_by_role("region", name="List of faults")
+    box.scroll_into_view_if_needed()
+    box.locator("ul").evaluate("(list) => { list.style.visibility = 'hidden'; }")  # the shade alone is left
+    box.focus()
+    page.keyboard.press("End")
+    page.wait_for_function("() => document.querySelector('.tall').scrollTop > 100")
+    whole = box.bounding_box()
+    for scrolled, edge in ((0, whole["y"] + whole["height"] - 6), (99_999, whole["y"])):
+        clip = {"x": whole["x"] + 20, "y": edge, "width": 40, "height": 6}
+        box.evaluate("(box, place) => { box.scrollTop = place; box.style.background = ''; box.blur(); }", scrolled)
+        shaded = page.screenshot(clip=clip)
+        box.evaluate("(box) => { box.style.background = 'none'; }")
+        assert page.screenshot(clip=clip) != shaded
 
 
 @pytest.mark.parametrize("width", [360, 1280])

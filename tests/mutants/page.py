@@ -5,6 +5,7 @@ from mutants.seed import Mutant
 TESTS = ["tests/unit/test_page_files.py"]
 
 _PAGE = "tests/browser/test_page.py"
+_FROZEN = "tests/browser/test_frozen.py"
 _CONTROLS = ("tests/browser/test_hostile_text.py::test_live",)
 _FIRST = (f"{_PAGE}::test_the_first_screen_answers_the_first_questions",)
 _FOLLOWS = (f"{_PAGE}::test_it_follows_what_changes",)
@@ -62,7 +63,55 @@ MUTANTS = [
         "${two(Math.round(whole / 60) % 10)}${GAP}min`",
         tests=(f"{_PAGE}::test_units",),
     ),
-    Mutant("new faults are not shown", "watch/page/run.js", 'faults: ["faults"],', 'faults: ["run"],', tests=_FOLLOWS),
+    Mutant(
+        "new faults are not shown",
+        "watch/page/run.js",
+        'faults: ["faults", "run"],',
+        'faults: ["run"],',
+        tests=_FOLLOWS,
+    ),
+    Mutant(
+        "a worker that is away counts for the training loss and has a rate",
+        "watch/page/state.js",
+        "return Boolean(last) && (last === lane.spans.at(-1) ||",
+        "return Boolean(last) && (last ||",
+        tests=(f"{_PAGE}::test_a_worker_that_is_away_counts_neither_for_the_loss_nor_for_the_rate",),
+    ),
+    Mutant(
+        "a run that goes on is said to write no samples",
+        "watch/page/lists.js",
+        "isAwaited: !isOff && !isOver(run)",
+        "isAwaited: false",
+        tests=(f"{_PAGE}::test_what_is_not_there_yet_has_a_reason",),
+    ),
+    Mutant(
+        "a report speaks of an ended run as if it went on",
+        "watch/page/state.js",
+        'run?.state === "finished" || run?.state === "interrupted"',
+        'run?.state === "finished"',
+        tests=(f"{_FROZEN}::test_the_words_of_an_ended_run",),
+    ),
+    Mutant(
+        "the list of faults scrolls in a report",
+        "watch/page/lists.js",
+        "if (!this.isServed) return [list];",
+        "",
+        tests=(f"{_FROZEN}::test_the_words_of_an_ended_run",),
+    ),
+    Mutant(
+        "nothing hints that a box scrolls",
+        "watch/page/style.css",
+        "linear-gradient(-90deg, var(--shade), transparent) right / 1rem 100%",
+        "linear-gradient(transparent, transparent) right / 1rem 100%",
+        tests=(f"{_FROZEN}::test_a_wide_table_hints_at_its_edge_that_it_scrolls",),
+    ),
+    Mutant(
+        "a single point has many ticks",
+        "watch/page/chart.js",
+        "const along = isPoint ?",
+        "const along = false ?",
+        tests=(f"{_PAGE}::test_one_point_has_one_tick",),
+    ),
     Mutant(
         "a page that has lost its server says that it is live",
         "watch/page/connection.js",

@@ -78,7 +78,8 @@ export class Chart {
     const labels = ticks.ticks.map((tick) => this.#label(tick, ticks.step));
     const left = Math.ceil(10 + 6.7 * Math.max(0, ...labels.map((label) => label.length)));
     const [from, to] = [Math.min(...ends), Math.max(...ends)];
-    const frame = { left, right: width - 14, top: 10, bottom: this.height - 22, from, to: to > from ? to : from + 1 };
+    const [isPoint, bottom] = [to === from, this.height - 22];
+    const frame = { left, right: width - 14, top: 10, bottom, from, to: isPoint ? from + 1 : to, isPoint };
     const bend = isBent ? Math.log : (value) => value;
     const [deep, tall] = [bend(low), bend(high) - bend(low)];
     const place = (x) => frame.left + (x - from) / (frame.to - from) * (frame.right - left);
@@ -108,12 +109,13 @@ export class Chart {
   }
 
   #axes() {
-    const { left, right, bottom, from, to, ticks, toX } = this.frame;
+    const { left, right, bottom, from, to, isPoint, ticks, toX } = this.frame;
     for (const [y, label] of ticks) {
       this.picture.append(svg("line", { class: "grid", x1: left, x2: right, y1: y, y2: y }),
         svg("text", { class: "tick", x: left - 8, y, "text-anchor": "end", dy: "0.32em" }, label));
     }
-    const along = this.along.ticks(from, to, Math.max(3, Math.floor((right - left) / 84)));
+    const most = Math.max(3, Math.floor((right - left) / 84));
+    const along = isPoint ? { ticks: [from], step: Math.min(1, from || 1) } : this.along.ticks(from, to, most);
     for (const tick of along.ticks) {
       const x = toX(tick);
       const [anchor, shift] = x > right - 18 ? ["end", 12] : x < left + 12 ? ["start", -8] : ["middle", 0];

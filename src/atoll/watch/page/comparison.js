@@ -116,4 +116,6 @@ export function sideBySide({ title, words, columns, rows }) {
   return part.node;
 }
 
-const text = (cell) => element("bdi", {}, plain(cell, 1000));
+/** Returns a text whose lines break at spaces, and inside a word, as at the hyphens of an option, only if they must. */
+const text = (cell) => element("bdi", {}, ...plain(cell, 1000).split(/(\s+)/).map((part) =>
+  (part.trim() ? span("word", part) : part)));

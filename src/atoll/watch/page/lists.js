@@ -2,9 +2,12 @@
 
 import { element, plain, span } from "./dom.js";
 import { Part } from "./part.js";
+import { isOver } from "./state.js";
 import { table } from "./table.js";
 import { count, duration, known } from "./units.js";
 
+/** Settings with which a run writes no samples. */
+const NO_SAMPLES = new Map([["log.sample", "0"], ["train.parallel", "fsdp"]]);
 const GRAVE = ["lost", "rolled back", "guarded"];
 
 /** Replaces the content of a list only if it changed: what is open, selected or focused stays so. */
@@ -32,22 +35,23 @@ class List {
 }
 
 export class Faults extends List {
-  constructor(level) {
+  /** The list scrolls on a page that is served, and is as long as it is on a frozen one. */
+  constructor(level, isServed) {
     super("Faults", level);
+    this.isServed = isServed;
   }
 
-  pick({ faults }) {
-    return faults;
+  pick({ faults, run }) {
+    return { ...faults, isOver: isOver(run) };
   }
 
-  sentence(faults) {
-    if (!faults?.count) return "None so far.";
-    const shown = faults.latest?.length ?? 0;
-    return `${count(faults.count)} so far${shown < faults.count ? `, the latest ${count(shown)} below` : ""}.`;
+  sentence({ count: all, latest = [], isOver: isAll }) {
+    if (!all) return isAll ? "None." : "None so far.";
+    const below = latest.length < all ? `, the latest ${count(latest.length)} below` : "";
+    return `${count(all)} ${isAll ? "in all" : "so far"}${below}.`;
   }
 
-  nodes(faults) {
-    const latest = faults?.latest ?? [];
+  nodes({ latest = [] }) {
     if (!latest.length) return [];
     const items = latest.map(({ at_s, step, worker, kind, words }) => element("li", {},
       span("when", known(at_s) ? `after ${duration(at_s)}` : `step ${count(step)}`),
@@ -55,6 +59,7 @@ export class Faults extends List {
       span("what", known(worker) ? `worker ${worker}, step ${count(step)}: ` : "",
         element("bdi", {}, plain(words, 500)))));
     const list = element("ul", { class: "faults" }, ...items);
+    if (!this.isServed) return [list];
     const scrolled = { class: "scroll tall", role: "region", "aria-label": "List of faults", tabindex: "0" };
     return [element("div", scrolled, list)];
   }
@@ -65,17 +70,19 @@ export class Samples extends List {
     super("Samples", level);
   }
 
-  pick({ samples }) {
-    return samples;
+  pick({ samples, settings, run }) {
+    const isOff = settings?.some(([key, value]) => NO_SAMPLES.get(key) === value);
+    return { samples: samples ?? [], isAwaited: !isOff && !isOver(run) };
   }
 
-  sentence(samples) {
-    if (!samples?.length) return "This run writes no samples of text.";
+  sentence({ samples, isAwaited }) {
+    if (!samples.length && isAwaited) return "No sample of text is there yet: one comes with each evaluation.";
+    if (!samples.length) return "This run writes no samples of text.";
     return "How the outer parameters continue a held-out text at each evaluation, newest first.";
   }
 
-  nodes(samples) {
-    const [first, ...older] = (samples ?? []).map(({ step, prompt, text }) => element("figure", { class: "sample" },
+  nodes({ samples }) {
+    const [first, ...older] = samples.map(({ step, prompt, text }) => element("figure", { class: "sample" },
       element("figcaption", {}, `step ${count(step)}`),
       element("blockquote", {}, element("bdi", { class: "prompt" }, plain(prompt, 4000)),
         element("bdi", {}, plain(text, 4000)))));
@@ -109,8 +116,9 @@ export class Scores extends List {
 }
 
 export class Settings extends List {
-  constructor(level) {
+  constructor(level, isServed) {
     super("Settings", level, { wide: true });
+    this.isServed = isServed;
   }
 
   pick({ settings }) {
@@ -118,7 +126,9 @@ export class Settings extends List {
   }
 
   sentence(settings) {
-    return settings?.length ? "" : "The settings are not known.";
+    if (settings?.length) return "";
+    const where = this.isServed ? " here: they are in the run file on the workers' machines" : "";
+    return `The settings are not known${where}.`;
   }
 
   nodes(settings) {

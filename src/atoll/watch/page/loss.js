@@ -4,6 +4,7 @@ import { Chart, ALONG } from "./chart.js";
 import { colour, MOST_COLOURS } from "./colours.js";
 import { choices, plain } from "./dom.js";
 import { Part } from "./part.js";
+import { isOver, newestLosses } from "./state.js";
 import { FoldedTable } from "./table.js";
 import { count, known, loss, short } from "./units.js";
 
@@ -37,12 +38,14 @@ export class Loss {
   }
 
   show(sections) {
+    const isNew = this.content !== sections.loss; // the sentence alone changes with the others
     this.content = sections.loss;
+    this.sections = sections;
     const workers = Object.values(this.content?.workers ?? {});
     const isThere = Boolean(this.content?.anchor?.length || workers.some((one) => one.step?.length));
     this.part.reveal(isThere);
     this.part.say(isThere ? this.#sentence() : "No loss has been logged yet.");
-    if (isThere) this.draw();
+    if (isThere && isNew) this.draw();
   }
 
   draw() {
@@ -74,7 +77,7 @@ export class Loss {
     const last = rows.at(-1);
     if (!last) return `The anchor has not been evaluated yet.${this.#spread()}`;
     const best = rows.reduce((least, row) => (known(row[3]) && !(row[3] >= least?.[3]) ? row : least), null);
-    let compared = rows.length > 1 ? ", the lowest so far" : "";
+    let compared = rows.length > 1 ? `, the lowest ${isOver(this.sections.run) ? "of the run" : "so far"}` : "";
     if (best && best !== last) compared = `; the lowest was ${loss(best[3])} at step ${count(best[0])}`;
     const which = known(last[4]) ? ` of step ${count(last[4])}` : "";
     return `The anchor${which} has a held-out loss of ${loss(last[3])} nats per token${compared}.${this.#spread()}`;
@@ -82,7 +85,8 @@ export class Loss {
 
   /** Says which workers have the lowest and the highest loss in training. */
   #spread() {
-    const ends = this.#workers().map(([worker, one]) => [worker, one.mean.findLast(known)]);
+    const { lanes, run } = this.sections;
+    const ends = newestLosses(this.content, lanes, run).map(([worker, end]) => [plain(worker, 12), end]);
     const [low, ...others] = ends.filter(([, end]) => known(end)).sort((a, b) => a[1] - b[1]);
     if (!others.length) return "";
     const said = ([worker, end]) => `worker ${worker} (${loss(end)})`;

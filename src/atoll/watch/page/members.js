@@ -4,7 +4,7 @@ import { element, plain, swatch } from "./dom.js";
 import { LiveLanes } from "./live_lanes.js";
 import { Part } from "./part.js";
 import { RunLanes } from "./run_lanes.js";
-import { presence } from "./state.js";
+import { isOver, presence } from "./state.js";
 import { FoldedTable } from "./table.js";
 import { count, duration, known, mean, NONE, share } from "./units.js";
 
@@ -39,25 +39,25 @@ export class Members {
   show({ lanes, now, run }) {
     const isThere = Boolean(lanes?.workers?.length);
     this.part.reveal(isThere);
-    this.part.say(isThere ? sentence(lanes, run?.state === "finished") : "No worker has begun yet.");
+    this.part.say(isThere ? sentence(lanes, isOver(run)) : "No worker has begun yet.");
     if (!isThere) return;
     const isLive = Boolean(this.isServed && now && MOVING.includes(run?.state));
     this.liveBox.hidden = !isLive;
     this.live.show(isLive ? now : null, lanes);
     this.overview.show(lanes, now);
     this.table.show(() => ({
-      columns: ["worker", "now", "trained", "waited", "changes"],
+      columns: ["worker", isOver(run) ? "at the end" : "now", "trained", "waited", "changes"],
       rows: lanes.workers.map((lane) => row(lane, lanes.end_s)),
     }));
   }
 }
 
-function sentence(lanes, isFinished) {
+function sentence(lanes, hasEnded) {
   const seats = lanes.workers.map((lane) => presence(lane, lanes.end_s));
   const waited = lanes.workers.map((lane) => [lane.worker, waitingShare(lane)]).filter(([, part]) => known(part));
   const [most] = waited.sort((a, b) => b[1] - a[1]);
   const waits = most ? ` Worker ${most[0]} waited most, ${share(most[1])} of its time.` : "";
-  if (isFinished) return `${count(seats.length)} ${seats.length === 1 ? "worker" : "workers"} took part.${waits}`;
+  if (hasEnded) return `${count(seats.length)} ${seats.length === 1 ? "worker" : "workers"} took part.${waits}`;
   const others = seats.filter(({ kind }) => kind !== "training").slice(0, 4);
   const words = others.map(({ worker, kind, since }) => `; worker ${worker} is ${kind}${since ? ` (${since})` : ""}`);
   return `${seats.filter(({ kind }) => kind === "training").length} of ${seats.length} train${words.join("")}.${waits}`;

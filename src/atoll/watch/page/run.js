@@ -11,13 +11,13 @@ import { Traffic } from "./traffic.js";
 /** Which sections each part draws. */
 const DRAWS = {
   state: ["run", "loss", "lanes"],
-  loss: ["loss"],
+  loss: ["loss", "lanes", "run"],
   members: ["lanes", "now", "run"],
-  traffic: ["traffic", "run"],
+  traffic: ["traffic", "lanes", "run"],
   speed: ["speed"],
   outer: ["outer", "run"],
-  faults: ["faults"],
-  samples: ["samples"],
+  faults: ["faults", "run"],
+  samples: ["samples", "settings", "run"],
   scores: ["scores"],
   settings: ["settings"],
 };
@@ -34,10 +34,10 @@ export class Run {
       traffic: new Traffic(below),
       speed: new Speed(below),
       outer: new Outer(below),
-      faults: new Faults(below),
+      faults: new Faults(below, Boolean(detail)),
       samples: new Samples(below),
       scores: new Scores(below),
-      settings: new Settings(below),
+      settings: new Settings(below, Boolean(detail)),
     };
     const { state, ...others } = this.parts;
     const parts = element("div", { class: "parts" }, ...Object.values(others).map(({ node }) => node));

@@ -19,6 +19,7 @@ const STATES = new Map(Object.entries({
 }));
 const KINDS = ["training", "catching up", "away", "paused", "gone"];
 const MOST_CHIPS = 64;
+const ENDING_S = 10; // when a run ends, its workers leave one after another
 
 export class State {
   constructor(level) {
@@ -53,9 +54,9 @@ export class State {
     setText(this.word, word);
     setText(this.words, plain(about.state_words, 800) + since);
     this.mark.className = `mark ${kind}`;
-    this.isOver = ["finished", "interrupted", "failed"].includes(about.state);
+    this.isOver = isOver(about);
     this.#progress(about);
-    this.#figures(about, losses);
+    this.#figures(about, losses, lanes);
     this.#workers(about, lanes);
   }
 
@@ -69,12 +70,12 @@ export class State {
       `Step ${count(run.step)} of ${count(run.steps)}, ${share(done)} · ${short(run.tokens)} tokens · ${took}`);
   }
 
-  #figures(run, losses) {
+  #figures(run, losses, lanes) {
     const ending = known(run.ends_at) ? `done at ${hour(run.ends_at)}` : "not known yet";
     if (this.isOver) this.time.show("It took", duration(run.seconds), "");
     else this.time.show("Time left", duration(run.left_s), ending);
     const last = losses?.anchor?.at(-1);
-    const trained = mean(Object.values(losses?.workers ?? {}).map((one) => one.mean.findLast(known)));
+    const trained = mean(newestLosses(losses, lanes, run).map(([, value]) => value));
     const which = known(last?.[4]) ? `anchor of step ${count(last[4])}` : `at step ${count(last?.[0])}`;
     if (last) this.loss.show("Held-out loss", loss(last[3]), which);
     else this.loss.show("Training loss", loss(trained), known(trained) ? "mean of the workers" : "");
@@ -116,6 +117,24 @@ class Figure {
     setText(this.value, value);
     setText(this.note, note);
   }
+}
+
+/** Returns whether a run has ended. */
+export const isOver = (run) => ["finished", "interrupted", "failed"].includes(run?.state);
+
+/** Returns whether a worker trains at the end of its lane; without a lane nothing says that it does not. */
+export function isTraining(worker, lanes, run) {
+  const lane = lanes?.workers?.find((one) => one.worker === worker);
+  if (!lane) return true;
+  const last = lane.spans?.findLast(([, , kind]) => kind === "training");
+  return Boolean(last) && (last === lane.spans.at(-1) || (isOver(run) && last[1] >= lanes.end_s - ENDING_S));
+}
+
+/** Returns [worker, newest training loss] of the workers that train; of all if none does. */
+export function newestLosses(losses, lanes, run) {
+  const all = Object.entries(losses?.workers ?? {}).map(([worker, one]) => [worker, one.mean.findLast(known)]);
+  const found = all.filter(([worker]) => isTraining(Number(worker), lanes, run));
+  return found.length ? found : all;
 }
 
 /** Returns what a worker does at the end of its lane, and since when unless it trains. */

@@ -3,6 +3,7 @@
 import { colour } from "./colours.js";
 import { element, plain, setText, span } from "./dom.js";
 import { Part } from "./part.js";
+import { isOver, isTraining } from "./state.js";
 import { FoldedTable, table } from "./table.js";
 import { bytes, count, duration, known, mean, NONE, rate, share } from "./units.js";
 
@@ -14,7 +15,7 @@ export class Traffic {
     this.node = this.part.node;
     this.compared = element("div", { class: "compared" });
     this.workers = element("div");
-    this.title = element("p", { class: "hint" }, "Rate now, as a share of the line's measured capacity:");
+    this.title = element("p", { class: "hint" });
     this.pairs = element("ul", { class: "pairs" });
     this.note = element("p", { class: "hint" });
     this.table = new FoldedTable("every pair of workers");
@@ -22,15 +23,19 @@ export class Traffic {
     this.part.body.append(this.compared, element("div", { class: "halves" }, this.workers, right), this.table.node);
   }
 
-  show({ traffic, run }) {
-    const workers = traffic?.workers ?? [];
+  show({ traffic, lanes, run }) {
+    const isThereNow = (worker) => run?.state !== "silent" && isTraining(worker, lanes, run);
+    const workers = (traffic?.workers ?? []).map((one) => (isThereNow(one.worker) ? one : { ...one, rate: null }));
+    const pairs = (traffic?.pairs ?? []).map((pair) =>
+      (isThereNow(pair.from) && isThereNow(pair.to) ? pair : { ...pair, rate: null }));
     const isThere = workers.some((one) => one.sent_bytes || one.payload_bytes);
     this.part.reveal(isThere);
     this.part.say(isThere ? sentence(traffic) : "Nothing has been sent yet.");
     if (!isThere) return;
     this.#compare(payload(workers), traffic.data_parallel_bytes);
+    this.when = isOver(run) ? "at the end" : "now";
     this.#workers(workers, traffic.planned?.bytes_per_s);
-    this.#pairs(traffic.pairs ?? [], run?.workers);
+    this.#pairs(pairs, run?.workers);
   }
 
   /** Draws what a worker has sent beside what it would have sent in data-parallel training, on one linear scale. */
@@ -46,7 +51,7 @@ export class Traffic {
       worker: (one) => count(one.worker),
       ...(isWired ? {} : { payloads: (one) => bytes(one.payload_bytes) }),
       ...(isWired && { sent: (one) => bytes(one.sent_bytes), received: (one) => bytes(one.received_bytes) }),
-      ...(isWired && { "rate now": (one) => rate(one.rate) }),
+      ...(isWired && { [`rate ${this.when}`]: (one) => rate(one.rate) }),
       ...(known(planned) && { planned: () => rate(planned) }),
     };
     const rows = workers.map((one) => Object.values(columns).map((cell) => cell(one)));
@@ -64,8 +69,9 @@ export class Traffic {
     if (!pairs.length && workers > 1) note = "This run's link does not measure the lines between pairs of workers.";
     if (pairs.length > MOST_PAIRS) note = `The ${MOST_PAIRS} busiest of ${count(pairs.length)} pairs.`;
     setText(this.note, note);
+    setText(this.title, `Rate ${this.when}, as a share of the line's measured capacity:`);
     this.table.show(() => ({
-      columns: ["pair", "sent", "rate now", "capacity", "in use", "measured"],
+      columns: ["pair", "sent", `rate ${this.when}`, "capacity", "in use", "measured"],
       rows: pairs.map((pair) => {
         const measured = known(pair.at_s) ? `after ${duration(pair.at_s)}` : NONE;
         const rates = [rate(pair.rate), rate(pair.capacity), share(inUse(pair))];
