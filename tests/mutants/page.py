@@ -87,7 +87,7 @@ MUTANTS = [
     Mutant(
         "a report speaks of an ended run as if it went on",
         "watch/page/state.js",
-        'run?.state === "finished" || run?.state === "interrupted"',
+        '["finished", "interrupted", "failed"].includes(run?.state)',
         'run?.state === "finished"',
         tests=(f"{_FROZEN}::test_the_words_of_an_ended_run",),
     ),
