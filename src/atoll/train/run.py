@@ -297,7 +297,7 @@ def _write_failure(trainer: Trainer, _: object, error: BaseException | None, __:
         if trainer.ranks.hold_whole_model:  # else it is collective, and other ranks may have failed
             trainer.reporter.write_rounds()
     if isinstance(error, Exception):  # not a signal, nor an end in order
-        with suppress(OSError):
+        with suppress(AtollError, OSError, RuntimeError):
             why = str(error) or type(error).__name__
             trainer.reporter.sink.write(Failed(step=trainer.steps, seconds=trainer.seconds, why=why))
 
