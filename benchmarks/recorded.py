@@ -4,7 +4,7 @@
 
 Two trainers of the same preset and batch, one of which records, take turns; each makes `Trainer.step`s with Streaming,
 all workers in this process. "faster" is the median of the ratios of neighbouring turns. `atoll train` records what is
-below `recorded.LARGEST_FLOPS` a pass and `MOST_FLOPS` a process; here that is asked for, or forbidden.
+below `recorded.LARGEST_FLOPS` a pass; here that is asked for, or forbidden.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def measure(name: str, batch: int, workers: int, seconds: float) -> dict[str, fl
     """One case."""
     trainers = {}
     for kind, largest in (("launched", 0.0), ("recorded", float("inf"))):
-        recorded.LARGEST_FLOPS = recorded.MOST_FLOPS = largest
+        recorded.LARGEST_FLOPS = largest
         trainers[kind] = trainer_of(name, batch, workers)
         for _ in range(2 * trainers[kind].config.sync.used_period + 5):  # compiles, also what rounds need
             trainers[kind].step()

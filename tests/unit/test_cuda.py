@@ -389,7 +389,7 @@ def test_a_recording_leaves_the_gradients_of_what_it_recorded(accumulate: int) -
     decoder = Decoder(shape, generator=torch.Generator().manual_seed(0)).to("cuda")
     inner = InnerOptimizer(decoder, settings.train)
     plain = Backward(WorkerRanks().wrap(decoder), inner, settings)
-    played = GraphedPass(plain, list(decoder.parameters()))
+    played = GraphedPass(plain, list(decoder.parameters()), torch.cuda.graph_pool_handle())
     for step, length in enumerate([65, 65, 65, 33, 65]):
         if step == 4:  # from then on it is not played
             moved = decoder.get_parameter("blocks.0.qkv.weight")
@@ -413,7 +413,8 @@ def test_recordings_of_two_workers_do_not_disturb_each_other() -> None:
     )
     models = [Decoder(shape, generator=torch.Generator().manual_seed(seed)).to("cuda") for seed in range(2)]
     plain = [Backward(WorkerRanks().wrap(one), InnerOptimizer(one, settings.train), settings) for one in models]
-    played = [GraphedPass(act, list(one.parameters())) for act, one in zip(plain, models, strict=True)]
+    pool = torch.cuda.graph_pool_handle()
+    played = [GraphedPass(act, list(one.parameters()), pool) for act, one in zip(plain, models, strict=True)]
     tokens = [torch.randint(256, (4, 65), device="cuda") for _ in models]
     wanted = []
     for act, one, batch in zip(plain, models, tokens, strict=True):
@@ -425,6 +426,29 @@ def test_recordings_of_two_workers_do_not_disturb_each_other() -> None:
         for one, gradients in zip(models, wanted, strict=True):
             for parameter, gradient in zip(one.parameters(), gradients, strict=True):
                 torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_recordings_share_the_memory_of_a_pass() -> None:
+    shape = preset("small")
+    settings = resolve(
+        config.parse({"device": "cuda", "precision": "fp32", "train": {"batch": 32, "lr": 1e-3}}),
+        parameters=shape.parameters,
+        context=shape.context,
+    )
+    models = [Decoder(shape, generator=torch.Generator().manual_seed(seed)).to("cuda") for seed in range(4)]
+    acts = [Backward(WorkerRanks().wrap(one), InnerOptimizer(one, settings.train), settings) for one in models]
+    pool = torch.cuda.graph_pool_handle()
+    played = [GraphedPass(act, list(one.parameters()), pool) for act, one in zip(acts, models, strict=True)]
+    tokens = torch.randint(256, (32, shape.context + 1), device="cuda")
+    gradients, held = 4 * sum(p.numel() for p in models[0].parameters()), []
+    for each in played:
+        each(tokens)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        held.append(torch.cuda.memory_reserved())
+    a_pass = held[0] - 5 * gradients  # four models and the first one's gradients
+    assert a_pass > 10 * gradients  # or there would be nothing to share
+    assert held[3] - held[0] < 3 * gradients + 0.1 * a_pass
 
 
 def test_recorded_or_launched_one_by_one_a_run_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

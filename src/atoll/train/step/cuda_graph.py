@@ -2,6 +2,9 @@
 
 A small pass is hundreds of kernels that finish before Python launches the next, so the GPU waits for the host. A graph
 launches them all at once. For a large model the host is ahead anyway, and a graph would only keep memory to itself.
+
+The graphs of a process share one memory pool: passes run one after the other, and what one leaves there is not read by
+the next. What must outlive a pass, its loss and its gradients, is copied out of the pool as the graph's last kernels.
 """
 
 import gc
@@ -18,8 +21,6 @@ from atoll.train.model.decoder import Decoder
 
 LARGEST_FLOPS = 2e12
 """Floating-point operations of a pass that is captured: a few milliseconds of a fast GPU."""
-MOST_FLOPS = 4e12
-"""The same for the passes of all workers of a process: each graph keeps the memory of a pass."""
 MOST_PARTS = 16
 """Microbatches (`train.accumulate`) that one graph holds, one after the other."""
 
@@ -45,14 +46,14 @@ def capture_small_passes(
     nvidia = torch.device(config.device).type == "cuda" and torch.version.hip is None
     if not (nvidia and config.compile is True and isinstance(model, Decoder)):
         return passes
-    flops = pass_flops(config, model)
-    if flops > LARGEST_FLOPS or flops * len(models) > MOST_FLOPS or config.train.accumulate > MOST_PARTS:
+    if pass_flops(config, model) > LARGEST_FLOPS or config.train.accumulate > MOST_PARTS:
         return passes
-    return [GraphedPass(each, list(model.parameters())) for each, model in zip(passes, models, strict=True)]
+    pool = torch.cuda.graph_pool_handle()
+    return [GraphedPass(each, list(model.parameters()), pool) for each, model in zip(passes, models, strict=True)]
 
 
 class _Graph(NamedTuple):
-    """A captured pass, its input and its outputs."""
+    """A captured pass, its input and its outputs, which lie outside the shared pool."""
 
     graph: torch.cuda.CUDAGraph
     batch: Tensor
@@ -65,12 +66,18 @@ class GraphedPass:
     """Captures a backward pass in its first call and replays it afterwards.
 
     If parameters have moved since, or a batch has another shape, it calls the pass itself. Dtypes and the set of
-    trained parameters must not change. Each graph has its own memory: in a shared pool, one that is replayed out of
-    turn would overwrite another's gradients.
+    trained parameters must not change.
+
+    Args:
+        backward: The pass.
+        parameters: The parameters whose gradients it computes.
+        pool: The memory pool that this graph shares with others, which may be replayed in any order but not at once.
     """
 
-    def __init__(self, backward: BackwardPass, parameters: Sequence[nn.Parameter]) -> None:
-        self._backward, self._parameters = backward, parameters
+    def __init__(
+        self, backward: BackwardPass, parameters: Sequence[nn.Parameter], pool: "torch.cuda._POOL_HANDLE"
+    ) -> None:
+        self._backward, self._parameters, self._pool = backward, parameters, pool
         self._graph: _Graph | None = None
 
     def __call__(self, batch: Tensor) -> Tensor:
@@ -94,15 +101,17 @@ class GraphedPass:
             side.wait_stream(current)
             with torch.cuda.stream(side):
                 for _ in range(2):  # compiles, and lets libraries allocate their workspaces
-                    self._backward(static_batch)
+                    result = self._backward(static_batch).clone()
             current.wait_stream(side)
+            gradients = [None if p.grad is None else torch.empty_like(p.grad) for p in self._parameters]
             for parameter in self._parameters:
                 parameter.grad = None
             gc.collect()  # or the warm-up's tensors may be freed, and their streams awaited, during the capture
             try:
                 # A link's threads may use the GPU meanwhile, on other streams.
-                with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-                    result = self._backward(static_batch)
+                with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+                    result.copy_(self._backward(static_batch))
+                    self._move_gradients(gradients)
             except torch.OutOfMemoryError:
                 raise  # its message says what to do
             except RuntimeError as error:
@@ -110,8 +119,14 @@ class GraphedPass:
                     f"a pass of this model could not be captured on {torch.cuda.get_device_name()}: {error}\n"
                     "Set compile = false to train without CUDA graphs"
                 ) from error
-        gradients = [parameter.grad for parameter in self._parameters]
         return _Graph(graph, static_batch, result, gradients, self._addresses())
+
+    def _move_gradients(self, targets: Sequence[Tensor | None]) -> None:
+        """Copy the gradients out of the pool, and leave none there."""
+        for target, parameter in zip(targets, self._parameters, strict=True):
+            if target is not None and parameter.grad is not None:
+                target.copy_(parameter.grad)
+            parameter.grad = None
 
 
 @cache
