@@ -3,6 +3,7 @@
     python benchmarks/papers.py train --text TOKENS                          # every method, on a GPU
     python benchmarks/papers.py train --text TOKENS eager-30,lr=0.7,m=0.6 streaming-30,seed=1 --parallel 2 --seconds 500
     python benchmarks/papers.py train --text TOKENS --tokens 51_200_000 ...  # a tenth as long, for a sweep
+    python benchmarks/papers.py tasks --text TOKENS --data FOLDER            # BLiMP and LAMBADA of what was trained
     python benchmarks/papers.py table --results FOLDER                       # from the results, anywhere
 
 The papers' 35M decoder (6 layers of width 512, sequences of 1024), two workers in one process, the same tokens in the
@@ -21,7 +22,8 @@ Held-out loss is in nats per token, of the outer parameters (data-parallel: of t
 million tokens of text that no worker has seen, the same for all. "training loss" is that of the workers' own
 parameters, over the last 500 steps. "gap" is to data-parallel of the same seed, in percent, beside that of the papers'
 tables. The loss of every held-out sequence is kept too (.npy): what stands after a gap is its standard error by the
-choice of held-out text, over neighbourhoods of 16 sequences; other seeds differ besides.
+choice of held-out text, over neighbourhoods of 16 sequences; other seeds differ besides. `tasks` runs `atoll eval` on
+the final models of --runs, also while other rows are trained, and adds the scores to the results.
 """
 
 import argparse
@@ -42,7 +44,7 @@ import numpy.typing as npt
 import torch
 
 from atoll.errors import ConfigError
-from atoll.runs.layout import BEST, CHECKPOINTS, MODEL
+from atoll.runs.layout import BEST, CHECKPOINTS, METRICS, MODEL
 from atoll.settings import config as run_file
 from atoll.train.data.batches import held_out
 from atoll.train.model.export import load_export
@@ -53,6 +55,7 @@ from papers_table import (
     METHODS,
     REFERENCE,
     RESULTS,
+    TASKS,
     Result,
     costs_of_4_bits,
     load,
@@ -240,8 +243,7 @@ class Training:
         np.save(kept.with_suffix(".npy"), sequence_losses(folder / MODEL, run))
         (folder / "took").write_text(str(seconds))
         kept.with_suffix(".json").write_text(json.dumps(about(folder, self._text), indent=1) + "\n")
-        shutil.copy(folder / "metrics.jsonl", kept.with_suffix(".part"))
-        kept.with_suffix(".part").rename(kept)
+        keep_metrics(folder, kept)
         for large in (CHECKPOINTS, BEST):
             shutil.rmtree(folder / large, ignore_errors=True)
         end = Result.read(kept).end
@@ -252,6 +254,22 @@ class Training:
         for path in self.results.glob("*.json"):
             if json.loads(path.read_text())["text"] != self._text:
                 sys.exit(f"{path} is of another text than this machine has: give a folder of its own (--results)")
+
+
+def keep_metrics(folder: Path, kept: Path) -> None:
+    """Copy the metrics of a run to the results."""
+    shutil.copy(folder / METRICS, kept.with_suffix(".part"))
+    kept.with_suffix(".part").rename(kept)
+
+
+def score(runs: Path, results: Path, data: Path) -> None:
+    """Evaluate the final models of finished rows on tasks, and add the scores to the results that have none yet."""
+    for took in sorted(runs.glob("*/took")):
+        folder, kept = took.parent, results / f"{took.parent.name}.jsonl"
+        if kept.exists() and not set(TASKS.values()) <= Result.read(kept).scores.keys():
+            command = [sys.executable, "-m", "atoll", "eval", str(folder), "--tasks", ",".join(TASKS.values())]
+            subprocess.run([*command, "--data", str(data), "--batch", "256"], check=True)
+            keep_metrics(folder, kept)
 
 
 def default_results(arguments: argparse.Namespace, text: str) -> Path:
@@ -292,9 +310,10 @@ def sequence_losses(export: Path, run: run_file.RunConfig) -> npt.NDArray[np.flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("act", choices=["train", "table"])
+    parser.add_argument("act", choices=["train", "tasks", "table"])
     parser.add_argument("rows", nargs="*", type=Row.parse, help="METHOD[,key=value ...]; left out: every method")
     parser.add_argument("--text", type=Path, help="folder of tokens, as books.py makes it")
+    parser.add_argument("--data", type=Path, help="folder with the files of the tasks, as `atoll eval` takes it")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of all workers together")
     parser.add_argument("--parallel", type=int, default=1, help="rows at a time, each in a process of its own")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop, and go on with the next call")
@@ -304,9 +323,15 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs") / "papers")
     parser.add_argument("--results", type=Path, help="folder; left out: one of the text and the length")
     arguments = parser.parse_intermixed_args()
-    if arguments.act == "train":
+    if arguments.act == "tasks" and arguments.data is None:
+        parser.error("tasks needs the folder of their files: --data")
+    if arguments.act != "table":
         try:
-            Training(arguments).train(arguments.rows or [Row(method, ()) for method in METHODS])
+            training = Training(arguments)
+            if arguments.act == "train":
+                training.train(arguments.rows or [Row(method, ()) for method in METHODS])
+            else:
+                score(runs_of(arguments), training.results, arguments.data)
         except ConfigError as problem:
             parser.error(str(problem))
         return

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -227,14 +228,18 @@ def test_a_decoder_is_evaluated_without_dropout_or_gradients(tmp_path: Path, dat
     assert not (tmp_path / "metrics.jsonl").exists()  # an export has no run to record it in
 
 
-def test_all_of_blimp_is_one_number_and_its_parts(tmp_path: Path) -> None:
+def write_blimp(folder: Path) -> None:
     pairs = [task.files[0] for task in find_tasks(["blimp"], TASKS)]
     assert len(pairs) == 67
     chance = random.Random(5)
     for number, pair in enumerate(pairs):
         count = 2 + number % 3  # the mean counts tasks, not documents
         rows = [{"sentence_good": words(chance, 2, 5), "sentence_bad": words(chance, 2, 5)} for _ in range(count)]
-        write_rows(tmp_path / "data" / f"{pair}.jsonl", rows)
+        write_rows(folder / f"{pair}.jsonl", rows)
+
+
+def test_all_of_blimp_is_one_number_and_its_parts(tmp_path: Path) -> None:
+    write_blimp(tmp_path / "data")
     export(decoder(64), Bytes(), tmp_path / "model")
     group, *parts = evaluate(tmp_path / "model", ["blimp", "blimp_wh_island"], tmp_path / "data", device="cpu").scores
     assert (group.task, group.group, group.chance, group.sha256) == ("blimp", None, 0.5, None)
@@ -343,6 +348,27 @@ def test_scores_of_a_run_are_told_recorded_and_reported(run: Path, data: Path) -
     assert "Accuracy on tasks" in page and "blimp_wh_island (best)" in page and share in page
     assert atoll("train", run, "--resume", "--view", "none").exit_code == 0  # a finished run stays as it is
     assert [event for event in read(run / "metrics.jsonl") if isinstance(event, Scored)][:2] == scores
+
+
+def test_scores_of_trained_rows_stand_in_the_papers_table(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "benchmarks")
+    papers = __import__("papers")
+    runs, results, files = (run.parent.parent / name for name in ("rows", "results", "tasks"))
+    shutil.copytree(run, runs / "data-parallel")
+    shutil.copytree(run, runs / "not-finished")
+    (runs / "data-parallel" / "took").write_text("1")
+    results.mkdir()
+    papers.keep_metrics(run, results / "data-parallel.jsonl")
+    write_blimp(files)
+    write_rows(files / "lambada_openai.jsonl", [{"context": "the old", "continuation": "stone"}])
+    for _ in range(2):  # the second finds nothing to do
+        papers.score(runs, results, files)
+    events = list(read(results / "data-parallel.jsonl"))
+    group = [event for event in events if isinstance(event, Scored) and event.task == "blimp"]
+    assert len(group) == 1 and len([event for event in events if isinstance(event, Scored)]) == 69
+    head, _, row = papers.table(papers.load(results))
+    assert head.endswith("| BLiMP | LAMBADA |") and f"| {100 * group[0].accuracy:.2f} % ± " in row
+    assert [path.name for path in results.iterdir()] == ["data-parallel.jsonl"]
 
 
 def test_a_run_that_is_being_trained_is_left_alone(run: Path, data: Path) -> None:
