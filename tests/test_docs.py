@@ -258,6 +258,16 @@ def test_the_table_of_results_is_that_of_the_raw_metrics(monkeypatch: pytest.Mon
         for changes in ("optimizermuon-lr0.7-m0.6-inner0.006", "codectop64-feedback0.95-outersgd-lr1.0")
     )
     assert f"with Muon inside ends {100 * (1 - muon.end.loss / base.end.loss):.2f} % below data-parallel" in words
+    same = fresh["data-parallel-workers1-batch64-optimizermuon-inner0.006"]
+    assert f"with Muon ends {100 * (1 - same.end.loss / base.end.loss):.2f} % below" in words
+    assert f"Streaming ends {muon.gap(same).removeprefix('+')} above data-parallel" in words
+    known = {event.step: event.loss for event in base.evals}
+    for name, early, late in (
+        ("diloco-30", "is {:.2f} % below", "{:.2f} % above"),
+        ("streaming-30", "from {:.2f} %", "{:.2f} %"),
+    ):
+        at = {event.step: 100 * (event.loss / known[event.step] - 1) for event in fresh[name].evals}
+        assert early.format(-at[1560]) in words and f"{late.format(at[6240])}" in words
     assert f"ends {100 * (top64.end.loss / base.end.loss - 1):.2f} % above data-parallel" in words
     assert (
         f"{100 * (top64.end.loss / rows[0].end.loss - 1):.2f} % above Streaming-30 in e3m0, at an 18th of its" in words
@@ -271,6 +281,7 @@ def test_the_table_of_results_is_that_of_the_raw_metrics(monkeypatch: pytest.Mon
     sent = [bytes_text(mean(one.end.bytes_sent)) for one in (rows[0], base)]
     assert f"ended {again[0]:.2f} to {above[0]} above data-parallel's held-out loss" in readme
     assert f"payloads of {sent[0]} a worker instead of {sent[1]}" in readme
+    assert f"With Muon inside it ended {100 * (1 - muon.end.loss / base.end.loss):.2f} % below" in readme
 
 
 def test_figures_of_outer_defaults_are_those_of_the_raw_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
