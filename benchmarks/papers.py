@@ -6,9 +6,10 @@
     python benchmarks/papers.py tasks --text TOKENS --data FOLDER            # BLiMP and LAMBADA of what was trained
     python benchmarks/papers.py table --results FOLDER                       # from the results, anywhere
 
-The papers' 35M decoder (6 layers of width 512, sequences of 1024), two workers in one process, the same tokens in the
-same order for all rows of one seed: 64 sequences a step. AdamW as in the scaling-laws paper, outer Nesterov at the
-Streaming paper's 0.4 and 0.9, or what a row says: METHOD[,lr=OUTER][,m=MOMENTUM][,alpha=][,inner=LR][,seed=]...
+All rows train the papers' 35M decoder (6 layers of width 512, sequences of 1024) with two workers in one process, 64
+sequences a step; rows of one seed read the same tokens in the same order. The inner AdamW is that of the scaling-laws
+paper. The outer Nesterov has the Streaming paper's learning rate, 0.4, and momentum 0.9. A row may change these:
+METHOD[,lr=OUTER][,m=MOMENTUM][,alpha=][,inner=LR][,seed=]...
 
 TOKENS is the folder that `books.py` makes: English books as BPE tokens of a vocabulary of 32,000. Without --text the
 text is that of the first table: all Python source that is installed on the machine.
@@ -21,9 +22,9 @@ can be made in several short sessions, even on machines that keep nothing betwee
 Held-out loss is in nats per token, of the outer parameters (data-parallel: of the model) after all steps, over two
 million tokens of text that no worker has seen, the same for all. "training loss" is that of the workers' own
 parameters, over the last 500 steps. "gap" is to data-parallel of the same seed, in percent, beside that of the papers'
-tables. The loss of every held-out sequence is kept too (.npy): what stands after a gap is its standard error by the
-choice of held-out text, over neighbourhoods of 16 sequences; other seeds differ besides. `tasks` runs `atoll eval` on
-the final models of --runs, also while other rows are trained, and adds the scores to the results.
+tables. The loss of every held-out sequence is kept too (.npy). The ± after a gap is its standard error over the choice
+of held-out text, by groups of 16 neighbouring sequences; it does not include differences between seeds. `tasks` runs
+`atoll eval` on the final models of --runs, even while other rows are trained, and adds the scores to the results.
 """
 
 import argparse
@@ -324,7 +325,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="folder; left out: one of the text and the length")
     arguments = parser.parse_intermixed_args()
     if arguments.act == "tasks" and arguments.data is None:
-        parser.error("tasks needs the folder of their files: --data")
+        parser.error("tasks needs --data: the folder with the JSONL files of the tasks, as `atoll eval` takes it")
     if arguments.act != "table":
         try:
             training = Training(arguments)
