@@ -1,14 +1,15 @@
-"""Public-domain books as tokens: enough text that a model need not read any of it many times.
+"""Turns public-domain books into tokens: enough text that a model need not read it many times.
 
     python benchmarks/books.py read BOOKS FOLDER      # a folder or a git directory of Project Gutenberg's .txt files
     python benchmarks/books.py tokens FOLDER          # a BPE of 32,000, and the books as its tokens: FOLDER/tokens
-    python benchmarks/books.py pack FOLDER            # the tokens, compressed, in parts that travel: FOLDER/parts
-    python benchmarks/books.py unpack PARTS TOKENS    # there, once all parts are; `atoll train` takes TOKENS as source
+    python benchmarks/books.py pack FOLDER            # the tokens, compressed, in parts of 60 MB to copy: FOLDER/parts
+    python benchmarks/books.py unpack PARTS TOKENS    # on another machine; `atoll train` takes TOKENS as data.source
 
-`read` takes off what Project Gutenberg put around each book, joins the lines of paragraphs, leaves out what is not
-English and what is for the most part in a longer book already, and writes books.jsonl and held_out.jsonl, a book a
-line, in an order that a hash decides. Three books in a hundred are held out. `tokens` cuts those into passages and
-shuffles them, so that the first few million tokens have some of each. manifest.json counts everything, with digests.
+`read` removes Project Gutenberg's own text around each book and joins the lines of paragraphs. It leaves out books that
+are not English, and books of which more than a fifth is in longer books too. It writes books.jsonl and held_out.jsonl,
+one book a line, in the order of a hash of the text; three books in a hundred are held out. `tokens` cuts held-out books
+into passages and shuffles these, so that the first few million tokens have some of each book. manifest.json has the
+counts and digests of everything.
 """
 
 import argparse
@@ -39,15 +40,15 @@ _pool = partial(ProcessPoolExecutor, mp_context=multiprocessing.get_context("spa
 VOCABULARY = 32_000
 HELD_OUT = 0.03
 HELD_OUT_TOKENS = 2**22
-"""Of held-out text, about; more would travel for nothing."""
+"""Number of held-out tokens, about; no run evaluates more."""
 PASSAGE = 2**15
-"""Characters of a held-out transfer, at least."""
+"""Characters of a held-out passage, at least."""
 SEEN = 0.2
-"""A book is left out if more of its sentences, by length, are in longer books."""
+"""A book is left out if more than this share of its sentences, by length, is in longer books."""
 BPE_BYTES = 2**26
-"""Text that the BPE is trained on."""
+"""Bytes of text that the BPE is trained on."""
 CHUNK_BYTES = 2**23
-"""Of a file, compressed by itself, so that many are at once."""
+"""Bytes of a file that are compressed by themselves, so that processes can share the work."""
 PART_BYTES = 60_500_000
 STARTS = re.compile(r"^\W*(START OF (THE|THIS) PROJECT|END.{0,3}THE SMALL PRINT).*$", re.M | re.I)
 ENDS = re.compile(r"^\W*END OF (THE |THIS )?PROJECT GUTENBERG", re.M | re.I)
@@ -74,16 +75,16 @@ COMMON = (
 
 
 class Book(NamedTuple):
-    """One book without anything around it."""
+    """Holds the text of one book, without anything around it."""
 
     name: str
     text: str
     sentences: dict[int, int]
-    """Checksum and length of each."""
+    """Length of each sentence, by its checksum."""
 
     @property
     def place(self) -> float:
-        """Where the book falls in 0..1, by its text alone."""
+        """A number from 0 to 1 that depends on the text alone."""
         return int.from_bytes(digest(self.text)[:8], "big") / 2**64
 
 
@@ -153,13 +154,13 @@ def english(text: str) -> bool:
 
 
 def sentences(text: str) -> dict[int, int]:
-    """Take a checksum of every sentence of forty letters or more -> how many letters it has."""
+    """Return the number of letters of every sentence of forty letters or more, by the sentence's checksum."""
     parts = re.sub(r"[^a-z.!?;:]+", "", text.lower()).translate({ord(mark): "." for mark in "!?;:"}).split(".")
     return {zlib.crc32(letters.encode()): len(letters) for letters in parts if len(letters) >= 40}
 
 
 def distinct(books: Iterable[Book]) -> Iterator[tuple[Book, bool]]:
-    """Yield every book, longest first, and whether it is new: little of it is in those before."""
+    """Yield every book, longest first, and whether little of it is in longer books."""
     known: set[int] = set()
     for book in sorted(books, key=lambda book: (-len(book.text), book.name)):
         seen = sum(length for key, length in book.sentences.items() if key in known)
@@ -170,7 +171,7 @@ def distinct(books: Iterable[Book]) -> Iterator[tuple[Book, bool]]:
 
 
 def read(sources: list[Path], folder: Path) -> dict[str, Any]:
-    """Write the books of all sources; returns what was found and left out."""
+    """Write the books of all sources, and return counts of what was found and left out."""
     left_out: Counter[str] = Counter()
     good, kept = [], []
     found = [file for source in sources for file in files(source)]  # before there are processes that share git's pipes
@@ -197,7 +198,7 @@ def read(sources: list[Path], folder: Path) -> dict[str, Any]:
 
 
 def write(path: Path, books: list[Book]) -> dict[str, Any]:
-    """Write books, one a line; returns how many, how long, and their digest."""
+    """Write books, one a line, and return their number, their size and a digest."""
     whole = hashlib.sha256()
     with path.open("w", encoding="utf-8") as file:
         for book in books:
@@ -255,7 +256,7 @@ def tokens(folder: Path, vocabulary: int, most: int) -> dict[str, Any]:
 
 
 def encode(path: Path, documents: Iterable[str], folder: Path, most: int) -> list[int]:
-    """Write documents as tokens until there are so many, each with a separator; returns how many each has."""
+    """Write documents as tokens, each with a separator, until there are `most`; return the length of each."""
     lengths: list[int] = []
     left = iter(documents)
     with path.open("wb") as file, _pool(initializer=Words.open, initargs=(folder,)) as pool:
@@ -267,7 +268,7 @@ def encode(path: Path, documents: Iterable[str], folder: Path, most: int) -> lis
 
 
 class Words:
-    """Encodes texts word by word, each word once: five times as fast as the tokenizer alone, to the same tokens."""
+    """Encodes every different word once: five times as fast as the tokenizer alone, with the same tokens."""
 
     pattern = re.compile(r"'(?:[stmd]|re|ve|ll)| ?[^\W\d_]+| ?\d+| ?(?:[^\w\s]|_)+|\s+(?!\S)|\s+")
     known: ClassVar[dict[str, list[int]]]
@@ -275,7 +276,7 @@ class Words:
 
     @classmethod
     def open(cls, folder: Path) -> None:
-        """Begin with no word, in a process."""
+        """Prepare a process of the pool: open the tokenizer, with no word known."""
         cls.tokenizer, cls.known = open_tokenizer(folder), {}
 
     @classmethod
@@ -289,7 +290,7 @@ class Words:
 
 
 def pack(folder: Path) -> dict[str, Any]:
-    """Compress the tokens in chunks, FOLDER/parts/N/FILE.CHUNK.bz2; returns the bytes and the digest of each."""
+    """Compress the tokens into FOLDER/parts/N/FILE.CHUNK.bz2, and return the size and digest of each chunk."""
     sources = sorted(path for path in (folder / "tokens").iterdir())
     chunks = [(path, number) for path in sources for number in range(-(-path.stat().st_size // CHUNK_BYTES))]
     shutil.rmtree(folder / "parts", ignore_errors=True)
@@ -315,13 +316,13 @@ def compressed(chunk: tuple[Path, int]) -> bytes:
 
 
 def swapped(raw: bytes) -> bytes:
-    """Exchange the bytes of each pair: tokens are 4 % smaller with their high byte first. Twice is as before."""
+    """Swap the bytes of each pair, which compresses tokens 4 % better; doing it twice restores them."""
     pairs = np.frombuffer(raw[: len(raw) // 2 * 2], np.uint16).byteswap().tobytes()
     return pairs + raw[len(pairs) :]
 
 
 def unpack(parts: Path, target: Path) -> None:
-    """Put the chunks that are here to their places; if all are, check every byte."""
+    """Write the chunks that are here to their places, and check all files if none is missing."""
     target.mkdir(parents=True, exist_ok=True)
     with _pool() as pool:
         list(pool.map(partial(place, target), sorted(parts.rglob("*.bz2"))))
@@ -341,7 +342,7 @@ def place(target: Path, packed: Path) -> None:
 
 
 def note(folder: Path, facts: dict[str, Any]) -> None:
-    """Add to a folder's manifest, and tell."""
+    """Add facts to a folder's manifest, and print them."""
     path = folder / "manifest.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(known | facts, indent=1) + "\n")

@@ -1,17 +1,17 @@
-"""Table 4 of the Streaming DiLoCo paper and table 5 of Eager Updates beside the planner's own figures.
+"""Compares the papers' tables of bandwidths with the planner: table 4 of Streaming DiLoCo, table 5 of Eager Updates.
 
     python benchmarks/paper_table.py [--json]
 
-Both say which bandwidth, of 50 between 0.1 and 1000 Gbit/s, keeps a worker busy for 50 to 99 % of its time, for three
-models. They come from a simulator that was not released. `plan.simulate` reproduces table 4 layer by layer, with two
-workers, payloads of 16 and 4 bits, fragments of three layers, a period of 100 and a delay of 1 where anything is
-hidden. One constant is fitted, for all cells alike: STRETCH in `plan.paper_grid`. From 1.18 to 1.2, 65 cells or more
-are exact.
+Both tables say, for three models, which of 50 bandwidths between 0.1 and 1000 Gbit/s keeps a worker busy for 50 to 99 %
+of its time. They come from a simulator that was not released. `plan.simulate` reproduces table 4 layer by layer, with
+two workers, payloads of 16 and 4 bits, fragments of three layers, a period of 100, and a delay of 1 in rows that
+overlap. One constant is fitted to all cells: STRETCH in `plan.paper_grid`. From 1.18 to 1.2, 65 cells or more are
+exact.
 
-Table 5 adds three rows, and `plan.simulate` does not reproduce them. The rows that hide a round behind a whole period
-lie below what the line must carry, bits / (period x step time). `two_periods` comes close: a run that ends after two
-periods, in which nobody waits for what was sent in the second, and which sends a fragment after every step where the
-period is 30.
+Table 5 adds three rows, which `plan.simulate` does not reproduce. The rows that hide a round behind a whole period are
+below the rate that the line must carry, bits / (period x step time). `two_periods` comes close. It simulates a run that
+ends after two periods, so no worker waits for what was sent in the second; with a period of 30, a fragment is sent
+after every step.
 """
 
 import argparse
@@ -47,7 +47,7 @@ TABLE_4 = {
     "streaming-bf16": "+ overlap",
     "streaming": "+ overlap FP4",
 }
-"""Our names of methods with a period of 100, and the paper's."""
+"""The paper's names of methods, by ours; all have a period of 100."""
 
 
 def _streaming(period: int, delay: int) -> Method:
@@ -61,7 +61,7 @@ TABLE_5 = {
     "1 outer step, H 30": _streaming(30, 30),
     "1 outer step, H 100": _streaming(100, 100),
 }
-"""What table 5 adds to table 4, all in 4 bits: the overlap and the period, and our method."""
+"""The methods that table 5 adds to table 4, all in 4 bits, by overlap and period."""
 
 PRINTED: dict[str, dict[str, tuple[float, ...]]] = {
     "1B": {
@@ -99,15 +99,15 @@ PRINTED: dict[str, dict[str, tuple[float, ...]]] = {
 
 
 class Comparison(NamedTuple):
-    """One cell of a table, and ours."""
+    """Compares one cell of a table with ours."""
 
     table: int
     """4 of Streaming DiLoCo, 5 of Eager Updates."""
     model: str
     method: str
-    """Our name of it."""
+    """Our name of the method."""
     row: str
-    """The paper's."""
+    """The paper's name of it."""
     level: float
     printed_gbit_per_s: float
     """As the paper prints it."""
@@ -181,7 +181,7 @@ def _grid_point(bits_per_s: float) -> int:
 
 
 def show(cells: list[Comparison]) -> None:
-    """Print the tables, and how many cells are the same."""
+    """Print the tables, and how many cells agree."""
     console = Console(width=WIDTH)
     for number, paper in ((4, "table 4 of Streaming DiLoCo"), (5, "what table 5 of Eager Updates adds")):
         found = [cell for cell in cells if cell.table == number]
@@ -215,7 +215,7 @@ def _both(cell: Comparison) -> Text:
 
 
 def summary(cells: list[Comparison]) -> list[str]:
-    """Say in a line how many cells are the same; for table 5 also in a run of two periods."""
+    """Return how many cells agree, in one line; for table 5 a second line has those of a run of two periods."""
     lines = [_agreement([cell.steps_apart for cell in cells])]
     if cells[0].table == 5:
         short = [cell.two_periods_apart for cell in cells]

@@ -1,4 +1,4 @@
-"""The papers' comparison at 35 million parameters, trained for real: what each method's loss is beside data-parallel's.
+"""Trains the papers' comparison at 35 million parameters, and compares each method's loss with data-parallel's.
 
     python benchmarks/papers.py train --text TOKENS                          # every method, on a GPU
     python benchmarks/papers.py train --text TOKENS eager-30,lr=0.7,m=0.6 streaming-30,seed=1 --parallel 2 --seconds 500
@@ -6,24 +6,25 @@
     python benchmarks/papers.py tasks --text TOKENS --data FOLDER            # BLiMP and LAMBADA of what was trained
     python benchmarks/papers.py table --results FOLDER                       # from the results, anywhere
 
-The papers' 35M decoder (6 layers of width 512, sequences of 1024), two workers in one process, the same tokens in the
-same order for all rows of one seed: 64 sequences a step. AdamW as in the scaling-laws paper, outer Nesterov at the
-Streaming paper's 0.4 and 0.9, or what a row says: METHOD[,lr=OUTER][,m=MOMENTUM][,alpha=][,inner=LR][,seed=]...
+All rows train the papers' 35M decoder (6 layers of width 512, sequences of 1024) with two workers in one process, 64
+sequences a step; rows of one seed read the same tokens in the same order. The inner AdamW is that of the scaling-laws
+paper. The outer Nesterov has the Streaming paper's learning rate, 0.4, and momentum 0.9. A row may change these:
+METHOD[,lr=OUTER][,m=MOMENTUM][,alpha=][,inner=LR][,seed=]...
 
-TOKENS is what `books.py` makes: English books as BPE tokens of a vocabulary of 32,000. Without --text it is the text
-that the first table was made with: all Python source that is installed on the machine.
+TOKENS is the folder that `books.py` makes: English books as BPE tokens of a vocabulary of 32,000. Without --text the
+text is that of the first table: all Python source that is installed on the machine.
 
-`train` goes through the rows in order, takes up what was interrupted (each is a run folder with checkpoints), begins
-none that the time left is too short for, stops between two steps when its seconds are over, and puts the metrics of
-every finished run into the results: results/TEXT-DIGEST, and results/TEXT-DIGEST-51M for another length. So the table
-can be made in several short sessions, also on machines that forget everything: a row fits into one.
+`train` goes through the rows in order. Each row is a run folder with checkpoints, so it resumes what was interrupted.
+It starts no row that the time left is too short for, and stops between two steps when its seconds are over. It copies
+the metrics of every finished run to results/TEXT-DIGEST, or to results/TEXT-DIGEST-51M for another length. So the table
+can be made in several short sessions, even on machines that keep nothing between them, as long as a row fits into one.
 
 Held-out loss is in nats per token, of the outer parameters (data-parallel: of the model) after all steps, over two
 million tokens of text that no worker has seen, the same for all. "training loss" is that of the workers' own
 parameters, over the last 500 steps. "gap" is to data-parallel of the same seed, in percent, beside that of the papers'
-tables. The loss of every held-out sequence is kept too (.npy): what stands after a gap is its standard error by the
-choice of held-out text, over neighbourhoods of 16 sequences; other seeds differ besides. `tasks` runs `atoll eval` on
-the final models of --runs, also while other rows are trained, and adds the scores to the results.
+tables. The loss of every held-out sequence is kept too (.npy). The ± after a gap is its standard error over the choice
+of held-out text, by groups of 16 neighbouring sequences; it does not include differences between seeds. `tasks` runs
+`atoll eval` on the final models of --runs, even while other rows are trained, and adds the scores to the results.
 """
 
 import argparse
@@ -65,7 +66,7 @@ from papers_table import (
 
 WORKERS = 2
 TOKENS = 512_000_000
-"""Of both workers together, at least."""
+"""Least number of training tokens of a run, of both workers together."""
 INTERRUPTED = 130
 """The exit code of a run that was stopped and saved."""
 KEYS = {
@@ -82,11 +83,11 @@ KEYS = {
     "optimizer": "train.optimizer",
     "seed": "seed",
 }
-"""What a row may set, beside its method."""
+"""Settings that a row may change, by their short names."""
 
 
 class Row(NamedTuple):
-    """A method and what it is changed by."""
+    """Names one run of the table: a method and the settings that it changes."""
 
     method: str
     changes: tuple[tuple[str, str], ...]
@@ -97,13 +98,13 @@ class Row(NamedTuple):
         method, *rest = text.split(",")
         changes = tuple((key, value) for key, _, value in (change.partition("=") for change in rest))
         if method not in METHODS or not all(key in KEYS and value for key, value in changes):
-            known = f"METHOD[,key=value ...] of {', '.join(METHODS)} and {', '.join(KEYS)}"
-            raise argparse.ArgumentTypeError(f"{text!r} is no row: give {known}")
+            known = f"METHOD is one of {', '.join(METHODS)}, and key one of {', '.join(KEYS)}"
+            raise argparse.ArgumentTypeError(f"a row must be METHOD[,key=value ...], got {text!r}: {known}")
         return cls(method, changes)
 
     @property
     def name(self) -> str:
-        """Name the run and its results."""
+        """Return the name of the run and of its results."""
         return "-".join([self.method, *(f"{key}{value}" for key, value in self.changes)])
 
 
@@ -150,13 +151,13 @@ def runs_of(arguments: argparse.Namespace) -> Path:
 
 
 def sequence_of(run: run_file.RunConfig) -> int:
-    """Tokens of a sequence."""
+    """Return the tokens of a sequence."""
     assert run.train.sequence is not None  # as settings() gives it
     return run.train.sequence
 
 
 def sources() -> list[str]:
-    """Folders with Python source, each once."""
+    """Return patterns of all installed Python source, each folder once."""
     paths = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")]
     outermost = [path for path in paths if not any(other in path.parents for other in paths)]
     return sorted({f"{path}/**/*.py" for path in outermost})
@@ -174,7 +175,7 @@ class Training:
         self.results: Path = arguments.results or default_results(arguments, self._text)
 
     def train(self, rows: Sequence[Row]) -> None:
-        """Train what is not finished; what the time left is too short for is left to the next call."""
+        """Train the rows that are not finished; rows that the time left is too short for wait for the next call."""
         self._runs.mkdir(parents=True, exist_ok=True)
         self.results.mkdir(parents=True, exist_ok=True)
         self._check_text()
@@ -204,7 +205,7 @@ class Training:
         return (self.results / f"{run.name}.jsonl").exists()
 
     def _latest(self) -> float:
-        """Seconds that the run took that has finished last on this machine; none has: 0."""
+        """Return the seconds of the run that finished last on this machine; 0 if none has."""
         finished = max(self._runs.glob("*/took"), key=lambda path: path.stat().st_mtime, default=None)
         return float(finished.read_text()) if finished else 0.0
 
@@ -219,7 +220,7 @@ class Training:
         self._active[process] = run, time.monotonic()
 
     def _wait(self) -> None:
-        """Wait until a run has ended, or the time has."""
+        """Wait until a run has ended or the time is over, and keep what is finished."""
         while all(process.poll() is None for process in self._active):
             time.sleep(0.1)
             if time.monotonic() >= self._until:
@@ -238,7 +239,7 @@ class Training:
                 self._failed.append(run.name)
 
     def _keep(self, run: run_file.RunConfig, seconds: float) -> None:
-        """Put a finished run into the results; its .jsonl, which counts as finished, last."""
+        """Copy a finished run to the results; the .jsonl comes last, because it marks the run as finished."""
         folder, kept = self._runs / run.name, self.results / f"{run.name}.jsonl"
         np.save(kept.with_suffix(".npy"), sequence_losses(folder / MODEL, run))
         (folder / "took").write_text(str(seconds))
@@ -250,10 +251,10 @@ class Training:
         print(f"{run.name}: {end.loss:.4f}, {seconds:.0f} s, {end.tokens / end.seconds:,.0f} tokens/s", flush=True)
 
     def _check_text(self) -> None:
-        """Refuse to train what could not stand beside results on another text."""
+        """Exit if the results are of another text: the losses could not be compared."""
         for path in self.results.glob("*.json"):
             if json.loads(path.read_text())["text"] != self._text:
-                sys.exit(f"{path} is of another text than this machine has: give a folder of its own (--results)")
+                sys.exit(f"{path} was trained on another text than the one here: give another folder as --results")
 
 
 def keep_metrics(folder: Path, kept: Path) -> None:
@@ -280,7 +281,7 @@ def default_results(arguments: argparse.Namespace, text: str) -> Path:
 
 
 def digest(run: run_file.RunConfig) -> str:
-    """Of the tokens that a run trains on and is measured by."""
+    """Return a digest of the tokens that a run is trained and evaluated on."""
     data, found = prepare(run), hashlib.blake2b(digest_size=16)
     for file in (*data.train, data.held_out):
         found.update(file.data)
@@ -288,14 +289,14 @@ def digest(run: run_file.RunConfig) -> str:
 
 
 def about(folder: Path, text: str) -> dict[str, Any]:
-    """The settings of a run, but for places on its machine, and a digest of its text."""
+    """Return the settings of a run, without paths of its machine, and the digest of its text."""
     places = ("out", "data.source", "data.cache")
     used = run_file.settings_of(run_file.load(folder / "run.toml"))
     return {key: value for key, value in used.items() if key not in places} | {"text": text}
 
 
 def sequence_losses(export: Path, run: run_file.RunConfig) -> npt.NDArray[np.float32]:
-    """The loss of each held-out sequence that a run evaluates."""
+    """Return the loss of each held-out sequence that a run evaluates."""
     model, _ = load_export(export)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = model.to(device).eval()
@@ -324,7 +325,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="folder; left out: one of the text and the length")
     arguments = parser.parse_intermixed_args()
     if arguments.act == "tasks" and arguments.data is None:
-        parser.error("tasks needs the folder of their files: --data")
+        parser.error("tasks needs --data: the folder with the JSONL files of the tasks, as `atoll eval` takes it")
     if arguments.act != "table":
         try:
             training = Training(arguments)

@@ -1,4 +1,4 @@
-"""Reads the results of papers.py: what each method's loss is beside data-parallel's, as a table and a picture."""
+"""Defines the rows of papers.py, and shows their losses beside data-parallel's as a table and a picture."""
 
 import json
 import math
@@ -42,22 +42,22 @@ FARTHEST = 6.0
 
 
 class Result(NamedTuple):
-    """One finished run."""
+    """Holds the metrics of one finished run."""
 
     start: Start
     steps: list[Step]
     evals: list[Eval]
     end: End
     losses: npt.NDArray[np.float32] | None
-    """Of every held-out sequence, if they were kept."""
+    """The loss of every held-out sequence, if they were kept."""
     text: str | None
     """The digest of its text, if that was kept."""
     scores: dict[str, Scored]
-    """Of the final model by task, if it was evaluated on tasks."""
+    """Scores of the final model by task, if it was evaluated on tasks."""
 
     @classmethod
     def read(cls, path: Path) -> "Result":
-        """From its metrics."""
+        """Read a run from its metrics and the files beside them."""
         events = list(read(path))
         losses, known = path.with_suffix(".npy"), path.with_suffix(".json")
         return cls(
@@ -72,11 +72,11 @@ class Result(NamedTuple):
 
     @property
     def training_loss(self) -> float:
-        """Of the workers' own parameters, over the last 500 steps."""
+        """The mean loss of the workers' own parameters over the last 500 steps."""
         return mean(loss for step in self.steps[-500 // LOG_EVERY :] for loss in step.loss if loss is not None)
 
     def comparable(self, reference: "Result") -> bool:
-        """Tell whether it had the same text as another run, and as much of it."""
+        """Return whether this run read the same text as another, and as many tokens."""
         if self.text is None or reference.text is None:
             same = self.start.weights == reference.start.weights
         else:
@@ -84,7 +84,7 @@ class Result(NamedTuple):
         return same and self.end.tokens == reference.end.tokens
 
     def gap(self, reference: "Result") -> str:
-        """To another run, in percent of its loss."""
+        """Return how far the loss is above another run's, in percent, with a standard error if it is known."""
         gap = f"{100 * (self.end.loss / reference.end.loss - 1):+.2f} %"
         if self.losses is None or reference.losses is None or self.losses.shape != reference.losses.shape:
             return gap
@@ -94,7 +94,7 @@ class Result(NamedTuple):
 
 
 def table(results: Mapping[str, Result]) -> list[str]:
-    """The lines of the table, in Markdown; tasks are columns if any run was evaluated on them."""
+    """Return the lines of the table, in Markdown; a task is a column if any run was evaluated on it."""
     tasks = {head: task for head, task in TASKS.items() if any(task in one.scores for one in results.values())}
     heads = ["method", "held-out loss", "gap", "papers", "training loss", "payload bytes a worker", "tokens", *tasks]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
@@ -110,7 +110,7 @@ def table(results: Mapping[str, Result]) -> list[str]:
 
 
 def accuracy(score: Scored | None) -> str:
-    """With its standard error over the documents, in percent."""
+    """Return an accuracy with its standard error over the documents, in percent."""
     if score is None:
         return ""
     return (
@@ -119,13 +119,13 @@ def accuracy(score: Scored | None) -> str:
 
 
 def reference_of(name: str, results: Mapping[str, Result]) -> Result:
-    """Return data-parallel of the same seed; of seed 0 if that was not trained."""
+    """Return data-parallel of the same seed, or of seed 0 if that was not trained."""
     seed = re.search(r"-seed\d+", name)
     return results.get(f"{REFERENCE}{seed[0] if seed else ''}", results[REFERENCE])
 
 
 def costs_of_4_bits(results: Mapping[str, Result]) -> list[str]:
-    """What Streaming at period 30 loses by e3m0 beside fp32: at the end, and over the last three quarters."""
+    """Say what e3m0 costs Streaming at period 30 against fp32: at the end, and over the last three quarters."""
     found = []
     for name, coarse in results.items():
         exact = results.get(name.replace("streaming-30", "streaming-30-fp32"))
@@ -141,7 +141,7 @@ def costs_of_4_bits(results: Mapping[str, Result]) -> list[str]:
 
 
 def picture(results: Mapping[str, Result]) -> Figure:
-    """Held-out loss over tokens, but for the first fifth, and how far each is from data-parallel's."""
+    """Draw held-out losses over tokens without the first fifth, and their gaps to data-parallel."""
     figure = Figure(figsize=(12.5, 4.2), layout="constrained")
     losses, gaps = figure.subplots(1, 2)
     for name, result in results.items():
@@ -161,10 +161,10 @@ def picture(results: Mapping[str, Result]) -> Figure:
 
 
 def load(folder: Path) -> dict[str, Result]:
-    """All finished runs on the same text and as many tokens, in the order of METHODS, variants last."""
+    """Return the finished runs on data-parallel's text and length, in the order of METHODS, variants last."""
     found = {path.stem: Result.read(path) for path in sorted(folder.glob("*.jsonl"))}
     if REFERENCE not in found:
-        sys.exit(f"{folder} has no {REFERENCE}.jsonl, which all are compared with: train it first")
+        sys.exit(f"{folder} has no {REFERENCE}.jsonl, with which all rows are compared: train {REFERENCE} first")
     names = [*(name for name in METHODS if name in found), *(name for name in found if name not in METHODS)]
     reference, kept = found[REFERENCE], {}
     for name in names:
@@ -172,5 +172,5 @@ def load(folder: Path) -> dict[str, Result]:
         if one.comparable(reference):
             kept[name] = one
         else:
-            print(f"{name} is left out: it had another text than {REFERENCE}, or another length", file=sys.stderr)
+            print(f"{name} is left out: its text or its number of tokens is not that of {REFERENCE}", file=sys.stderr)
     return kept

@@ -69,7 +69,7 @@ def summary(metrics: Path) -> Result:
 
 
 def verdicts(results: Results) -> Iterator[tuple[bool, str]]:
-    """Yield whether each claim of the studies holds, and the claim with its figure."""
+    """Yield whether each claim of the studies holds, and the claim with the measured difference."""
     for study in shipped():
         for claim in read_study([Path(study)]).claims:
             one, other = (results[f"{study}/{run}"]["loss"] for run in (claim.run, claim.against))

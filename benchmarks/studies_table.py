@@ -1,4 +1,4 @@
-"""Reads the results of studies.py: losses and cosines of its runs, as the tables of docs/studies.md."""
+"""Turns the results of studies.py into the tables of docs/studies.md: losses and cosines of the runs."""
 
 import json
 from pathlib import Path
@@ -12,12 +12,12 @@ Results = dict[str, Result]
 
 
 class Series(NamedTuple):
-    """Names runs of one study that stand in one row of a table."""
+    """Names the runs of one study that share a row of a table."""
 
     label: str
     study: str
     run: str
-    """Name of each run, with {} for what varies."""
+    """Name of each run, with {} in place of a word of `varied`."""
     varied: str
     against: str = ""
     """Name of the run that each is compared to, also with {}; empty: the first of the row."""
@@ -77,7 +77,7 @@ COSINES = [
 
 
 def load(path: Path = RESULTS) -> tuple[Result, Results]:
-    """Return what the results were made with, and the results."""
+    """Return the versions that the results were made with, and the results."""
     known = json.loads(path.read_text(encoding="utf-8"))
     return known["about"], known["runs"]
 
@@ -94,7 +94,7 @@ def table(rows: list[Series], results: Results) -> list[str]:
 
 
 def loss(run: Result, against: Result) -> str:
-    """Return a loss, and how far it is from another."""
+    """Return a loss, and how far it is above another's."""
     return f"{run['loss']:.3f}" + ("" if run is against else f" ({above(run, against)})")
 
 

@@ -262,7 +262,7 @@ def test_one_document_has_no_standard_error(tmp_path: Path) -> None:
 def test_a_continuation_longer_than_the_context_is_refused(tmp_path: Path) -> None:
     export(decoder(), Bytes(), tmp_path / "model")
     write_rows(tmp_path / "wh_island.jsonl", [{"sentence_good": "tide " * 20, "sentence_bad": "reef"}])
-    with pytest.raises(ConfigError, match="1 to 32 tokens, the model's context, ' tide tide") as refused:
+    with pytest.raises(ConfigError, match="1 to 32 tokens, which is the model's context; ' tide tide") as refused:
         evaluate(tmp_path / "model", ["blimp_wh_island"], tmp_path, device="cpu")
     assert refused.value.setting == "tasks"
 

@@ -66,7 +66,7 @@ def test_plain_run_files_are_compared_by_their_names(tmp_path: Path) -> None:
     [
         ('name = "half"', 'name = "none"', 'study.runs 2: name: two runs have the name "none"'),
         ('run = "half"', 'run = "hlaf"', 'study.claims 1: run: no run has the name "hlaf"; did you mean "half"?'),
-        ('run = "half"', 'run = "xyz"', "; there are none, half"),
+        ('run = "half"', 'run = "xyz"', "; the runs are none, half"),
         ('run = "half"', "", "study.claims 1: run: is missing: name of the run that it is about"),
         ('run = "half"', "rum = 3", "study.claims 1: rum: unknown key; did you mean run?"),
         ('run = "half"', "zzzzz = 3", "study.claims 1: zzzzz: unknown key; a claim has say, run"),

@@ -74,7 +74,7 @@ GOOD: dict[str, dict[str, Any]] = {
         ("arc_easy", {"choices": ["a"]}, "choices: "),
         ("arc_easy", {"choices": ["a", ""]}, "choices.1: "),
         ("arc_easy", {"query": None}, "query: "),
-        ("piqa", {"choices": ["a", "b", "c"]}, "choices must be 2, got 3"),
+        ("piqa", {"choices": ["a", "b", "c"]}, "choices must have 2 texts, got 3"),
         ("boolq", {"choices": ["yes", "no"]}, 'choices must be ["no", "yes"]'),
         ("boolq", {"query": "Passage: p"}, '"Question: "'),
         ("lambada_openai", {"continuation": "two words"}, "continuation must be one word, got 'two words'"),

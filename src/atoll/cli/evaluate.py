@@ -20,23 +20,24 @@ def evaluate(
     tasks: Annotated[str, typer.Option(metavar="NAME,...", help="Tasks, such as lambada_openai,blimp.")],
     data: Annotated[Path, typer.Option(metavar="DIR", help="Folder with a JSONL file for each task.")],
     best: Annotated[
-        bool, typer.Option("--best", help="The weights with the lowest held-out loss, not the final ones.")
+        bool, typer.Option("--best", help="Evaluate the weights with the lowest held-out loss, not the final ones.")
     ] = False,
     device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:1.")] = "auto",
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Requests of one forward pass.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Requests in one forward pass.")] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Evaluate a model on tasks of lm-evaluation-harness, with local data.
 
-    Prompts, targets and metrics are the harness's own; pip install atoll\\[eval]
-    brings it. Scores of a run's model are kept in the run, for atoll report and
-    atoll compare. Nothing is downloaded; docs/evaluation.md says which files.
+    Prompts, targets and metrics are the harness's own; install it with
+    pip install atoll\\[eval]. The scores of a run's model are kept in the run, for
+    atoll report and atoll compare. Nothing is downloaded: docs/evaluation.md lists
+    the data files.
 
     [bold]Examples:[/]
       atoll eval runs/run --tasks lambada_openai,blimp --data data
       atoll eval runs/run/model --tasks arc_easy --data data --json
     """
-    # Read when the packages are imported: they are not to look for updates, and their bars would show other counts.
+    # The packages read these when they are imported: no look for updates, and no progress bars with other counts.
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TQDM_DISABLE": "1"}
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with saying("stopped; nothing was recorded"):

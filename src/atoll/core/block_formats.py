@@ -1,10 +1,11 @@
-"""Encodes blocks of values that share one unit: 8, 4 and 2 bits a value, and their rounding.
+"""Encodes values in 8, 4 or 2 bits; blocks of 128 values share one unit.
 
-A payload has first one byte per block (the unit: a power of two, in lloyd4 and lloyd2 also half as much again), then
-the codes, two to a byte for 4-bit formats and four for 2 bits (the first value lowest).
+A payload begins with one byte per block, its unit: a power of two, or for lloyd4 and lloyd2 also 1.5 times one. Then
+come the codes, two to a byte for 4-bit formats and four for 2 bits, the first value in the lowest bits.
 
-Work goes in cache-sized pieces and on the bits of the floats, where a power of two is an integer shift and
-rounding is an integer addition: exact, the same on every processor, and an order faster than logarithms.
+The work is done in cache-sized pieces and on the bits of the floats, where a power of two is an integer shift and
+rounding is an integer addition. That is exact, the same on every processor, and an order of magnitude faster than
+logarithms.
 """
 
 from collections.abc import Callable
@@ -36,15 +37,15 @@ Quantise = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """Gives BLOCK values one unit: the smallest power of two that keeps the largest of them in range."""
+    """Gives every block of values one unit: the smallest power of two that keeps the largest value in range."""
 
     quantise: Quantise
     levels: tuple[float, ...] | None
     """What each 4 or 2-bit code stands for, in units; None for int8, whose codes are the numbers themselves."""
     nearest_range: float
-    """Values below this many units round to a level; beyond, the unit must double."""
+    """Values below this many units round to a level; for larger ones the unit must double."""
     exact_range: float
-    """The highest level: stochastic rounding must not need a level above it."""
+    """The highest level, in units; stochastic rounding cannot round up from above it."""
 
     def payload_bytes(self, numel: int) -> int:
         """Return the bytes of a payload of `numel` values."""
@@ -74,7 +75,7 @@ class BlockFormat:
         return payload
 
     def sections(self, payload: Tensor, numel: int, cut: slice) -> list[Tensor]:
-        """Return what belongs to the values of a cut: units and codes."""
+        """Return the parts of a payload for a range of values: units and codes."""
         blocks = -(-numel // BLOCK)
         return [payload[:blocks][_block_range(cut)], payload[blocks:][self._code_range(cut)]]
 
@@ -84,7 +85,7 @@ class BlockFormat:
         return slice(first, min(first + BLOCK, numel))
 
     def decode(self, payload: Tensor, numel: int, piece: slice) -> Tensor:
-        """Return the values of a piece, fp32; it begins on a block boundary."""
+        """Return the values of a piece, fp32; a piece begins on a block boundary."""
         units, code = self.sections(payload, numel, piece)
         unit = self.scale(units.view(-1, 1).int())
         if self.levels is None:
@@ -114,11 +115,12 @@ class BlockFormat:
         return ((peak - limit) >> _EXPONENT).add_(1 + 127).clamp_(_LOWEST_UNIT, _HIGHEST_UNIT)
 
 
-class _Lloyd(BlockFormat):
+class _Lloyd4(BlockFormat):
     """Uses levels that Lloyd's algorithm placed for bell-shaped values, in the unit that loses least.
 
-    The byte b of a unit stands for (2 + b % 2) * 2 ** (b // 2 - 80). It is the smallest in which all values are below
-    the highest level, or the one before, which clips some: errors are compared as integers, so all processors agree.
+    The byte b of a unit stands for (2 + b % 2) * 2 ** (b // 2 - 80). It is the smallest unit in which all values are
+    below the highest level, or the next smaller one, which clips some. Errors are compared as integers, so all
+    processors agree.
     """
 
     def scale(self, unit: Tensor) -> Tensor:
@@ -145,11 +147,11 @@ class _Lloyd(BlockFormat):
         return torch.where(losses[1] < losses[0], smaller, whole)
 
 
-class _Lloyd2(_Lloyd):
-    """Has the four levels that Lloyd's algorithm placed for bell-shaped values, in the unit that loses least.
+class _Lloyd2(BlockFormat):
+    """Uses four levels that Lloyd's algorithm placed for bell-shaped values, in the unit that loses least.
 
-    None of them is zero. Units are those of lloyd4, but for the byte 0, which stands for a block of zeros. The unit is
-    the smallest in which all values are below the highest level, or one of the next four, which clip some.
+    No level is zero. Units are those of lloyd4, except that the byte 0 stands for a block of zeros. The unit is the
+    smallest in which all values are below the highest level, or one of the next four smaller ones, which clip some.
     """
 
     def scale(self, unit: Tensor) -> Tensor:
@@ -290,7 +292,7 @@ def _looked_up(table: Tensor, sixteenths: Tensor, multiple: Tensor) -> Tensor:
 
 
 def _lloyd_at_random(values: Tensor, unit: Tensor, noise: Tensor) -> Tensor:
-    """Draw one of the two levels beside each magnitude, by a chance that makes the mean exact; its number, int32."""
+    """Return the number of one of the two nearest levels, int32, drawn so that the expected value is exact."""
     scale, magnitude = _lloyd_scale(unit), values.abs()
     code = torch.zeros(values.shape, dtype=torch.int32, device=values.device)
     for low, high in pairwise(_LLOYD):
@@ -338,7 +340,7 @@ BLOCK_FORMATS: dict[str, BlockFormat] = {
     ),
     "e3m0": BlockFormat(_to_e3m0, _with_signs(_E3M0), nearest_range=_SQRT2, exact_range=1.0),
     "e2m1": BlockFormat(_to_e2m1, _with_signs(_E2M1), nearest_range=7.0, exact_range=6.0),
-    "lloyd4": _Lloyd(_to_lloyd4, _with_signs(_LLOYD), nearest_range=64.0, exact_range=64.0),
+    "lloyd4": _Lloyd4(_to_lloyd4, _with_signs(_LLOYD), nearest_range=64.0, exact_range=64.0),
     "lloyd2": _Lloyd2(_to_lloyd2, (3.0, 10.0, -3.0, -10.0), nearest_range=10.0, exact_range=10.0),
 }
 

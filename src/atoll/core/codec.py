@@ -1,7 +1,7 @@
-"""Encodes vectors as bytes and back: the formats a delta can travel in, and their exact sizes.
+"""Encodes vectors as bytes and decodes them, in every format that a delta can be sent in.
 
-A payload is a uint8 tensor. Plain formats are the values themselves, little-endian; `block_formats` has those of 8 to
-2 bits a value, `top64` the one that sends the largest values alone. `docs/wire.md` has the layout of all.
+A payload is a uint8 tensor. Plain formats send the values themselves, little-endian. `block_formats` has the formats of
+8 to 2 bits a value, and `top64` the one that sends the largest values alone. `docs/wire.md` describes every layout.
 """
 
 import math
@@ -60,7 +60,7 @@ _AT_RANDOM = ("int8", "int4", "e3m0", "e2m1", "lloyd4")  # formats with a level 
 
 
 def nearest_limit(name: str) -> int | None:
-    """Return below how many units a value rounds to a level, as fp32 bits; None for a plain format."""
+    """Return the number of units below which values round to a level, as fp32 bits; None without units."""
     form = _FORMATS[name]
     return bits(form.nearest_range) if isinstance(form, BlockFormat) else None
 
@@ -71,39 +71,47 @@ class Codec:
 
     format: str = "fp32"
     """fp64, fp32, bf16, fp16, int8, int4, e3m0 (sign and exponent), e2m1 (one mantissa bit), lloyd4 (4 bit each),
-    lloyd2 (2 bit), or top64 (the largest value of 64 and its place: 0.22 bit a value)."""
+    lloyd2 (2 bit), or top64 (the 64 largest of every 4096 values and their places: 0.22 bit a value)."""
     stochastic: bool = False
     """Round up or down at random so that the expected value is exact; for int8, int4, e3m0, e2m1 and lloyd4."""
     feedback: float = False
-    """Add this share of what encoding lost in one round to the next (error feedback), at one more vector per fragment;
-    True adds all, 0.95 forgets slowly, for top64, which cannot do without."""
+    """Error feedback: add this share of what encoding lost in one round to the next, at one more vector per fragment.
+    True adds all of it. top64 needs feedback; 0.95, which forgets slowly, is the published value."""
 
     def __post_init__(self) -> None:
         if self.format not in _FORMATS:
-            raise ConfigError(f"codec must be one of {', '.join(_FORMATS)}; got {self.format!r}")
+            allowed = ", ".join(_FORMATS)
+            raise ConfigError(
+                f"codec must be one of {allowed}; got {self.format!r}", setting="codec", value=self.format
+            )
         if self.stochastic and self.format not in _AT_RANDOM:
-            raise ConfigError(f"stochastic rounding is for {', '.join(_AT_RANDOM)}; codec is {self.format!r}")
+            problem = f"codec {self.format!r} has no stochastic rounding; {', '.join(_AT_RANDOM)} have"
+            advice = "choose one of these, or set stochastic=False"
+            raise ConfigError(f"{problem}: {advice}", setting="stochastic", value=True)
         if not isinstance(self.feedback, (int, float)) or not 0 <= self.feedback <= 1:
-            raise ConfigError(f"feedback must be True, False or a number from 0 to 1, got {self.feedback!r}")
+            problem = f"feedback must be True, False or a number from 0 to 1, got {self.feedback!r}"
+            raise ConfigError(problem, setting="feedback", value=self.feedback)
         if self.feedback in (0, 1):
             object.__setattr__(self, "feedback", bool(self.feedback))
         if self.format == "top64" and not self.feedback:
-            problem = "top64 sends one value in 64, and feedback must keep the others for later rounds"
-            raise ConfigError(f"{problem}: Codec('top64', feedback=0.95), and not for DataParallel")
+            problem = "codec 'top64' sends one value in 64 and needs feedback, which keeps the others for later rounds"
+            advice = "use Codec('top64', feedback=0.95); DataParallel cannot use top64"
+            raise ConfigError(f"{problem}: {advice}", setting="feedback", value=False)
         if self.feedback and self.format in ("fp64", "fp32"):
-            raise ConfigError(f"feedback is for codecs that lose something; {self.format!r} does not")
+            problem = f"codec {self.format!r} loses nothing that feedback could return: set feedback=False"
+            raise ConfigError(problem, setting="feedback", value=self.feedback)
 
     @property
     def for_mean(self) -> "Codec":
-        """The codec in which a mean of decoded payloads travels, at the same bytes.
+        """The codec in which the mean of decoded payloads is sent, in as many bytes.
 
-        In 4 bits that is lloyd4: a mean is bell-shaped, and there it loses a third of what e3m0 would.
+        For 4 bits that is lloyd4: a mean is bell-shaped, and lloyd4 loses a third of what e3m0 would.
         """
         return replace(self, format="lloyd4") if self.format in ("int4", "e3m0", "e2m1") else self
 
     @property
     def grain(self) -> int:
-        """Number of values: parts of multiples of it are encoded as they are in the whole."""
+        """Number of values at whose multiples a vector may be cut without changing how its values are encoded."""
         return CHUNK if self.format == "top64" else BLOCK
 
     def payload_bytes(self, numel: int) -> int:
@@ -124,9 +132,10 @@ class Codec:
         return _FORMATS[self.format].decode(payload, numel, piece)
 
     def largest(self, payload: Tensor, numel: int) -> slice:
-        """Return where the largest value of the vector [numel] behind a payload is; of blocks, the largest unit.
+        """Return where the largest value of the vector [numel] behind a payload is.
 
-        Also behind a payload that is not to be sent: there it is a value that is too large, or not finite.
+        For formats with blocks or chunks, it is the whole block with the largest unit. It also works on a payload that
+        must not be sent, and then finds a value that is too large or not finite.
         """
         return _FORMATS[self.format].largest(payload, numel)
 
@@ -135,9 +144,9 @@ class Codec:
         return torch.cat(_FORMATS[self.format].sections(payload, numel, part))
 
     def joined(self, payloads: Sequence[Tensor], numels: Sequence[int]) -> Tensor:
-        """Join the payloads of vectors of `numels` values into that of all of them, end to end: the inverse of cuts.
+        """Join the payloads of consecutive parts of a vector into the payload of the whole: the inverse of `cut`.
 
-        All but the last that is not empty must be multiples of `grain`.
+        Part i has `numels[i]` values, a multiple of `grain` for all parts but the last that is not empty.
         """
         cuts = [_FORMATS[self.format].sections(p, n, slice(0, n)) for p, n in zip(payloads, numels, strict=True)]
         return torch.cat([section for sections in zip(*cuts, strict=True) for section in sections])

@@ -1,11 +1,11 @@
-"""Encodes one value in 64 of a vector, the largest: its place in 12 bits and its value in 2.
+"""Encodes the 64 largest of every 4096 values: 12 bits for the place and 2 for the value.
 
-Of every CHUNK consecutive values the largest are kept, one for every KEEP_ONE_IN that there are. A kept value is its
-sign and one of two levels, which are the means of the chunk's smaller and larger kept magnitudes. A payload has first
-three bytes per chunk (the exponent of its largest magnitude, and the two levels as whole numbers), then of all kept
-values the low eight bits of their places, the high four, two to a byte, and the codes, four to a byte.
+A last chunk of fewer than CHUNK values keeps one value for every KEEP_ONE_IN. The 2 bits are the sign and a choice of
+two levels, which are the means of the chunk's smaller and larger kept magnitudes. A payload begins with three bytes per
+chunk: the exponent of its largest magnitude and the two levels as whole numbers. Then come, for all kept values,
+the low eight bits of their places, the high four bits (two to a byte) and the codes (four to a byte).
 
-Sums are of integers, so all processors agree.
+All sums are of integers, so every processor finds the same bits.
 """
 
 from dataclasses import dataclass
@@ -17,25 +17,25 @@ from atoll.core.block_formats import TOO_LARGE, packed, power_of_two, refuse
 from atoll.core.flat import PIECE, pieces
 
 CHUNK = 4096
-"""Consecutive values of which the largest are kept; a place in a chunk takes 12 bits."""
+"""Consecutive values among which the largest are kept; a place in a chunk takes 12 bits."""
 KEEP_ONE_IN = 64
-"""Of so many values one is kept."""
+"""One value is kept for this many values of a chunk."""
 assert PIECE % CHUNK == 0, "a piece holds whole chunks"
 
 KEPT = CHUNK // KEEP_ONE_IN
 """Values kept of a whole chunk."""
 HEAD = 3
-"""Bytes of a chunk: exponent, lower and higher level."""
+"""Bytes per chunk before the kept values: exponent, lower level, higher level."""
 FINEST = 15
-"""Bits below the largest magnitude's leading one with which magnitudes are counted."""
+"""Magnitudes become whole numbers with this many bits below the leading bit of the largest."""
 LOWEST = 1 + FINEST
-"""Biased exponent: smaller magnitudes are counted as if the largest had it."""
+"""Lowest biased exponent of a chunk; if its largest magnitude is smaller, this one is used."""
 _NOWHERE = 1 << 20  # sorts after every place
 
 
 @dataclass(frozen=True, slots=True)
 class Top64:
-    """Keeps the largest values of every chunk, in 2 bits each."""
+    """Encodes the largest values of every chunk in 2 bits each, and drops the others."""
 
     def payload_bytes(self, numel: int) -> int:
         """Return the bytes of a payload of `numel` values."""
@@ -52,7 +52,7 @@ class Top64:
         return payload
 
     def sections(self, payload: Tensor, numel: int, cut: slice) -> list[Tensor]:
-        """Return what belongs to the values of a cut: heads, low and high bits of places, codes."""
+        """Return the parts of a payload for a range of values: heads, low and high bits of places, codes."""
         chunks, kept = -(-numel // CHUNK), -(-numel // KEEP_ONE_IN)
         lengths = [HEAD * chunks, kept, -(-kept // 2), -(-kept // 4)]
         heads, low, high, codes = payload.split(lengths)
@@ -70,7 +70,7 @@ class Top64:
         return slice(first, min(first + CHUNK, numel))
 
     def decode(self, payload: Tensor, numel: int, piece: slice) -> Tensor:
-        """Return the values of a piece, fp32; it begins on a chunk boundary."""
+        """Return the values of a piece, fp32; a piece begins on a chunk boundary."""
         heads, low, high, codes = self.sections(payload, numel, piece)
         size, kept = piece.stop - piece.start, low.numel()
         chunk = torch.arange(kept, device=payload.device) // KEPT
@@ -116,9 +116,9 @@ def _encoded(source: Tensor) -> list[Tensor]:
 
 
 def _levels(whole: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two levels [rows, 2], 0 to 255, for magnitudes [rows, kept] that count, and which are nearer the higher.
+    """Return two levels [rows, 2], 0 to 255, and whether each magnitude [rows, kept] is nearer the higher.
 
-    The levels are the means of the magnitudes below and above the mean of all.
+    The levels are the means of the counted magnitudes below and above the mean of all counted ones.
     """
     number, total = counts.sum(1, keepdim=True), whole.sum(1, keepdim=True)
     above = counts & (whole * number >= total)

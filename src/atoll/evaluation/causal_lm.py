@@ -64,7 +64,10 @@ class HubEncoder:
         )
         first, last = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
         if first is None and last is None:
-            raise ConfigError(f"{folder}: its tokenizer must have a bos_token or an eos_token, to begin texts with")
+            raise ConfigError(
+                f"the tokenizer in {folder} must have a bos_token or an eos_token, to stand for an empty context: "
+                "it has neither, so add one to tokenizer_config.json"
+            )
         self.prefix: int = last if first is None else first
 
     def __call__(self, text: str, *, special: bool) -> list[int]:
@@ -125,13 +128,17 @@ class CausalLM(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: Any, disable_tqdm: bool = True) -> list[str]:
-        """Refuses: atoll evaluates tasks by likelihood."""
+        """Raises ConfigError: atoll scores tasks by log-likelihood and generates no text."""
         task = requests[0].task_name if requests else "a task"
-        raise ConfigError(f"{task} must be scored by log-likelihood: atoll eval generates no text", setting="tasks")
+        raise ConfigError(
+            f"{task} asks the model to generate text, and atoll eval scores log-likelihoods alone: choose another task",
+            setting="tasks",
+            value=task,
+        )
 
     def _loglikelihood_tokens(self, requests: Sequence[Request], **_: Any) -> list[tuple[float, bool]]:
-        # The longest first: what does not fit into memory fails at once. Requests that differ in their last token share
-        # a forward pass.
+        # The longest requests come first, so a batch that does not fit into memory fails at once. Requests that differ
+        # in their last token alone share a forward pass.
         ordered = Collator(
             requests,
             sort_fn=lambda request: (-len(request[1]) - len(request[2]), tuple(request[1] + request[2])),
@@ -157,29 +164,30 @@ class CausalLM(TemplateLM):  # type: ignore[misc]
     def _logits(self, chunk: Sequence[Request]) -> list[torch.Tensor]:
         """Returns the logits [continuation, vocabulary] of each request's continuation."""
         rows = [self._row(request) for request in chunk]
-        tokens = pad_sequence(rows, batch_first=True).to(self._device)  # on the right, where no token looks
+        # The padding is on the right, where causal attention does not see it.
+        tokens = pad_sequence(rows, batch_first=True).to(self._device)
         logits = self._model(tokens)
         return [
             each[len(row) - len(request[2]) : len(row)] for each, row, request in zip(logits, rows, chunk, strict=True)
         ]
 
     def _row(self, request: Request) -> torch.Tensor:
-        """Returns the input ids of a request: all but the last, cut on the left to the context."""
+        """Returns the input ids of a request, without the last one; a long context loses its beginning."""
         texts, context, continuation = request
         if not 0 < len(continuation) <= self.context:
-            what = f"{texts[1][:60]!r}" if texts else "a window"
+            what = f"{texts[1][:60]!r}" if texts else "a window of a text"
             raise ConfigError(
-                f"a continuation must have 1 to {self.context} tokens, the model's context, {what} has "
-                f"{len(continuation)}: choose another task or a model with a longer context",
+                f"a continuation must have 1 to {self.context} tokens, which is the model's context; {what} has "
+                f"{len(continuation)}: choose another task, or a model with a longer context",
                 setting="tasks",
             )
         return torch.tensor((context + continuation)[-self.context - 1 : -1], dtype=torch.int64)
 
 
 def _answer(likelihoods: torch.Tensor, continuation: Sequence[int]) -> tuple[float, bool]:
-    """Returns the sum of a continuation's log-likelihoods, and whether it is what greedy decoding gives.
+    """Returns a continuation's log-likelihood, and whether greedy decoding would produce it.
 
-    Its tokens are the last of the likelihoods [1, time, vocabulary].
+    The log-likelihoods [1, time, vocabulary] end with those of the continuation's tokens.
     """
     ids = torch.tensor([continuation], dtype=torch.int64, device=likelihoods.device)
     last = likelihoods[:, -ids.shape[1] :]

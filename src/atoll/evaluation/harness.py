@@ -40,7 +40,10 @@ class HarnessTask(ConfigurableTask):  # type: ignore[misc]
 
 
 def score(lm: LM, data: Sequence[TaskData], weights: Weights) -> list[Scored]:
-    """Returns the scores of a model on tasks, in their order; the score of a group comes before those of its tasks."""
+    """Returns the scores of a model on tasks, in the order of the tasks.
+
+    The score of a group comes before those of its tasks.
+    """
     tasks = {each.task.name: HarnessTask(each) for each in data}
     groups = {BLIMP: _group(BLIMP, [tasks[each.task.name] for each in data if each.task.group == BLIMP])}
     groups = {name: group for name, group in groups.items() if len(group)}
@@ -66,7 +69,7 @@ def score(lm: LM, data: Sequence[TaskData], weights: Weights) -> list[Scored]:
 
 
 def _group(name: str, members: Sequence[HarnessTask]) -> Group:
-    """Returns the harness's group of this name with these tasks; its config says how they are averaged."""
+    """Returns the harness's group of this name with these tasks; its YAML file says how they are averaged."""
     config = load_yaml(TASKS / name / f"_{name}.yaml")
     group = Group.from_config(GroupConfig(**config))
     for member in members:

@@ -21,7 +21,7 @@ from atoll.train.model.export import find_export, load_export
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Holds the scores of a model, and how many requests did not fit into its context."""
+    """Holds the scores of a model, and counts the requests that did not fit into its context."""
 
     model: Path
     """The folder of the export."""
@@ -30,7 +30,7 @@ class Evaluation:
     cut: int
     """Requests whose beginning was cut off."""
     context: int
-    """Tokens."""
+    """The model's context, in tokens."""
 
 
 def evaluate(
@@ -55,9 +55,9 @@ def evaluate(
         batch: Requests of one forward pass.
 
     Raises:
-        AtollError: another process trains the run.
+        AtollError: another process is training the run.
         ConfigError: a task is unknown, or lm-evaluation-harness is not installed.
-        DataError: there is no model, it is not finite, or a file of data is missing or has another shape.
+        DataError: there is no model, it holds NaNs or infinities, or a data file is missing or malformed.
     """
     check_whole("batch", batch)
     need("lm_eval", "evaluation on tasks", extra="eval")
@@ -70,12 +70,15 @@ def evaluate(
     is_run = (folder / RUN).is_file()
     with ExitStack() as held:
         if is_run:  # training would replace the export, and cut the metrics
-            busy = f"{folder} is being trained: wait, or give {export}, whose scores are not recorded"
+            busy = f"{folder} is being trained: wait until it ends, or evaluate {export}, which records no scores"
             held.enter_context(locked(folder / LOCK, AtollError(busy)))
         read = [read_task(task, data) for task in found]
         model, tokenizer = load_export(export)
         if not all(parameter.isfinite().all() for parameter in model.parameters()):
-            raise DataError(f"the model in {export} holds NaNs or infinities: its training diverged", path=export)
+            raise DataError(
+                f"the model in {export} holds NaNs or infinities, because its training diverged: evaluate another",
+                path=export,
+            )
         lm = CausalLM(model, encoder_of(export, model, tokenizer), place, batch)
         scores = score(lm, read, "best" if best else "final")
         if is_run:

@@ -7,7 +7,7 @@ A file has the shape of MosaicML's llm-foundry (scripts/eval/local_data) or of B
     context_options, continuation, gold     winogrande
     sentence_good, sentence_bad             blimp_*
 
-The query of a row repeats parts of a prompt ("Question: "). They are removed, for the prompt is the harness's own.
+Rows of llm-foundry contain parts of its own prompt ("Question: "). They are removed: the harness writes the prompt.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,24 +22,24 @@ from atoll._util.disk import lines_limited, open_plain, parse_json, sha256_of
 from atoll.errors import ConfigError, DataError
 
 MOST_LINE: Final = 2**24
-"""Most bytes of a line."""
+"""Bytes that a line may have at most."""
 
 Text = Annotated[str, Field(min_length=1)]
 Index = Annotated[int, Field(ge=0)]
 Document = dict[str, Any]
-"""One question as a task of the harness has it."""
+"""One question, in the fields that a task of the harness expects."""
 
 
 class Row(BaseModel):
-    """Holds one line of a file; fields that it does not name are ignored."""
+    """Holds one line of a data file; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True)
     WANTED: ClassVar[str]
-    """The fields, in words."""
+    """The fields that a line must have, in words for an error message."""
     CHANCE: ClassVar[float] = 0.5
 
     def document(self) -> Document:
-        """Returns the row as the harness's task has it; ValueError says why it cannot be one."""
+        """Returns the row as a document of the harness's task; raises ValueError if its values do not fit together."""
         raise NotImplementedError
 
     @property
@@ -48,7 +48,7 @@ class Row(BaseModel):
         return self.CHANCE
 
 
-class Question(Row):
+class MultipleChoiceRow(Row):
     """Holds a question with two or more choices, one of which is right."""
 
     WANTED = "query (text), choices (two or more texts) and gold (the index of the right one)"
@@ -72,13 +72,13 @@ class Question(Row):
     def _right(self, count: int) -> int:
         """Returns the index of the right choice among `count`."""
         if len(self.choices) != count:
-            raise ValueError(f"choices must be {count}, got {len(self.choices)}")
+            raise ValueError(f"choices must have {count} texts, got {len(self.choices)}")
         if self.gold >= count:
             raise ValueError(f"gold must be the index of a choice, 0 to {count - 1}, got {self.gold}")
         return self.gold
 
 
-class OpenBook(Question):
+class OpenBookQARow(MultipleChoiceRow):
     """Holds a question of OpenBookQA."""
 
     def document(self) -> Document:
@@ -86,7 +86,7 @@ class OpenBook(Question):
         return {"question_stem": self.query, **self._labelled()}
 
 
-class Goal(Question):
+class PiqaRow(MultipleChoiceRow):
     """Holds a goal of PIQA with two ways to reach it."""
 
     WANTED = "query (text), choices (two texts) and gold (0 or 1)"
@@ -98,7 +98,7 @@ class Goal(Question):
         return {"goal": goal, "sol1": self.choices[0], "sol2": self.choices[1], "label": right}
 
 
-class Passage(Question):
+class BoolQRow(MultipleChoiceRow):
     """Holds a passage of BoolQ with a question whose answer is no or yes."""
 
     WANTED = 'query ("Passage: ...\\nQuestion: ...?"), choices (["no", "yes"]) and gold (0 or 1)'
@@ -113,7 +113,7 @@ class Passage(Question):
         return {"passage": passage, "question": question.removesuffix("?"), "label": self._right(2)}
 
 
-class LastWord(Row):
+class LambadaRow(Row):
     """Holds a text of LAMBADA, whose last word is to be predicted."""
 
     WANTED = "context (text) and continuation (one word)"
@@ -128,7 +128,7 @@ class LastWord(Row):
         return {"text": f"{self.context} {self.continuation}"}
 
 
-class Schema(Row):
+class WinograndeRow(Row):
     """Holds a sentence of WinoGrande with two beginnings, one of which makes sense."""
 
     WANTED = "context_options (two texts), continuation (text) and gold (0 or 1)"
@@ -147,7 +147,7 @@ class Schema(Row):
         }
 
 
-class MinimalPair(Row):
+class BlimpRow(Row):
     """Holds two sentences of BLiMP, one of which is grammatical."""
 
     WANTED = "sentence_good and sentence_bad (texts)"
@@ -174,14 +174,14 @@ class LocalTask:
 
 
 _TASKS: Final = (
-    LocalTask("arc_easy", "arc/arc_easy.yaml", Question, ("arc_easy",)),
-    LocalTask("arc_challenge", "arc/arc_challenge.yaml", Question, ("arc_challenge",)),
-    LocalTask("boolq", "super_glue/boolq/default.yaml", Passage, ("boolq",)),
-    LocalTask("lambada_openai", "lambada/lambada_openai.yaml", LastWord, ("lambada_openai",)),
-    LocalTask("lambada_standard", "lambada/lambada_standard.yaml", LastWord, ("lambada_standard",)),
-    LocalTask("openbookqa", "openbookqa/openbookqa.yaml", OpenBook, ("openbookqa", "openbook_qa")),
-    LocalTask("piqa", "piqa/piqa.yaml", Goal, ("piqa",)),
-    LocalTask("winogrande", "winogrande/default.yaml", Schema, ("winogrande",)),
+    LocalTask("arc_easy", "arc/arc_easy.yaml", MultipleChoiceRow, ("arc_easy",)),
+    LocalTask("arc_challenge", "arc/arc_challenge.yaml", MultipleChoiceRow, ("arc_challenge",)),
+    LocalTask("boolq", "super_glue/boolq/default.yaml", BoolQRow, ("boolq",)),
+    LocalTask("lambada_openai", "lambada/lambada_openai.yaml", LambadaRow, ("lambada_openai",)),
+    LocalTask("lambada_standard", "lambada/lambada_standard.yaml", LambadaRow, ("lambada_standard",)),
+    LocalTask("openbookqa", "openbookqa/openbookqa.yaml", OpenBookQARow, ("openbookqa", "openbook_qa")),
+    LocalTask("piqa", "piqa/piqa.yaml", PiqaRow, ("piqa",)),
+    LocalTask("winogrande", "winogrande/default.yaml", WinograndeRow, ("winogrande",)),
 )
 BLIMP: Final = "blimp"
 """The group of all tasks of BLiMP."""
@@ -198,7 +198,7 @@ def find_tasks(names: Sequence[str], harness: Path) -> list[LocalTask]:
         ConfigError: a name is unknown.
     """
     pairs = [path.stem for path in sorted((harness / BLIMP).glob("*.yaml")) if not path.stem.startswith("_")]
-    blimp = [LocalTask(f"{BLIMP}_{pair}", f"{BLIMP}/{pair}.yaml", MinimalPair, (pair,)) for pair in pairs]
+    blimp = [LocalTask(f"{BLIMP}_{pair}", f"{BLIMP}/{pair}.yaml", BlimpRow, (pair,)) for pair in pairs]
     single = {task.name: task for task in (*_TASKS, *blimp)}
     found: dict[str, LocalTask] = {}
     for name in names:
@@ -211,7 +211,7 @@ def find_tasks(names: Sequence[str], harness: Path) -> list[LocalTask]:
             close = get_close_matches(name, [*single, BLIMP], n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ConfigError(
-                f"--tasks: {name!r} is unknown{hint}; known are {known} and the others of BLiMP",
+                f"--tasks: there is no task {name!r}{hint}; the tasks are {known} and the others of BLiMP",
                 setting="tasks",
                 value=name,
             )
@@ -227,21 +227,21 @@ class TaskData:
     task: LocalTask
     documents: list[Document]
     chance: float
-    """The accuracy of guesses, mean over the documents, 0 to 1."""
+    """The accuracy of random guesses, 0 to 1: the mean over the documents."""
     sha256: str
-    """The digest of the file, in hex."""
+    """The SHA-256 of the file, in hex."""
 
 
 def read_task(task: LocalTask, folder: Path) -> TaskData:
-    """Reads the file of a task, anywhere inside a folder.
+    """Reads the data file of a task from a folder or its subfolders.
 
     Raises:
-        DataError: the file is missing, there are several, or a line has another shape.
+        DataError: the file is missing, there are several, or a line is malformed.
     """
     path = _file_of(task, folder)
     rows = list(_rows(task, path))
     if not rows:
-        raise DataError(f"{path} holds no line: the task {task.name} needs at least one", path=path)
+        raise DataError(f"{path} holds no line: {task.name} needs at least one; copy the file again", path=path)
     return TaskData(
         task=task,
         documents=[document for document, _ in rows],
@@ -253,18 +253,22 @@ def read_task(task: LocalTask, folder: Path) -> TaskData:
 def _file_of(task: LocalTask, folder: Path) -> Path:
     names = [f"{name}.jsonl" for name in task.files]
     if not folder.is_dir():
-        raise DataError(f"--data: {folder} is not a folder: give the one with {names[0]}", path=folder)
+        raise DataError(f"--data: {folder} is not a folder: give the folder with {names[0]}", path=folder)
     found = sorted(path for name in names for path in folder.rglob(name))
     if not found:
         wanted = " or ".join(names)
-        raise DataError(f"{folder} holds no {wanted}, also not in its folders: {task.name} needs it", path=folder)
+        raise DataError(
+            f"--data: {folder} and its subfolders have no {wanted}, which {task.name} needs: add it", path=folder
+        )
     if len(found) > 1:
-        raise DataError(f"{task.name} has several files, {found[0]} and {found[1]}: keep one", path=found[0])
+        raise DataError(
+            f"--data: there are several files for {task.name}, {found[0]} and {found[1]}: keep one", path=found[0]
+        )
     return found[0]
 
 
 def _rows(task: LocalTask, path: Path) -> Iterator[tuple[Document, float]]:
-    """Yields the document of each line, and the chance to guess it."""
+    """Yields the document of each line, and the chance of guessing its answer."""
     try:
         with open_plain(path) as file:
             for number, line in enumerate(lines_limited(path, file, MOST_LINE), 1):
@@ -280,7 +284,7 @@ def _rows(task: LocalTask, path: Path) -> Iterator[tuple[Document, float]]:
 
 
 def _problem(error: ValueError) -> str:
-    """Says what is wrong with a line, in one sentence."""
+    """Returns what is wrong with a line, in one sentence."""
     if not isinstance(error, ValidationError):
         return " ".join(str(error).split())
     first = error.errors(include_url=False, include_input=False)[0]

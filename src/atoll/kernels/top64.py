@@ -1,7 +1,7 @@
-"""Encodes the largest values of chunks, and decodes them into their mean, bit for bit as `core.top64`.
+"""Encodes the largest values of chunks, and decodes payloads into their mean, with the bits of `core.top64`.
 
-One program works on one chunk. What a chunk keeps is scattered through memory that the program has just written, which
-is still in a cache, so that device memory sees every value once.
+One program works on one chunk. Triton cannot scatter in shared memory, so kept values are scattered through global
+memory that the program has just written. That memory is still in a cache, so device memory moves every value once.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ CHUNK, KEPT, HEAD = (tl.constexpr(value) for value in (top64.CHUNK, top64.KEPT, 
 FINEST, LOWEST = (tl.constexpr(value) for value in (top64.FINEST, top64.LOWEST))
 _ENCODE_WARPS, _DECODE_WARPS = 8, 4
 _CHUNKS = 8
-"""Whose products one program sums up, so that there are not many sums to keep."""
+"""Chunks whose products one program sums, which keeps the number of partial sums small."""
 
 
 def _sections(payload: Tensor, numel: int) -> list[Tensor]:
@@ -34,7 +34,7 @@ def _sections(payload: Tensor, numel: int) -> list[Tensor]:
 def _threshold(magnitude, peak, kept):
     """Return a magnitude, as bits, that at least `kept` values of a chunk [CHUNK] reach.
 
-    No more than `kept` reach it, unless values that are equal to it are among them.
+    Exactly `kept` values reach it, or more if several are equal to it.
     """
     # Every one of KEPT groups has a value of at least the smallest of their peaks, so there are KEPT of them.
     low = tl.min(tl.max(tl.reshape(magnitude, [KEPT, CHUNK // KEPT]), 1), 0)
@@ -60,10 +60,10 @@ def _mean_level(whole, group):
 
 @triton.jit
 def _encode(vector, heads, low, high, codes, entries, worst, numel):
-    """Encode one chunk: find what is kept, write it down in `entries` by place, and pack that."""
+    """Encode one chunk: find the kept values, write them to `entries` in the order of their places, and pack those."""
     chunk = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, CHUNK)
-    if chunk * CHUNK + CHUNK <= numel:  # a mask would part wide loads
+    if chunk * CHUNK + CHUNK <= numel:  # a mask would split wide loads
         value = tl.load(vector + chunk * CHUNK + place)
     else:
         value = tl.load(vector + chunk * CHUNK + place, chunk * CHUNK + place < numel, 0.0)
@@ -73,7 +73,7 @@ def _encode(vector, heads, low, high, codes, entries, worst, numel):
     size = tl.minimum(numel - chunk * CHUNK, CHUNK).to(tl.int32)
     kept = (size + (CHUNK // KEPT - 1)) // (CHUNK // KEPT)
 
-    # Of those at the threshold the first are kept, as many as are missing; zeros are not.
+    # Of the values equal to the threshold, the first ones fill the remaining places; zeros are not kept.
     threshold = _threshold(magnitude, peak, kept)
     larger, equal = magnitude > threshold, (magnitude == threshold) & (magnitude > 0)
     missing = kept - tl.sum(larger.to(tl.int32), 0)
@@ -97,7 +97,7 @@ def _encode(vector, heads, low, high, codes, entries, worst, numel):
     sign = (value.to(tl.int32, bitcast=True) >> 30) & 2
     entry = (place << 2) | sign | (2 * whole >= 256 * (lower + higher)).to(tl.int32)
     largest = tl.min(tl.where(magnitude == peak, entry, 4 * CHUNK), 0)
-    # Where fewer count than there is room for, the largest is written once more for each that is missing.
+    # Where fewer values count than there are places, the largest is repeated in the others.
     number += tl.where(entry > largest, kept - many, 0)
     entries += chunk * KEPT
     tl.store(entries + tl.arange(0, KEPT), tl.full([KEPT], 0, tl.int16) + largest.to(tl.int16))
@@ -129,8 +129,8 @@ def _pack(entries, low, high, codes, kept):
 def encode(vector: Tensor, payload: Tensor, worst: Tensor) -> None:
     """Write the payload of a vector, fp32 [numel].
 
-    `worst`, int32 [1], becomes at least the bits of the largest magnitude; from TOO_LARGE on, the payload is not to be
-    sent.
+    `worst`, int32 [1], becomes at least the bits of the largest magnitude; if it reaches TOO_LARGE, the payload must
+    not be sent.
     """
     chunks = -(-vector.numel() // top64.CHUNK)
     entries = torch.empty(chunks * top64.KEPT, dtype=torch.int16, device=vector.device)
@@ -160,7 +160,7 @@ def _entries(heads, low, high, codes, chunk, numel):
     heads += chunk * HEAD
     exponent = tl.maximum(tl.load(heads).to(tl.int32), LOWEST) + (8 - FINEST)
     level = tl.where((code & 1) != 0, tl.load(heads + 2), tl.load(heads + 1)).to(tl.float32)
-    # By its bit: the sign of a level of zero counts too.
+    # The sign is set by its bit, so that a level of zero has one too.
     level = (level.to(tl.int32, bitcast=True) | ((code & 2) << 30)).to(tl.float32, bitcast=True)
     return place, there & (chunk * CHUNK + place < numel), level, exponent
 
@@ -169,13 +169,13 @@ def _entries(heads, low, high, codes, chunk, numel):
 def _decode_mean(heads, low, high, codes, shares, mean, numel, begin, end, stride, MEMBERS: tl.constexpr):
     """Write the mean of one chunk: zeros, then the members' values one after the other.
 
-    A sum with a member that has nothing at a place is that with +0, which makes +0 of -0. Only where the first member
-    has a value can -0 stand, so there all others add +0 too.
+    A dense sum adds +0 for a member without a value at a place, which turns -0 into +0. A -0 can only come from a
+    value of the first member, so all others add +0 at its places too.
     """
     chunk = begin // CHUNK + tl.program_id(0).to(tl.int64)
     mean += chunk * CHUNK - begin
     at = tl.arange(0, CHUNK)
-    if chunk * CHUNK + CHUNK <= end:  # a mask would part wide stores
+    if chunk * CHUNK + CHUNK <= end:  # a mask would split wide stores
         tl.store(mean + at, tl.zeros([CHUNK], tl.float32))
     else:
         tl.store(mean + at, tl.zeros([CHUNK], tl.float32), chunk * CHUNK + at < end)
@@ -195,7 +195,7 @@ def _decode_mean(heads, low, high, codes, shares, mean, numel, begin, end, strid
         tl.debug_barrier()
         total = tl.load(mean + place, inside, 0.0) + value
         without = tl.load(mean + first, first_inside, 0.0) + 0.0
-        tl.debug_barrier()  # an entry may be there more than once: all are read before one is written
+        tl.debug_barrier()  # an entry may be repeated: all are read before any is written
         tl.store(mean + first, without, first_inside)
         tl.debug_barrier()
         tl.store(mean + place, total, inside)
@@ -204,7 +204,7 @@ def _decode_mean(heads, low, high, codes, shares, mean, numel, begin, end, strid
 def decode_mean(payloads: Tensor, weights: Sequence[float], numel: int, piece: slice, mean: Tensor) -> None:
     """Write values [piece] of the weighted mean, fp32, of the vectors [numel] behind payloads [members, bytes].
 
-    A piece begins on a chunk boundary. Summed in the order given, with the bits of `weighted_mean`.
+    A piece begins on a chunk boundary. Payloads are summed in the order given, with the bits of `weighted_mean`.
     """
     shares = torch.tensor(shares_of(weights), dtype=torch.float32, device="cpu")
     launch(
@@ -249,7 +249,7 @@ def _products(
 
 @triton.jit
 def _first_of_equals(low, high, chunk, place):
-    """Return whether an entry is not the one before once more; equal ones stand side by side."""
+    """Return whether each entry differs from the one before; repeated entries stand side by side."""
     number = tl.arange(0, KEPT)
     before = _places(low, high, chunk * KEPT + number - 1, number > 0)
     return (number == 0) | (place != before)
@@ -258,7 +258,7 @@ def _first_of_equals(low, high, chunk, place):
 def inner_products(payloads: Tensor, numel: int) -> Tensor:
     """Return the inner products, fp64 [members, members], of the vectors [numel] behind payloads [members, bytes].
 
-    The same on every run: all sums are taken in one order.
+    All sums are taken in one order, so every run gives the same bits.
     """
     members, shares = len(payloads), -(-numel // (top64.CHUNK * _CHUNKS))
     parts = torch.zeros(members, members, shares, dtype=torch.float64, device=payloads.device)

@@ -1,4 +1,4 @@
-"""Shows accuracies on tasks: of one evaluation, and of several runs side by side."""
+"""Shows accuracies on evaluation tasks, for one evaluation or for several runs side by side."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -33,9 +33,9 @@ def score_table(scores: Sequence[Scored]) -> "Table":
 
 
 def scores_by_task(records: Sequence[RunRecord]) -> dict[str, list[str]]:
-    """Returns a line per task with one text per run: the newest score, "-" where there is none.
+    """Returns, for each task, the newest score of every run as text, or "-" if a run has none.
 
-    A group stands for its tasks.
+    The tasks of a group are left out: the group's own score stands for them.
     """
     newest = [{_label(score): score for score in record.scores if score.group is None} for record in records]
     labels = sorted({label: None for scores in newest for label in scores})
@@ -43,7 +43,7 @@ def scores_by_task(records: Sequence[RunRecord]) -> dict[str, list[str]]:
 
 
 def comparison_table(records: Sequence[RunRecord]) -> "Table | None":
-    """Returns the scores of several runs as a table for the terminal, a row per run; None if there are none."""
+    """Returns the scores of several runs as a table for the terminal, a row per run; None without scores."""
     from rich.text import Text
 
     found = scores_by_task(records)

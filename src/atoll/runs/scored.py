@@ -1,4 +1,4 @@
-"""Defines the event of a model that was evaluated on a task."""
+"""Defines the event that records how a run's model scored on an evaluation task."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,24 +12,24 @@ Weights = Literal["final", "best"]
 class Scored:
     """Reports the accuracy of a run's exported model on a task of lm-evaluation-harness.
 
-    Shares are 0 to 1; standard errors are None for a single document.
+    Accuracies are 0 to 1; standard errors are None for a single document.
     """
 
     event: Literal["scored"] = "scored"
     task: str
     weights: Weights
-    """The export: model/ or best/."""
+    """The export that was evaluated: "final" is model/, "best" is best/."""
     documents: int
     accuracy: Number
     """The harness's acc."""
     stderr: float | None
-    """Standard error of `accuracy` over the documents; of a group, over those of all its tasks."""
+    """Standard error of `accuracy` over the documents; for a group, over the documents of all its tasks."""
     chance: Number
-    """The accuracy of guesses."""
+    """The accuracy of random guesses."""
     by_length: float | None = None
-    """The harness's acc_norm, by the log-likelihood per character of a choice; None for tasks that do not have it."""
+    """The harness's acc_norm, which compares choices by log-likelihood per character; None for tasks without it."""
     by_length_stderr: float | None = None
     group: str | None = None
-    """The group that the task was evaluated as a part of, whose score is the mean of its tasks."""
+    """The group that the task was evaluated in, such as blimp; a group's score is the mean over its tasks."""
     sha256: str | None = None
-    """The digest of the task's file, in hex; None for a group."""
+    """The SHA-256 of the task's data file, in hex; None for a group."""

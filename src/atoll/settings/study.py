@@ -40,7 +40,7 @@ Tables = Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
 
 
 class Claim(Section):
-    """States by what share the held-out loss of one run is above that of another."""
+    """Bounds how far the held-out loss of one run may be above that of another."""
 
     say: Text
     """The statement, in words."""
@@ -54,32 +54,33 @@ class Claim(Section):
     """Lowest difference; a negative one is better."""
 
     def holds(self, difference: float) -> bool:
-        """Returns whether a difference is within the bounds; NaN is not."""
+        """Returns whether a difference, as a share, is within the bounds; NaN is not."""
         above = self.at_least is None or difference >= self.at_least
         return above and (self.at_most is None or difference <= self.at_most)
 
     def problems(self, names: Sequence[str]) -> Iterator[str]:
-        """Yields what is wrong with a claim about runs of these names."""
+        """Yields what is wrong with the claim, given the names of all runs."""
         if self.at_most is None and self.at_least is None:
-            yield "needs at_most, at_least or both"
+            yield "needs at_most, at_least or both: add a bound such as at_most = 0.05"
         elif self.at_most is not None and self.at_least is not None and self.at_least > self.at_most:
-            yield f"at_least ({self.at_least:g}) is above at_most ({self.at_most:g}): nothing is both"
+            bounds = f"at_least ({self.at_least:g}) is above at_most ({self.at_most:g})"
+            yield f"{bounds}: no run can meet both, so change one"
         for key, name in (("run", self.run), ("against", self.against)):
             if names and name not in names:
                 close = get_close_matches(name, names, n=1, cutoff=0.6)
-                hint = f'did you mean "{close[0]}"?' if close else f"there are {', '.join(names)}"
+                hint = f'did you mean "{close[0]}"?' if close else f"the runs are {', '.join(names)}"
                 yield f"{key}: no run has the name {runfile.shown(name)}; {hint}"
 
 
 class StudySection(Section):
-    """Lists the runs of a study, and what is expected of them."""
+    """Lists the runs of a study and the claims about them."""
 
     title: Annotated[str, Allowed("text in quotes")] = ""
     """Headline of the table."""
     runs: Annotated[Tables, Field(min_length=1), Allowed("one table or more, each under [[study.runs]]")]
-    """A name for each run, and the settings in which it differs, as in a run file."""
+    """A name for each run, and the settings in which it differs from the rest of the file."""
     claims: Annotated[Tables, Allowed("tables, each under [[study.claims]]")] = ()
-    """Statements about the runs, to be checked."""
+    """Statements about the runs, which `atoll compare` checks."""
 
 
 class _StudyFile(Section):
@@ -88,7 +89,7 @@ class _StudyFile(Section):
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """Holds the runs of a study by name, each with its folder in its settings."""
+    """Holds the settings of a study's runs by name, with the study's folder as `out` of each."""
 
     title: str
     runs: dict[str, RunConfig]
@@ -109,10 +110,11 @@ def read(files: Sequence[Path], overrides: Sequence[str] = (), out: Path | None 
     """Reads study files and run files as one study.
 
     Args:
-        files: study files, run files and names of studies that come with atoll; the names of all their runs must
-            differ. A file that is there comes before a study of its name.
+        files: study files, run files and names of studies that come with atoll; all their runs must have different
+            names. If there is a file of that name, it is read instead of atoll's study.
         overrides: settings like "sync.period=50" for all runs.
-        out: folder of the study; None: runs/NAME, where "runs" is what the first file says and NAME is the files'.
+        out: folder of the study. None is OUT/NAME: OUT is the `out` of the first run ("runs" by default), and NAME
+            joins the files' names with "-".
 
     Raises:
         ConfigError: lists everything that is wrong with the files.
@@ -205,7 +207,7 @@ class _File:
 
 
 def _checked_section(given: Any) -> tuple[StudySection, Iterable[str]]:
-    """Returns the section without its wrong settings, and a line for each of those."""
+    """Returns the section without its invalid settings, and a line for each of those."""
     table = {"study": given}
     try:
         return _StudyFile.model_validate(table).study, ()
@@ -216,7 +218,7 @@ def _checked_section(given: Any) -> tuple[StudySection, Iterable[str]]:
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a table with the values of another put into it, section by section."""
+    """Returns a copy of a table with the values of another merged into it, section by section."""
     merged = copy.deepcopy(dict(base))
     for key, value in changes.items():
         inner = merged.get(key)

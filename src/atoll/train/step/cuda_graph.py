@@ -1,10 +1,10 @@
 """Runs a small model's forward and backward pass as one CUDA graph.
 
-A small pass is hundreds of kernels that finish before Python launches the next, so the GPU waits for the host. A graph
-launches them all at once. For a large model the host is ahead anyway, and a graph would only keep memory to itself.
+A small pass is hundreds of kernels that each finish before Python launches the next, so the GPU waits for the host. A
+graph launches them all at once. For a large model the host is ahead anyway, and a graph would only hold memory.
 
-The graphs of a process share one memory pool: passes run one after the other, and what one leaves there is not read by
-the next. What must outlive a pass, its loss and its gradients, is copied out of the pool as the graph's last kernels.
+The graphs of a process share one memory pool, because its passes run one after the other and read nothing that another
+left there. A pass's loss and gradients must outlive it: the graph's last kernels copy them out of the pool.
 """
 
 import gc
@@ -20,16 +20,16 @@ from atoll.settings.config import RunConfig
 from atoll.train.model.decoder import Decoder
 
 LARGEST_FLOPS = 2e12
-"""Floating-point operations of a pass that is captured: a few milliseconds of a fast GPU."""
+"""Most floating-point operations of a pass that is captured: a few milliseconds of a fast GPU."""
 MOST_PARTS = 16
-"""Microbatches (`train.accumulate`) that one graph holds, one after the other."""
+"""Most microbatches (`train.accumulate`) of a pass that is captured; one graph holds all of them."""
 
 BackwardPass = Callable[[Tensor], Tensor]
 """Computes the gradients of a batch into the parameters, and returns a scalar."""
 
 
 def pass_flops(config: RunConfig, model: Decoder) -> float:
-    """Return the operations of a worker's forward and backward pass without attention; `config` must be resolved."""
+    """Return the FLOPs of a worker's forward and backward pass without attention; `config` must be resolved."""
     assert config.train.sequence is not None
     return 6.0 * model.config.matmul_parameters * config.train.batch * config.train.sequence
 
@@ -39,8 +39,8 @@ def capture_small_passes(
 ) -> Sequence[BackwardPass]:
     """Return the passes of a process's workers, as CUDA graphs if they are small; `config` must be resolved.
 
-    Only for atoll's decoder: another model may synchronise with the GPU, which a graph cannot. Not on ROCm, where a
-    link's threads that use the GPU meanwhile would break the capture.
+    Only passes of atoll's decoder are captured: another model may synchronise with the GPU, which a graph cannot. On
+    ROCm none is, because threads of a link that use the GPU at the same time would break the capture.
     """
     model = models[0]
     nvidia = torch.device(config.device).type == "cuda" and torch.version.hip is None
@@ -53,7 +53,7 @@ def capture_small_passes(
 
 
 class _Graph(NamedTuple):
-    """A captured pass, its input and its outputs, which lie outside the shared pool."""
+    """Holds a captured pass with its input and outputs, which lie outside the shared pool."""
 
     graph: torch.cuda.CUDAGraph
     batch: Tensor
@@ -65,13 +65,13 @@ class _Graph(NamedTuple):
 class GraphedPass:
     """Captures a backward pass in its first call and replays it afterwards.
 
-    If parameters have moved since, or a batch has another shape, it calls the pass itself. Dtypes and the set of
-    trained parameters must not change.
+    It calls the pass itself if parameters have moved in memory since then, or if a batch has another shape. Dtypes and
+    the set of trained parameters must not change.
 
     Args:
         backward: The pass.
         parameters: The parameters whose gradients it computes.
-        pool: The memory pool that this graph shares with others, which may be replayed in any order but not at once.
+        pool: The memory pool that this graph shares with others; they may run in any order, but not at the same time.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class GraphedPass:
         captured.batch.copy_(batch)
         captured.graph.replay()
         for parameter, gradient in zip(self._parameters, captured.gradients, strict=True):
-            parameter.grad = gradient  # another tensor may have taken its place
+            parameter.grad = gradient  # it may have been set to another tensor, or to None
         return captured.result.clone()
 
     def _addresses(self) -> list[int]:
@@ -122,7 +122,7 @@ class GraphedPass:
         return _Graph(graph, static_batch, result, gradients, self._addresses())
 
     def _move_gradients(self, targets: Sequence[Tensor | None]) -> None:
-        """Copy the gradients out of the pool, and leave none there."""
+        """Copy the gradients out of the pool and set those of the parameters to None."""
         for target, parameter in zip(targets, self._parameters, strict=True):
             if target is not None and parameter.grad is not None:
                 target.copy_(parameter.grad)
@@ -131,5 +131,5 @@ class GraphedPass:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return one stream for all captures: libraries keep a workspace for every stream they have seen."""
+    """Return the one stream of all captures: libraries keep a workspace for every stream they have seen."""
     return torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""The inner optimizer of one worker and its learning-rate schedule."""
+"""Defines the inner optimizer of one worker and its learning-rate schedule."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from atoll.train.ranks import fsdp
 
 
 def learning_rate(step: int, settings: TrainSection) -> float:
-    """Return the rate of an inner step, from 1: linear warm-up to `lr`, then cosine down to `final_lr * lr`."""
+    """Return the learning rate of an inner step, counted from 1: linear warm-up, then cosine to `final_lr * lr`."""
     steps, warmup, peak = settings.steps, settings.warmup, settings.lr
     assert steps is not None and warmup is not None and peak is not None  # resolved
     if step <= warmup:
@@ -26,8 +26,8 @@ def learning_rate(step: int, settings: TrainSection) -> float:
 class InnerOptimizer:
     """Applies AdamW to all parameters, or Muon to matrices inside blocks and AdamW to the rest.
 
-    Muon's step is scaled to the size of AdamW's, so one learning rate serves both. Weight decay leaves out parameters
-    with fewer than two dimensions (norm gains).
+    Muon's step is scaled to the size of AdamW's, so one learning rate serves both. Parameters with fewer
+    than two dimensions (norm gains) have no weight decay.
     """
 
     def __init__(self, model: nn.Module, settings: TrainSection) -> None:
@@ -69,21 +69,21 @@ class InnerOptimizer:
             optimizer.zero_grad()
 
     def clip(self) -> Tensor:
-        """Clip the gradients to the norm in the run file; return the norm before, a scalar."""
+        """Clip the gradients to `train.clip`, and return their norm before clipping, a scalar."""
         return fsdp.full_tensor(nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.clip or math.inf))
 
     def step(self, rate: float) -> None:
-        """Make one step at this learning rate."""
+        """Take one step at this learning rate."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizers, as far as this rank holds it."""
+        """Return the part of the optimizers' state that this rank holds."""
         return {"optimizers": [fsdp.local_state(optimizer.state_dict()) for optimizer in self._optimizers]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
+        """Load a state that `state_dict` returned."""
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             fsdp.load_optimizer(optimizer, saved)
