@@ -38,7 +38,7 @@ import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,62 +50,14 @@ from atoll.settings import config as run_file
 from atoll.train.data.batches import held_out
 from atoll.train.model.export import load_export
 from atoll.train.run import prepare
-from papers_table import (
-    FIRST_TEXT,
-    LOG_EVERY,
-    METHODS,
-    REFERENCE,
-    RESULTS,
-    TASKS,
-    Result,
-    costs_of_4_bits,
-    load,
-    picture,
-    table,
-)
+from papers_rows import KEYS, METHODS, REFERENCE, Row
+from papers_table import FIRST_TEXT, LOG_EVERY, RESULTS, TASKS, Result, costs_of_4_bits, load, picture, table
 
 WORKERS = 2
 TOKENS = 512_000_000
 """Least number of training tokens of a run, of both workers together."""
 INTERRUPTED = 130
 """The exit code of a run that was stopped and saved."""
-KEYS = {
-    "lr": "sync.outer_lr",
-    "m": "sync.outer_momentum",
-    "alpha": "sync.alpha",
-    "codec": "sync.codec",
-    "feedback": "sync.feedback",
-    "outer": "sync.outer",
-    "fragments": "sync.fragments",
-    "workers": "sync.workers",
-    "batch": "train.batch",
-    "inner": "train.lr",
-    "optimizer": "train.optimizer",
-    "seed": "seed",
-}
-"""Settings that a row may change, by their short names."""
-
-
-class Row(NamedTuple):
-    """Names one run of the table: a method and the settings that it changes."""
-
-    method: str
-    changes: tuple[tuple[str, str], ...]
-
-    @classmethod
-    def parse(cls, text: str) -> "Row":
-        """Read METHOD[,key=value ...]."""
-        method, *rest = text.split(",")
-        changes = tuple((key, value) for key, _, value in (change.partition("=") for change in rest))
-        if method not in METHODS or not all(key in KEYS and value for key, value in changes):
-            known = f"METHOD is one of {', '.join(METHODS)}, and key one of {', '.join(KEYS)}"
-            raise argparse.ArgumentTypeError(f"a row must be METHOD[,key=value ...], got {text!r}: {known}")
-        return cls(method, changes)
-
-    @property
-    def name(self) -> str:
-        """Return the name of the run and of its results."""
-        return "-".join([self.method, *(f"{key}{value}" for key, value in self.changes)])
 
 
 def settings(row: Row, arguments: argparse.Namespace) -> run_file.RunConfig:

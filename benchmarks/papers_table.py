@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,23 +16,12 @@ from matplotlib.figure import Figure
 from atoll._util.units import bytes_text
 from atoll.runs.events import End, Eval, Start, Step, read
 from atoll.runs.scored import Scored
+from papers_rows import METHODS, REFERENCE, Row
 
 RESULTS = Path(__file__).parent / "results"
 FIRST_TEXT = "papers_35m"
 """Results on Python source, each token read five times."""
 LOG_EVERY = 50
-STREAMING = {"method": "streaming", "delay": 1, "alpha": 0.5}
-REFERENCE = "data-parallel"
-METHODS: dict[str, dict[str, Any]] = {
-    "data-parallel": {"method": "data-parallel"},
-    "streaming-30": {**STREAMING, "period": 30},
-    "diloco-30": {"method": "diloco", "period": 30},
-    "eager-30": {"method": "eager", "period": 30},
-    "streaming-eager-30": {"method": "eager", "period": 30, "fragments": "blocks:3"},
-    "streaming-100": {**STREAMING, "period": 100},
-    "streaming-30-fp32": {**STREAMING, "period": 30, "codec": "fp32"},
-    "delayed-30": {"method": "delayed", "period": 30},
-}
 PAPER = {"diloco-30": 0.9, "streaming-30": 0.6, "streaming-100": 1.4, "streaming-eager-30": 3.1}
 """Gaps to data-parallel in percent at 35 million parameters: 3.54, 3.53, 3.56 and 3.62 against 3.51."""
 TASKS = {"BLiMP": "blimp", "LAMBADA": "lambada_openai"}
@@ -103,7 +92,7 @@ def table(results: Mapping[str, Result]) -> list[str]:
         end, gap = result.end, "" if reference is result else result.gap(reference)
         paper = f"{PAPER[name]:+.1f} %" if name in PAPER else ""
         sent, tokens = bytes_text(mean(end.bytes_sent)), f"{end.tokens / 1e6:.0f} M"
-        cells = [name, f"{end.loss:.4f}", gap, paper, f"{result.training_loss:.3f}", sent, tokens]
+        cells = [Row.named(name).text, f"{end.loss:.4f}", gap, paper, f"{result.training_loss:.3f}", sent, tokens]
         cells += [accuracy(result.scores.get(task)) for task in tasks.values()]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
