@@ -63,8 +63,8 @@ def all_kernels() -> dict[str, dict[str, int]]:
         constants = {"MEMBERS": 2, "FORMAT": "plain" if plain else form, "BLOCK": BLOCK, **codec._DECODE}
         found[f"decode {form}"] = accesses(codec._decode_mean, types, **constants)
         types = {"units": "*u8", "codes": types["codes"], "parts": "*fp64"}
-        types |= dict.fromkeys(["numel", "shares", "units_stride", "codes_stride"], "i32")
-        constants |= {"TILE": products._TILE, "TILES": products._TILES}
+        types |= dict.fromkeys(["numel", "members", "sets", "shares", "units_stride", "codes_stride"], "i32")
+        constants = {"SIZE": 2, "FORMAT": constants["FORMAT"], "BLOCK": BLOCK, **products.tile(constants["FORMAT"])}
         found[f"products {form}"] = accesses(products._products, types, **constants)
     found |= sparse_kernels()
     constants = {"VOCABULARY": 32000, "GRADIENTS": True, "TILE": cross_entropy._LARGEST}

@@ -5,12 +5,13 @@ from mutants.seed import Mutant
 TESTS = [
     "tests/unit/test_kernels.py",
 ]
-_DELTA, _MEAN, _PRODUCTS = (
+_DELTA, _MEAN, _PRODUCTS, _MANY = (
     (f"tests/unit/test_kernels.py::{test}",)
     for test in (
         "test_a_delta_is_encoded_as_if_it_had_been_written_down",
         "test_payloads_are_decoded_into_their_mean",
         "test_inner_products_are_those_of_what_was_decoded",
+        "test_inner_products_of_many_members_and_values",
     )
 )
 _SPARSE = ("tests/unit/test_kernels_top64.py",)
@@ -30,6 +31,12 @@ MUTANTS = [
     Mutant("a table of parameters that have moved", "kernels/live.py",
            "return [t.data_ptr() for t in tensors] == [t.data_ptr() for t in self.tensors]", "return True"),
     Mutant("a kernel multiplies without units", "kernels/products.py", "+ (1023 - 2 * 127)", "* 0 + 1023"),
+    Mutant("a kernel takes one half of a set of members twice", "kernels/products.py", "else upper - 1)", "else lower)",
+           tests=_MANY),
+    Mutant("a kernel multiplies the first share of values again and again", "kernels/products.py",
+           "at = share * (SHARE // BLOCK)", "at = share * 0", tests=_MANY),
+    Mutant("a kernel's product of two members is the square of one", "kernels/products.py",
+           "_product(tiles[one], tiles[other], FORMAT", "_product(tiles[one], tiles[one], FORMAT", tests=_PRODUCTS),
     Mutant("a kernel loses the sign of a level of zero", "kernels/codec.py", " | (signs & -0x80000000)", "",
            ("kernels/codec.py", "return (level.to(tl.float32)", "return (tl.where(signs < 0, -level, level).to(tl.float32)"), tests=_MEAN),
     Mutant("a kernel's lloyd2 never clips", "kernels/codec.py", "in tl.static_range(5)", "in tl.static_range(1)", tests=_DELTA),

@@ -190,6 +190,21 @@ def test_inner_products_are_those_of_what_was_decoded(
     assert ours.cosine == pytest.approx(theirs.cosine, abs=1e-9, nan_ok=True)
 
 
+@pytest.mark.parametrize(
+    ("codec_name", "members", "numel"),
+    [("e3m0", 3, 16384 + 300), ("lloyd2", 8, 300), ("int8", 9, 300), ("fp32", 21, 300)],
+)
+def test_inner_products_of_many_members_and_values(codec_name: str, members: int, numel: int) -> None:
+    """More values than one program works on, as many members as one takes at once, and more."""
+    codec = Codec(codec_name)
+    payloads = torch.stack([codec.encode(torch.cat(drawn([-(-numel // 16)], k))[:numel]) for k in range(members)])
+    rows = torch.stack([codec.decode(payload, numel) for payload in payloads]).double()
+    lengths = rows.norm(dim=1)
+    found = inner_products(codec, payloads, numel)
+    assert ((found - rows @ rows.T).abs() <= 1e-12 * lengths.outer(lengths)).all()
+    assert torch.equal(found, inner_products(codec, payloads, numel))
+
+
 def test_the_mean_of_members_that_cancel_has_no_negative_square() -> None:
     codec, squares = Codec("int8"), []
     for seed in range(8):
@@ -338,8 +353,9 @@ def test_compiled_kernels_read_and_write_memory_in_wide_words() -> None:
                 assert accesses | wide == accesses, (kernel, accesses)
             case ["encode", "lloyd2"]:
                 assert narrow == 2, (kernel, accesses)  # units, and codes: 2 bytes of 8 values a thread
-            case ["decode" | "products", "lloyd2"]:
-                assert narrow == 2 + 2 + 4, (kernel, accesses)  # units, 2 bytes of codes, single ones of the last tile
+            case ["decode" | "products" as kind, "lloyd2"]:
+                units = {"decode": 2, "products": 4}[kind]  # in two layouts
+                assert narrow == units + 2 + 4, (kernel, accesses)  # 2 bytes of codes, single ones of the last tile
             case ["encode", _]:
                 assert narrow == 1, (kernel, accesses)  # units
             case ["decode" | "products", "int8"]:
