@@ -84,11 +84,15 @@ class Result(NamedTuple):
         return same and self.end.tokens == reference.end.tokens
 
     def gap(self, reference: "Result") -> str:
-        """To another run, in percent of its loss."""
+        """To another run, in percent of its loss, and its standard error by the choice of text.
+
+        The gap is a ratio of two means of the same text, so a text that is hard for both alike adds no error.
+        """
         gap = f"{100 * (self.end.loss / reference.end.loss - 1):+.2f} %"
         if self.losses is None or reference.losses is None or self.losses.shape != reference.losses.shape:
             return gap
-        apart = (self.losses - reference.losses) / reference.losses.mean()
+        ratio = self.losses.mean() / reference.losses.mean()
+        apart = (self.losses - ratio * reference.losses) / reference.losses.mean()
         near = np.array([part.mean() for part in np.array_split(apart, max(2, len(apart) // 16))])
         return f"{gap} ± {100 * np.std(near, ddof=1) / math.sqrt(len(near)):.2f}"
 
