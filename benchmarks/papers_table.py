@@ -73,11 +73,15 @@ class Result(NamedTuple):
         return same and self.end.tokens == reference.end.tokens
 
     def gap(self, reference: "Result") -> str:
-        """Return how far the loss is above another run's, in percent, with a standard error if it is known."""
+        """Return how far the loss is above another run's, in percent, with a standard error if it is known.
+
+        The gap is a ratio of two means over the same text, so text that is hard for both alike adds no error.
+        """
         gap = f"{100 * (self.end.loss / reference.end.loss - 1):+.2f} %"
         if self.losses is None or reference.losses is None or self.losses.shape != reference.losses.shape:
             return gap
-        apart = (self.losses - reference.losses) / reference.losses.mean()
+        ratio = self.losses.mean() / reference.losses.mean()
+        apart = (self.losses - ratio * reference.losses) / reference.losses.mean()
         near = np.array([part.mean() for part in np.array_split(apart, max(2, len(apart) // 16))])
         return f"{gap} ± {100 * np.std(near, ddof=1) / math.sqrt(len(near)):.2f}"
 

@@ -380,6 +380,13 @@ def test_a_run_that_is_being_trained_is_left_alone(run: Path, data: Path) -> Non
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
+def test_metrics_that_cannot_be_written_are_told_before_anything_is_read(run: Path, tmp_path: Path) -> None:
+    for lose in (Path.unlink, Path.mkdir):
+        lose(run / "metrics.jsonl")
+        refused = atoll("eval", run, "--tasks", "piqa", "--data", tmp_path / "nowhere")
+        assert refused.exit_code == 1 and str(run / "metrics.jsonl") in refused.stderr
+
+
 def test_mistakes_are_told_in_one_line(run: Path, data: Path, tmp_path: Path) -> None:
     unknown = atoll("eval", run, "--tasks", "arc_eazy", "--data", data)
     assert unknown.exit_code == 2 and "did you mean arc_easy?" in unknown.stderr and "winogrande" in unknown.stderr

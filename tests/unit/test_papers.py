@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -41,6 +42,13 @@ def test_a_gap_is_to_data_parallel_of_the_same_seed(papers: ModuleType) -> None:
     assert known["streaming-30-seed1"].gap(known["diloco-30"]) in lines["streaming-30-seed1"]
     assert known["streaming-30"].gap(known["data-parallel"]) in lines["streaming-30"]
     assert " | 1.6171 |  |  | " in lines["data-parallel-seed1"]
+
+
+def test_a_text_that_is_hard_for_both_alike_adds_no_error(papers: ModuleType) -> None:
+    """A gap is a ratio: where one loss is always 1.2 times the other, no other text would give another gap."""
+    one = papers.load(papers.RESULTS / "books-c6b298e9")["data-parallel"]
+    higher = one._replace(losses=1.2 * one.losses, end=replace(one.end, loss=1.2 * one.end.loss))
+    assert higher.gap(one) == "+20.00 % ± 0.00"
 
 
 @pytest.mark.slow

@@ -71,6 +71,23 @@ def test_resume_at_every_step_is_exact(name: str, problem: Problem, stops: Seque
             train(running, 1, problem.inner)
 
 
+@pytest.mark.parametrize("stop", [13, 16])
+def test_a_mean_that_only_the_slowest_have_still_to_apply_is_reduced_again_before_the_next(
+    stop: int, tmp_path: Path
+) -> None:
+    """The next one, which the fastest apply at once, carries what it lost."""
+    problem = replace(FOUR, faults=Faults())
+    sync = replace(preset("unequal delays", 4), codec=Codec("e3m0", feedback=True))
+    whole, stopped, continued = (problem.loops(sync) for _ in range(3))
+    train(whole, problem.steps, problem.inner)
+    train(stopped, stop, problem.inner)
+    for old, new in zip(stopped, continued, strict=True):
+        save(old, tmp_path)
+        resume(new, tmp_path)
+    train(continued, problem.steps - stop, problem.inner)
+    assert [bits(loop) for loop in continued] == [bits(loop) for loop in whole]
+
+
 @pytest.mark.parametrize("stop", [7, 12])
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_state_survives_ones_own_torch_save(name: str, stop: int, tmp_path: Path) -> None:

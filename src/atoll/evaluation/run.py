@@ -1,7 +1,7 @@
 """Evaluates the model of a run, or any exported model, on tasks, and records the scores in the run's metrics."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,11 +67,13 @@ def evaluate(
     found = find_tasks(tasks, TASKS)
     export = find_export(folder, best=best, command="eval")
     place = _device(device)
-    is_run = (folder / RUN).is_file()
+    metrics = None
     with ExitStack() as held:
-        if is_run:  # training would replace the export, and cut the metrics
+        if (folder / RUN).is_file():  # training would replace the export, and cut the metrics
             busy = f"{folder} is being trained: wait until it ends, or evaluate {export}, which records no scores"
             held.enter_context(locked(folder / LOCK, AtollError(busy)))
+            events = folder / METRICS  # opened before the work: hours later would be too late for an error
+            metrics = held.enter_context(closing(Jsonl(events, at=events.stat().st_size)))
         read = [read_task(task, data) for task in found]
         model, tokenizer = load_export(export)
         if not all(parameter.isfinite().all() for parameter in model.parameters()):
@@ -81,8 +83,9 @@ def evaluate(
             )
         lm = CausalLM(model, encoder_of(export, model, tokenizer), place, batch)
         scores = score(lm, read, "best" if best else "final")
-        if is_run:
-            _record(folder / METRICS, scores)
+        if metrics is not None:
+            for each in scores:
+                metrics.write(each)
     return Evaluation(model=export, scores=scores, requests=lm.requests, cut=lm.cut, context=lm.context)
 
 
@@ -101,13 +104,3 @@ def _device(name: str) -> torch.device:
 
 def _count(device: torch.device) -> int:
     return torch.cuda.device_count() if device.type == "cuda" else 1
-
-
-def _record(metrics: Path, scores: Sequence[Scored]) -> None:
-    """Appends the scores to a run's events."""
-    file = Jsonl(metrics, at=metrics.stat().st_size)
-    try:
-        for each in scores:
-            file.write(each)
-    finally:
-        file.close()

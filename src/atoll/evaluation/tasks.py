@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from atoll._util.disk import lines_limited, open_plain, parse_json, sha256_of
 from atoll.errors import ConfigError, DataError
@@ -24,7 +24,16 @@ from atoll.errors import ConfigError, DataError
 MOST_LINE: Final = 2**24
 """Bytes that a line may have at most."""
 
+
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError("must hold more than spaces")
+    return text
+
+
 Text = Annotated[str, Field(min_length=1)]
+Beginning = Annotated[str, AfterValidator(_not_blank)]
+"""A text that a model reads first: the harness moves spaces at its end into what follows, and no token may be left."""
 Index = Annotated[int, Field(ge=0)]
 Document = dict[str, Any]
 """One question, in the fields that a task of the harness expects."""
@@ -52,7 +61,7 @@ class MultipleChoiceRow(Row):
     """Holds a question with two or more choices, one of which is right."""
 
     WANTED = "query (text), choices (two or more texts) and gold (the index of the right one)"
-    query: Text
+    query: Beginning
     choices: Annotated[list[Text], Field(min_length=2, max_length=26)]
     gold: Index
 
@@ -117,7 +126,7 @@ class LambadaRow(Row):
     """Holds a text of LAMBADA, whose last word is to be predicted."""
 
     WANTED = "context (text) and continuation (one word)"
-    context: Text
+    context: Beginning
     continuation: Text
     CHANCE = 0.0
 
@@ -132,7 +141,7 @@ class WinograndeRow(Row):
     """Holds a sentence of WinoGrande with two beginnings, one of which makes sense."""
 
     WANTED = "context_options (two texts), continuation (text) and gold (0 or 1)"
-    context_options: Annotated[list[Text], Field(min_length=2, max_length=2)]
+    context_options: Annotated[list[Beginning], Field(min_length=2, max_length=2)]
     continuation: Text
     gold: Annotated[int, Field(ge=0, le=1)]
 
@@ -289,4 +298,5 @@ def _problem(error: ValueError) -> str:
         return " ".join(str(error).split())
     first = error.errors(include_url=False, include_input=False)[0]
     field = ".".join(map(str, first["loc"]))
-    return f"{field}: {first['msg'][:1].lower()}{first['msg'][1:]}" if field else "it is not a JSON object"
+    why = first["msg"].removeprefix("Value error, ")
+    return f"{field}: {why[:1].lower()}{why[1:]}" if field else "it is not a JSON object"

@@ -19,6 +19,7 @@ from atoll.core.allreduce import Reduction, mean_between, shots
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import (
     Link,
+    Member,
     Offer,
     Pending,
     Round,
@@ -160,6 +161,32 @@ class _LocalStore:
             self.changed.notify_all()
 
     def take(self, worker: int, round_id: RoundId, reduction: Reduction, opened_s: float) -> Round:
+        for earlier in self.skipped(worker, round_id) if reduction.residual is not None else ():
+            self.settle(worker, earlier, reduction)
+        who, payloads, outliers = self.settle(worker, round_id, reduction)
+        with self.changed:
+            posted = self.rounds[round_id]
+            if posted.reduced is not None and reduction.residual is not None:  # an absent worker saves it, too
+                reduction.residual.note(tuple(round_id), tuple(self.members(round_id.step)))
+            posted.taken.add(worker)
+            if len(posted.taken | self.gone.keys()) == self.workers:
+                del self.rounds[round_id]
+            transfer = TransferStats(opened_s, posted.last_s)
+            return Round(round_id, who, payloads, posted.reduced, outliers, transfer=transfer)
+
+    def skipped(self, worker: int, round_id: RoundId) -> list[RoundId]:
+        """Return the fragment's earlier rounds that this worker applied before a resume and others have still to.
+
+        What reducing them loses enters this round, so they are reduced again first.
+        """
+        with self.changed:
+            known = [other for other, posted in self.rounds.items() if worker not in posted.taken]
+        return sorted(other for other in known if other.fragment == round_id.fragment and other < round_id)
+
+    def settle(
+        self, worker: int, round_id: RoundId, reduction: Reduction
+    ) -> tuple[tuple[Member, ...], tuple[Tensor, ...], tuple[Member, ...]]:
+        """Wait for a round and reduce it if nobody has; returns who counts, their payloads, and outliers."""
         members = self.members(round_id.step)
         with self.changed:
             self.check_open(worker)
@@ -175,13 +202,7 @@ class _LocalStore:
             if counted and shots(len(members)) == 2 and posted.reduced is None:
                 here = [payload.to(reduction.device) for payload in payloads]
                 posted.reduced = mean_between(self.reducers(round_id), here, [m.weight for m in who])
-            if posted.reduced is not None and reduction.residual is not None:  # an absent worker saves it, too
-                reduction.residual.note(tuple(round_id), tuple(members))
-            posted.taken.add(worker)
-            if len(posted.taken | self.gone.keys()) == self.workers:
-                del self.rounds[round_id]
-            transfer = TransferStats(opened_s, posted.last_s)
-            return Round(round_id, who, payloads, posted.reduced, outliers, transfer=transfer)
+        return who, payloads, outliers
 
     def reducers(self, round_id: RoundId) -> dict[int, Reduction]:
         """Return the members of a round about to be reduced; one that was absent learns of the round before."""
