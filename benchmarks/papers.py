@@ -4,7 +4,7 @@
     python benchmarks/papers.py train --text TOKENS eager-30,lr=0.7,m=0.6 streaming-30,seed=1 --parallel 2 --seconds 500
     python benchmarks/papers.py train --text TOKENS --tokens 51_200_000 ...  # a tenth as long, for a sweep
     python benchmarks/papers.py tasks --text TOKENS --data FOLDER            # BLiMP and LAMBADA of what was trained
-    python benchmarks/papers.py table --results FOLDER                       # from the results, anywhere
+    python benchmarks/papers.py table --results FOLDER [--image FILE]        # from the results, anywhere
 
 All rows train the papers' 35M decoder (6 layers of width 512, sequences of 1024) with two workers in one process, 64
 sequences a step; rows of one seed read the same tokens in the same order. The inner AdamW is that of the scaling-laws
@@ -275,6 +275,7 @@ def main() -> None:
     parser.add_argument("--eval-tokens", type=int, default=2**21, help="held-out tokens of an evaluation")
     parser.add_argument("--runs", type=Path, default=Path("runs") / "papers")
     parser.add_argument("--results", type=Path, help="folder; left out: one of the text and the length")
+    parser.add_argument("--image", type=Path, help="file for the picture of the methods without changes")
     arguments = parser.parse_intermixed_args()
     if arguments.act == "tasks" and arguments.data is None:
         parser.error("tasks needs --data: the folder with the JSONL files of the tasks, as `atoll eval` takes it")
@@ -294,10 +295,8 @@ def main() -> None:
     print("", *costs_of_4_bits(results), sep="\n")
     if missing := [name for name in METHODS if name not in results]:
         print(f"\nnot trained yet: {', '.join(missing)}")
-    image = folder.with_name(f"{folder.name}.png")
-    if folder == RESULTS / FIRST_TEXT:
-        image = Path(__file__).parent.parent / "docs" / "images" / image.name
-    picture(results).savefig(image, dpi=130)
+    if arguments.image is not None:
+        picture(results).savefig(arguments.image, dpi=130)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import threading
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import mean
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +21,6 @@ from PIL import Image
 from torch import Tensor, nn
 
 import atoll
-from atoll._util.units import bytes_text
 from atoll.core.codec import Codec
 from atoll.settings.model_presets import preset
 from atoll.settings.study import read
@@ -221,85 +219,6 @@ def test_run_files_in_the_docs_are_good(block: str, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(block)
     assert read([file]).runs
-
-
-def test_the_table_of_results_is_that_of_the_raw_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    papers = importlib.import_module("papers")
-    results, page = (
-        papers.load(papers.RESULTS / papers.FIRST_TEXT),
-        (ROOT / "docs" / "results.md").read_text(encoding="utf-8"),
-    )
-    assert "\n".join(papers.table(results)) in page
-    for books in ("books-c6b298e9", "books-c6b298e9-51.2M", "books-3bf087d0-51.2M"):
-        assert "\n".join(papers.table(papers.load(papers.RESULTS / books))) in page
-    fresh = papers.load(papers.RESULTS / "books-c6b298e9")
-    names = ["streaming-30", "streaming-30-lr0.7-m0.6"]
-    names += ["eager-30-lr0.8-m0.5", "streaming-100-lr0.8-m0.5", "eager-30", "streaming-100"]
-    base, *rows = (fresh[name] for name in ("data-parallel", *names))
-    above = [f"{100 * (one.end.loss / base.end.loss - 1):.2f} %" for one in rows]
-    base_again = fresh["data-parallel-seed1"].end.loss
-    again = [100 * (fresh[f"{name}-seed1"].end.loss / base_again - 1) for name in names[:2]]
-    fewer = mean(base.end.bytes_sent) / mean(rows[0].end.bytes_sent)
-    words = " ".join(page.split())
-    assert (
-        f"Streaming-30 ends {above[0]} above data-parallel" in words
-        and f"a {fewer:.0f}th of its payload bytes" in words
-    )
-    assert f"payload bytes, and {again[0]:.2f} % with another seed" in words
-    assert f"it ends {above[1]} above, and {again[1]:.2f} % with another seed" in words
-    assert (
-        f"with 0.8 and 0.5 they end {above[2]} and {above[3]} above, with 0.4 and 0.9 {above[4]} and {above[5]}"
-        in words
-    )
-    assert abs(base_again / base.end.loss - 1) < 0.0001 and "differs by less than 0.01 %" in words
-    muon, top64 = (
-        fresh[f"streaming-30-{changes}"]
-        for changes in ("optimizermuon-lr0.7-m0.6-inner0.006", "codectop64-feedback0.95-outersgd-lr1.0")
-    )
-    assert f"with Muon inside ends {100 * (1 - muon.end.loss / base.end.loss):.2f} % below data-parallel" in words
-    same = fresh["data-parallel-workers1-batch64-optimizermuon-inner0.006"]
-    assert f"with Muon ends {100 * (1 - same.end.loss / base.end.loss):.2f} % below" in words
-    assert f"Streaming ends {muon.gap(same).removeprefix('+')} above data-parallel" in words
-    known = {event.step: event.loss for event in base.evals}
-    for name, early, late in (
-        ("diloco-30", "is {:.2f} % below", "{:.2f} % above"),
-        ("streaming-30", "from {:.2f} %", "{:.2f} %"),
-    ):
-        at = {event.step: 100 * (event.loss / known[event.step] - 1) for event in fresh[name].evals}
-        assert early.format(-at[1560]) in words and f"{late.format(at[6240])}" in words
-    assert f"ends {100 * (top64.end.loss / base.end.loss - 1):.2f} % above data-parallel" in words
-    assert (
-        f"{100 * (top64.end.loss / rows[0].end.loss - 1):.2f} % above Streaming-30 in e3m0, at an 18th of its" in words
-    )
-    assert round(mean(rows[0].end.bytes_sent) / mean(top64.end.bytes_sent)) == 18
-    price = f"[{100 * (top64.end.loss / base.end.loss - 1):.2f} % of the loss](results.md"
-    assert price in (DOCS / "algorithms.md").read_text(encoding="utf-8")
-    for cost in papers.costs_of_4_bits(results):
-        assert cost in " ".join(page.split())
-    readme = plain("README.md")
-    sent = [bytes_text(mean(one.end.bytes_sent)) for one in (rows[0], base)]
-    assert f"ended {again[0]:.2f} to {above[0]} above data-parallel's held-out loss" in readme
-    assert f"payloads of {sent[0]} a worker instead of {sent[1]}" in readme
-    assert f"With Muon inside it ended {100 * (1 - muon.end.loss / base.end.loss):.2f} % below" in readme
-
-
-def test_figures_of_outer_defaults_are_those_of_the_raw_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    papers = importlib.import_module("papers")
-    ended = {name: row.end.loss for name, row in papers.load(papers.RESULTS / "books-c6b298e9").items()}
-    page = (DOCS / "decisions" / "0035-outer-defaults.md").read_text(encoding="utf-8")
-    for label, method in (
-        ("Streaming, period 30", "streaming-30"),
-        ("Streaming, period 100", "streaming-100"),
-        ("Eager, period 30", "eager-30"),
-    ):
-        cells = []
-        for pair in ("", "-lr0.7-m0.6", "-lr0.8-m0.5"):
-            seeds = {seed: f"{method}{pair}{seed}" for seed in ("", "-seed1") if f"{method}{pair}{seed}" in ended}
-            gaps = [100 * (ended[row] / ended[f"data-parallel{seed}"] - 1) for seed, row in seeds.items()]
-            cells.append(", seed 1: ".join(f"{gap:+.2f} %" for gap in gaps))
-        assert f"| {label} | {' | '.join(cells)} |".replace("|  |", "| |") in page
 
 
 def test_figures_of_the_gpu_are_those_of_the_raw_numbers() -> None:

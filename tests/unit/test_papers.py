@@ -25,7 +25,17 @@ def papers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_a_row_is_named_by_its_method_and_what_changes_it(papers: ModuleType) -> None:
     assert papers.Row.parse("eager-30").name == "eager-30"
-    assert papers.Row.parse("eager-30,lr=0.7,m=0.6,seed=1").name == "eager-30-lr0.7-m0.6-seed1"
+    row = papers.Row.parse("eager-30,lr=0.7,m=0.6,seed=1")
+    assert row.name == "eager-30-lr0.7-m0.6-seed1"
+    assert papers.Row.named(row.name) == row and row.text == "eager-30,lr=0.7,m=0.6,seed=1"
+
+
+def test_every_result_in_the_tree_is_named_by_its_row(papers: ModuleType) -> None:
+    names = {path.stem for path in papers.RESULTS.glob("*/*.jsonl")}
+    assert "streaming-30-fp32-seed1" in names
+    for name in names:
+        row = papers.Row.named(name)
+        assert row.name == name and papers.Row.parse(row.text) == row
 
 
 @pytest.mark.parametrize("text", ["eager", "eager-30,lr", "eager-30,lr=", "eager-30,rate=0.7", ""])
@@ -39,9 +49,9 @@ def test_a_gap_is_to_data_parallel_of_the_same_seed(papers: ModuleType) -> None:
     results = {name: known[name] for name in ("data-parallel", "streaming-30", "streaming-30-seed1")}
     results["data-parallel-seed1"] = known["diloco-30"]
     lines = {line.split(" | ")[0].strip("| "): line for line in papers.table(results)}
-    assert known["streaming-30-seed1"].gap(known["diloco-30"]) in lines["streaming-30-seed1"]
+    assert known["streaming-30-seed1"].gap(known["diloco-30"]) in lines["streaming-30,seed=1"]
     assert known["streaming-30"].gap(known["data-parallel"]) in lines["streaming-30"]
-    assert " | 1.6171 |  |  | " in lines["data-parallel-seed1"]
+    assert " | 1.6171 |  |  | " in lines["data-parallel,seed=1"]
 
 
 def test_a_text_that_is_hard_for_both_alike_adds_no_error(papers: ModuleType) -> None:
@@ -75,4 +85,4 @@ def test_a_table_is_trained_on_a_folder_of_tokens(tmp_path: Path, monkeypatch: p
         assert json.loads(kept.with_name(f"{name}.json").read_text())["sync.workers"] == 2
         assert np.load(kept.with_name(f"{name}.npy")).shape == (32,)
     drawn = subprocess.run([*script, "table", *folders[4:]], capture_output=True, text=True, check=True).stdout
-    assert "| eager-30-lr0.7-m0.6 | " in drawn and "±" in drawn
+    assert "| eager-30,lr=0.7,m=0.6 | " in drawn and "±" in drawn

@@ -1,0 +1,116 @@
+"""Figures of the 35M comparison: README and the docs have those of the raw metrics in benchmarks/results."""
+
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from atoll._util.units import bytes_text
+from papers_rows import Row
+from papers_table import FIRST_TEXT, RESULTS, costs_of_4_bits, load, table
+
+ROOT = Path(__file__).resolve().parent.parent
+FRESH = load(RESULTS / "books-c6b298e9")
+FIRST = load(RESULTS / FIRST_TEXT)
+MUON, DATA_PARALLEL_MUON, TOP64 = (
+    Row.parse(text).name
+    for text in (
+        "streaming-30,optimizer=muon,lr=0.7,m=0.6,inner=0.006",
+        "data-parallel,workers=1,batch=64,optimizer=muon,inner=0.006",
+        "streaming-30,codec=top64,feedback=0.95,outer=sgd,lr=1.0",
+    )
+)
+
+
+def words(page: str) -> str:
+    """Return a page of the project with single spaces."""
+    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+
+def above(row: str, other: str = "data-parallel", step: int | None = None) -> float:
+    """Return by how many percent of the other's loss a row ends above it, or is above it after a step."""
+    if step is None:
+        return float(100 * (FRESH[row].end.loss / FRESH[other].end.loss - 1))
+    one, two = (next(event.loss for event in FRESH[name].evals if event.step == step) for name in (row, other))
+    return float(100 * (one / two - 1))
+
+
+def again(row: str) -> float:
+    """Return the gap with seed 1 to data-parallel with seed 1."""
+    return above(f"{row}-seed1", "data-parallel-seed1")
+
+
+def times_fewer(row: str, other: str) -> float:
+    """Return how many times fewer bytes a worker sends than in another row."""
+    return mean(FRESH[other].end.bytes_sent) / mean(FRESH[row].end.bytes_sent)
+
+
+@pytest.mark.parametrize("folder", [FIRST_TEXT, "books-c6b298e9", "books-c6b298e9-51.2M", "books-3bf087d0-51.2M"])
+def test_tables_are_those_of_the_raw_metrics(folder: str) -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert "\n".join(table(load(RESULTS / folder))) in page
+
+
+LOWER, RARE = "streaming-30-lr0.7-m0.6", "streaming-100"
+LATE = {row: (above(row, step=1560), above(row, step=6240), above(row)) for row in ("diloco-30", "streaming-30")}
+TO_SAME = FRESH[MUON].gap(FRESH[DATA_PARALLEL_MUON]).removeprefix("+")
+SENTENCES = [
+    "DiLoCo-30 ends {:.2f} % above data-parallel".format(above("diloco-30")),
+    "Streaming-30 ends {:.2f} % above data-parallel, at a {:.0f}th of data-parallel's payload bytes".format(
+        above("streaming-30"), times_fewer("streaming-30", "data-parallel")
+    ),
+    "payload bytes, and {:.2f} % with another seed".format(again("streaming-30")),
+    f"it ends {above(LOWER):.2f} % above, and {again(LOWER):.2f} % with another seed",
+    "with 0.8 and 0.5 they end {:.2f} % and {:.2f} % above, with 0.4 and 0.9 {:.2f} % and {:.2f} %".format(
+        above("eager-30-lr0.8-m0.5"), above(f"{RARE}-lr0.8-m0.5"), above("eager-30"), above(RARE)
+    ),
+    "has at +3.1 %, ends {:.2f} % above".format(above("streaming-eager-30")),
+    "newest delta, ends {:.1f} % above".format(above("delayed-30")),
+    "DiLoCo-30 is {:.2f} % below data-parallel after a fifth of the steps".format(-LATE["diloco-30"][0]),
+    "{:.2f} % above after four fifths, and {:.2f} % above at the end".format(*LATE["diloco-30"][1:]),
+    "Streaming-30 goes from {:.2f} % below to {:.2f} % and {:.2f} % above".format(
+        -LATE["streaming-30"][0], *LATE["streaming-30"][1:]
+    ),
+    f"with Muon inside ends {-above(MUON):.2f} % below data-parallel with AdamW",
+    f"Data-parallel with Muon ends {-above(DATA_PARALLEL_MUON):.2f} % below",
+    f"so Streaming ends {TO_SAME} above data-parallel with the same optimizer",
+    "while with AdamW it ends {:.2f} % above".format(above("streaming-30")),
+    "ends {:.2f} % above data-parallel**, {:.2f} % above Streaming-30 in e3m0, at an {:.0f}th of its bytes: {}".format(
+        above(TOP64),
+        above(TOP64, "streaming-30"),
+        times_fewer(TOP64, "streaming-30"),
+        bytes_text(mean(FRESH[TOP64].end.bytes_sent)),
+    ),
+    *costs_of_4_bits(FIRST),
+]
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_sentences_have_the_figures_of_the_raw_metrics(sentence: str) -> None:
+    assert sentence in words("docs/results.md")
+
+
+def test_data_parallel_hardly_depends_on_the_seed() -> None:
+    assert abs(above("data-parallel-seed1")) < 0.01 and "differs by less than 0.01 %" in words("docs/results.md")
+
+
+def test_readme_and_algorithms_repeat_figures_of_the_raw_metrics() -> None:
+    readme, sent = words("README.md"), [mean(FRESH[name].end.bytes_sent) for name in ("streaming-30", "data-parallel")]
+    assert f"{again('streaming-30'):.2f} to {above('streaming-30'):.2f} % above data-parallel's held-out loss" in readme
+    assert f"payloads of {bytes_text(sent[0])} a worker instead of {bytes_text(sent[1])}" in readme
+    assert f"With Muon inside it ended {-above(MUON):.2f} % below" in readme
+    assert f"[{above(TOP64):.2f} % of the loss](results.md" in words("docs/algorithms.md")
+
+
+def test_the_decision_on_defaults_has_figures_of_the_raw_metrics() -> None:
+    page = (ROOT / "docs" / "decisions" / "0035-outer-defaults.md").read_text(encoding="utf-8")
+    for label, method in (
+        ("Streaming, period 30", "streaming-30"),
+        ("Streaming, period 100", "streaming-100"),
+        ("Eager, period 30", "eager-30"),
+    ):
+        cells = []
+        for row in (method, f"{method}-lr0.7-m0.6", f"{method}-lr0.8-m0.5"):
+            first = f"{above(row):+.2f} %" if row in FRESH else ""
+            cells.append(f"{first}, seed 1: {again(row):+.2f} %" if f"{row}-seed1" in FRESH else first)
+        assert f"| {label} | {' | '.join(cells)} |".replace("|  |", "| |") in page
