@@ -15,7 +15,7 @@ import time
 from atoll.plan.line import Line
 from atoll.plan.method import Model
 from atoll.plan.recommend import candidates, recommend, sweep
-from paper_table import MODELS, compare
+from bandwidth_tables import MODELS, compare
 
 SETTINGS = 10_000
 PERIODS = tuple(sorted({round(5 * 200 ** (n / 89)) for n in range(90)}))

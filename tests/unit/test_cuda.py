@@ -382,7 +382,7 @@ def test_two_runs_agree_and_a_resumed_one_goes_on(compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_recording_leaves_the_gradients_of_what_it_recorded(accumulate: int) -> None:
+def test_a_graph_leaves_the_gradients_of_the_pass_it_captured(accumulate: int) -> None:
     run = {"device": "cuda", "precision": "fp32", "train": {"batch": 4, "lr": 1e-3, "accumulate": accumulate}}
     shape = preset("tiny")
     settings = resolve(config.parse(run), parameters=shape.parameters, context=shape.context)
@@ -404,7 +404,7 @@ def test_a_recording_leaves_the_gradients_of_what_it_recorded(accumulate: int) -
         inner.step(1e-3)
 
 
-def test_recordings_of_two_workers_do_not_disturb_each_other() -> None:
+def test_graphs_of_two_workers_do_not_disturb_each_other() -> None:
     shape = preset("tiny")
     settings = resolve(
         config.parse({"device": "cuda", "precision": "fp32", "train": {"batch": 4, "lr": 1e-3}}),
@@ -420,7 +420,7 @@ def test_recordings_of_two_workers_do_not_disturb_each_other() -> None:
     for act, one, batch in zip(plain, models, tokens, strict=True):
         act(batch)
         wanted.append([p.grad.clone() for p in one.parameters() if p.grad is not None])
-    for order in ((1, 0), (0, 1)):  # recorded in one order, played in another
+    for order in ((1, 0), (0, 1)):  # captured in one order, replayed in another
         for n in order:
             played[n](tokens[n])
         for one, gradients in zip(models, wanted, strict=True):
@@ -428,7 +428,7 @@ def test_recordings_of_two_workers_do_not_disturb_each_other() -> None:
                 torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)
 
 
-def test_recordings_share_the_memory_of_a_pass() -> None:
+def test_graphs_share_the_memory_of_a_pass() -> None:
     shape = preset("small")
     settings = resolve(
         config.parse({"device": "cuda", "precision": "fp32", "train": {"batch": 32, "lr": 1e-3}}),
@@ -451,7 +451,7 @@ def test_recordings_share_the_memory_of_a_pass() -> None:
     assert held[3] - held[0] < 3 * gradients + 0.1 * a_pass
 
 
-def test_recorded_or_launched_one_by_one_a_run_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_or_launched_one_by_one_a_run_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     played = trainer(compiled=True)
     with monkeypatch.context() as patch:
         patch.setattr("atoll.train.step.cuda_graph.LARGEST_FLOPS", 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import paper_table as paper
+import bandwidth_tables as paper
 from atoll.core.codec import Codec
 from atoll.plan import cost
 from atoll.plan.forecast import bandwidth_needed, utilisation

@@ -20,7 +20,7 @@ from atoll.plan.line import GOODPUT, Line
 from atoll.plan.method import METHODS, RUN_FILE_METHOD, Model, methods_for
 from atoll.settings.config import load
 from atoll.settings.study import shipped
-from paper_table import PRINTED, TABLE_4
+from bandwidth_tables import PRINTED, TABLE_4
 
 MAIN = ("--params", "10e9", "--layers", "48", "--step-time", "0.8", "--workers", "8", "--link", "1Gbit/s,40ms")
 ONE = ("--params", "1e9", "--layers", "24", "--step-time", "0.1")

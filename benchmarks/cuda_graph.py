@@ -1,10 +1,10 @@
-"""What it gives to record a small model's passes on a GPU (a CUDA graph) instead of launching kernel by kernel.
+"""Measures what it gains to capture a small model's passes as CUDA graphs instead of launching kernel by kernel.
 
-    python benchmarks/recorded.py [--workers 2] [--seconds 1]
+    python benchmarks/cuda_graph.py [--workers 2] [--seconds 1]
 
-Two trainers of the same preset and batch, one of which records, take turns; each makes `Trainer.step`s with Streaming,
-all workers in this process. "faster" is the median of the ratios of neighbouring turns. `atoll train` records what is
-below `recorded.LARGEST_FLOPS` a pass; here that is asked for, or forbidden.
+Two trainers of the same preset and batch, one of which captures, take turns; each makes `Trainer.step`s with Streaming,
+all workers in this process. "faster" is the median of the ratios of neighbouring turns. `atoll train` captures what is
+below `cuda_graph.LARGEST_FLOPS` a pass; here that is asked for, or forbidden.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 from atoll.train.model.decoder import Decoder
-from atoll.train.step import cuda_graph as recorded
+from atoll.train.step import cuda_graph
 from atoll.train.trainer import Trainer
 from mfu import trainer_of
 
-RESULTS = Path(__file__).parent / "results" / "recorded.json"
+RESULTS = Path(__file__).parent / "results" / "cuda_graph.json"
 CASES = [("tiny", 8), ("small", 8), ("small", 64), ("7M", 16), ("35M", 2), ("35M", 8), ("35M", 32)]
 """Presets and sequences a step and worker."""
 TURNS = 5
@@ -42,22 +42,22 @@ def step_s(trainer: Trainer, seconds: float) -> float:
 def measure(name: str, batch: int, workers: int, seconds: float) -> dict[str, float | int | str]:
     """One case."""
     trainers = {}
-    for kind, largest in (("launched", 0.0), ("recorded", float("inf"))):
-        recorded.LARGEST_FLOPS = largest
+    for kind, largest in (("launched", 0.0), ("captured", float("inf"))):
+        cuda_graph.LARGEST_FLOPS = largest
         trainers[kind] = trainer_of(name, batch, workers)
         for _ in range(2 * trainers[kind].config.sync.used_period + 5):  # compiles, also what rounds need
             trainers[kind].step()
     order = list(trainers.items())
     taken = [{kind: step_s(trainer, seconds / TURNS) for kind, trainer in order[:: (-1) ** n]} for n in range(TURNS)]
-    (model, *_) = trainers["recorded"].models
+    (model, *_) = trainers["captured"].models
     assert isinstance(model, Decoder)
     return {
         "preset": name,
         "batch": batch,
         "workers": workers,
-        "pass_flops": recorded.pass_flops(trainers["recorded"].config, model),
+        "pass_flops": cuda_graph.pass_flops(trainers["captured"].config, model),
         **{f"{kind}_step_s": statistics.median(turn[kind] for turn in taken) for kind in trainers},
-        "faster": statistics.median(turn["launched"] / turn["recorded"] for turn in taken),
+        "faster": statistics.median(turn["launched"] / turn["captured"] for turn in taken),
     }
 
 
@@ -77,7 +77,7 @@ def main() -> None:
         print(
             f"{name:>5}, {batch:3} sequences, {row['pass_flops']:.1e} FLOPs a pass: a step of {arguments.workers} "
             f"workers {1e3 * row['launched_step_s']:.2f} ms launched, "  # type: ignore[operator]
-            f"{1e3 * row['recorded_step_s']:.2f} ms recorded, {row['faster']:.2f} times as fast",  # type: ignore[operator]
+            f"{1e3 * row['captured_step_s']:.2f} ms captured, {row['faster']:.2f} times as fast",  # type: ignore[operator]
             flush=True,
         )
         torch.compiler.reset()

@@ -1,6 +1,6 @@
 """Compares the papers' tables of bandwidths with the planner: table 4 of Streaming DiLoCo, table 5 of Eager Updates.
 
-    python benchmarks/paper_table.py [--json]
+    python benchmarks/bandwidth_tables.py [--json]
 
 Both tables say, for three models, which of 50 bandwidths between 0.1 and 1000 Gbit/s keeps a worker busy for 50 to 99 %
 of its time. They come from a simulator that was not released. `plan.simulate` reproduces table 4 layer by layer, with

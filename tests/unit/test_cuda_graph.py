@@ -1,4 +1,4 @@
-"""Which passes are recorded: decided without a GPU. That they leave what the pass itself would: test_cuda.py."""
+"""Tests which passes are captured: decided without a GPU. That they leave what the pass itself would: test_cuda.py."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from atoll.train.step.cuda_graph import capture_small_passes
 
 
 @pytest.mark.parametrize(
-    ("workers", "changes", "recorded"),
+    ("workers", "changes", "captured"),
     [
         (2, (), True),
         (2, ("train.batch=32",), False),  # the GPU has enough to do
@@ -21,8 +21,8 @@ from atoll.train.step.cuda_graph import capture_small_passes
         (2, ("device=cpu",), False),
     ],
 )
-def test_short_passes_are_recorded(
-    workers: int, changes: tuple[str, ...], recorded: bool, monkeypatch: pytest.MonkeyPatch
+def test_short_passes_are_captured(
+    workers: int, changes: tuple[str, ...], captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: (0, 0))  # torch for a CPU has none
     run = {"device": "cuda", "compile": True, "train": {"batch": 8, "sequence": 1024}, "model": {"preset": "35M"}}
@@ -30,10 +30,10 @@ def test_short_passes_are_recorded(
     with torch.device("meta"):
         models = [Decoder(settings.shape(32_000)) for _ in range(workers)]
     acts = [no_pass] * workers
-    assert (capture_small_passes(settings, models, acts) is not acts) == recorded
+    assert (capture_small_passes(settings, models, acts) is not acts) == captured
 
 
-def test_a_model_of_another_kind_is_not_recorded() -> None:
+def test_a_model_of_another_kind_is_not_captured() -> None:
     settings = config.parse({"device": "cuda", "compile": True, "train": {"batch": 1, "sequence": 8}})
     acts = [no_pass]
     assert capture_small_passes(settings, [torch.nn.Linear(2, 2)], acts) is acts
