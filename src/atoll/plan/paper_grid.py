@@ -1,8 +1,8 @@
 """Answers as table 4 of the Streaming DiLoCo paper does: the first bandwidth of its grid that is enough.
 
 The table is for two workers without latency that send layer by layer. `benchmarks/bandwidth_tables.py` compares all of
-its cells with ours. One constant is fitted to it: steps take STRETCH times as long as its captions say. The paper gives a
-model FLOPs utilisation of 60 % in one place and 40 % in another; 1.2 is what 50 % makes of the captions' 60 %.
+its cells with ours. One constant is fitted to it: steps take STRETCH times as long as its captions say. The paper gives
+a model FLOPs utilisation of 60 % in one place and 40 % in another; 1.2 is what 50 % makes of the captions' 60 %.
 """
 
 from dataclasses import replace
