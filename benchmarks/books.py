@@ -2,6 +2,7 @@
 
     python benchmarks/books.py read BOOKS FOLDER      # a folder or a git directory of Project Gutenberg's .txt files
     python benchmarks/books.py tokens FOLDER          # a BPE of 32,000, and the books as its tokens: FOLDER/tokens
+    python benchmarks/books.py origins FOLDER RESULTS # the book of each held-out sequence, for papers.py's errors
     python benchmarks/books.py pack FOLDER            # the tokens, compressed, in parts of 60 MB to copy: FOLDER/parts
     python benchmarks/books.py unpack PARTS TOKENS    # on another machine; `atoll train` takes TOKENS as data.source
 
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from atoll.errors import DataError
 from atoll.train.data.cache import check, no_progress, seal
@@ -289,6 +291,17 @@ class Words:
         return np.fromiter(chain(ids, [cls.tokenizer.separator]), dtype_of(cls.tokenizer.vocabulary))
 
 
+def origins(folder: Path, sequence: int, count: int) -> npt.NDArray[np.uint16]:
+    """Return the number of the held-out book that most of each held-out sequence is from, for the first `count`."""
+    books, tokenizer = enumerate(texts(folder / "held_out.jsonl")), open_tokenizer(folder / "tokens")
+    cut = sorted((digest(part), number) for number, text in books for part in passages(text))
+    tokens = np.fromfile(folder / "tokens" / "held_out.bin", dtype_of(tokenizer.vocabulary))
+    ends = np.flatnonzero(tokens == tokenizer.separator) + 1  # one ends each passage
+    of_token = np.repeat([number for _, number in cut[: len(ends)]], np.diff(ends, prepend=0))
+    rows = of_token[: count * sequence].reshape(count, sequence)
+    return np.array([np.bincount(row).argmax() for row in rows], np.uint16)
+
+
 def pack(folder: Path) -> dict[str, Any]:
     """Compress the tokens into FOLDER/parts/N/FILE.CHUNK.bz2, and return the size and digest of each chunk."""
     sources = sorted(path for path in (folder / "tokens").iterdir())
@@ -359,6 +372,11 @@ def main() -> None:
     act.add_argument("folder", type=Path)
     act.add_argument("--vocabulary", type=int, default=VOCABULARY)
     act.add_argument("--tokens", type=int, default=260_000_000, help="of training text, about; more is left out")
+    act = acts.add_parser("origins")
+    act.add_argument("folder", type=Path)
+    act.add_argument("target", type=Path, help="folder of results of papers.py")
+    act.add_argument("--sequence", type=int, default=1024, help="tokens of a sequence")
+    act.add_argument("--sequences", type=int, default=2048, help="that papers.py evaluates")
     act = acts.add_parser("pack")
     act.add_argument("folder", type=Path)
     act = acts.add_parser("unpack")
@@ -369,6 +387,10 @@ def main() -> None:
         note(arguments.folder, {"text": read(arguments.sources, arguments.folder)})
     elif arguments.act == "tokens":
         note(arguments.folder, {"tokens": tokens(arguments.folder, arguments.vocabulary, arguments.tokens)})
+    elif arguments.act == "origins":
+        found = origins(arguments.folder, arguments.sequence, arguments.sequences)
+        np.save(arguments.target / "held_out_books.npy", found)
+        print(f"{len(found)} held-out sequences of {len(set(found))} books")
     elif arguments.act == "pack":
         note(arguments.folder, {"parts": pack(arguments.folder)})
     else:

@@ -39,6 +39,8 @@ class Result(NamedTuple):
     end: End
     losses: npt.NDArray[np.float32] | None
     """The loss of every held-out sequence, if they were kept."""
+    books: npt.NDArray[np.uint16] | None
+    """The book of every held-out sequence, if it is known; `books.py origins` finds it."""
     text: str | None
     """The digest of its text, if that was kept."""
     scores: dict[str, Scored]
@@ -48,13 +50,14 @@ class Result(NamedTuple):
     def read(cls, path: Path) -> "Result":
         """Read a run from its metrics and the files beside them."""
         events = list(read(path))
-        losses, known = path.with_suffix(".npy"), path.with_suffix(".json")
+        losses, known, books = path.with_suffix(".npy"), path.with_suffix(".json"), path.with_name("held_out_books.npy")
         return cls(
             start=next(event for event in events if isinstance(event, Start)),
             steps=[event for event in events if isinstance(event, Step)],
             evals=[event for event in events if isinstance(event, Eval)],
             end=next(event for event in events if isinstance(event, End)),
             losses=np.load(losses) if losses.exists() else None,
+            books=np.load(books) if books.exists() else None,
             text=json.loads(known.read_text())["text"] if known.exists() else None,
             scores={event.task: event for event in events if isinstance(event, Scored) and event.weights == "final"},
         )
@@ -75,15 +78,18 @@ class Result(NamedTuple):
     def gap(self, reference: "Result") -> str:
         """Return how far the loss is above another run's, in percent, with a standard error if it is known.
 
-        The gap is a ratio of two means over the same text, so text that is hard for both alike adds no error.
+        The gap is a ratio of two means over the same text, so text that is hard for both alike adds no error. The
+        sequences of one book, or 16 neighbours where books are not known, count as one observation.
         """
         gap = f"{100 * (self.end.loss / reference.end.loss - 1):+.2f} %"
         if self.losses is None or reference.losses is None or self.losses.shape != reference.losses.shape:
             return gap
         ratio = self.losses.mean() / reference.losses.mean()
         apart = (self.losses - ratio * reference.losses) / reference.losses.mean()
-        near = np.array([part.mean() for part in np.array_split(apart, max(2, len(apart) // 16))])
-        return f"{gap} ± {100 * np.std(near, ddof=1) / math.sqrt(len(near)):.2f}"
+        groups = self.books if self.books is not None else np.arange(len(apart)) // 16
+        sums = np.bincount(groups, apart)[np.unique(groups)]
+        error = math.sqrt(len(sums) / max(1, len(sums) - 1) * (sums**2).sum()) / len(apart)
+        return f"{gap} ± {100 * error:.2f}"
 
 
 def table(results: Mapping[str, Result]) -> list[str]:

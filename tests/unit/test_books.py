@@ -117,6 +117,15 @@ def test_tokens_that_travelled_are_those_that_were_packed(
     data = prepare(DataSection(source=str(text / "tokens"), cache=str(tmp_path)))
     whole = [data.tokenizer.encode(book).tolist() for book in books.texts(text / "books.jsonl")]
     assert data.train[0].tolist() == [i for ids in whole for i in (*ids, data.tokenizer.separator)]
+    count = len(data.held_out) // 64
+    origins = books.origins(text, 64, count)
+    held_out = list(books.texts(text / "held_out.jsonl"))
+    assert len(set(origins.tolist())) > 1
+    for row, origin in zip(data.held_out[: count * 64].reshape(count, 64), origins, strict=True):
+        quarters = [data.tokenizer.decode(row[at : at + 16]) for at in range(0, 64, 16)]
+        assert (
+            sum(text in held_out[origin] for text in quarters) >= 2
+        )  # a sequence may begin in one book and end in another
     books.pack(text)
     parts = sorted((text / "parts").iterdir())
     assert len(parts) > 2

@@ -61,6 +61,23 @@ def test_a_text_that_is_hard_for_both_alike_adds_no_error(papers: ModuleType) ->
     assert higher.gap(one) == "+20.00 % ± 0.00"
 
 
+def test_sequences_of_one_book_are_one_observation(papers: ModuleType) -> None:
+    draw = np.random.default_rng(0)
+    known = papers.load(papers.RESULTS / "books-c6b298e9")["data-parallel"]
+    books = draw.integers(0, 9, 60).astype(np.uint16)
+    hard = draw.normal(0, 0.1, 9)[books]  # what a book adds to one model's loss
+    one = known._replace(losses=draw.uniform(3, 4, 60), books=books)
+    other = known._replace(losses=one.losses + hard)._replace(books=books)
+    error = float(other.gap(one).rpartition("± ")[2])
+    twice = [each._replace(losses=np.repeat(each.losses, 2), books=np.repeat(books, 2)) for each in (one, other)]
+    assert float(twice[1].gap(twice[0]).rpartition("± ")[2]) == error > 0  # the same books tell nothing new
+    apart = [each._replace(books=np.arange(120)) for each in twice]
+    assert float(apart[1].gap(apart[0]).rpartition("± ")[2]) < 0.7 * error
+    kept = [books != left for left in range(9)]  # the jackknife over books: a standard error by another way
+    ratios = np.array([other.losses[some].sum() / one.losses[some].sum() for some in kept])
+    assert 100 * np.sqrt(8 / 9 * np.sum((ratios - ratios.mean()) ** 2)) == pytest.approx(error, rel=0.25)
+
+
 @pytest.mark.slow
 def test_a_table_is_trained_on_a_folder_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than training here
