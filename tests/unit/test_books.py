@@ -122,7 +122,7 @@ def test_tokens_that_travelled_are_those_that_were_packed(
     held_out = list(books.texts(text / "held_out.jsonl"))
     assert len(set(origins.tolist())) > 1
     for row, origin in zip(data.held_out[: count * 64].reshape(count, 64), origins, strict=True):
-        quarters = [data.tokenizer.decode(row[at : at + 16]) for at in range(0, 64, 16)]
+        quarters = [data.tokenizer.decode(row[at : at + 16].tolist()) for at in range(0, 64, 16)]
         assert (
             sum(text in held_out[origin] for text in quarters) >= 2
         )  # a sequence may begin in one book and end in another

@@ -385,6 +385,7 @@ def test_metrics_that_cannot_be_written_are_told_before_anything_is_read(run: Pa
         lose(run / "metrics.jsonl")
         refused = atoll("eval", run, "--tasks", "piqa", "--data", tmp_path / "nowhere")
         assert refused.exit_code == 1 and str(run / "metrics.jsonl") in refused.stderr
+        assert f"evaluate {run / 'model'}, which records none" in refused.stderr
 
 
 def test_mistakes_are_told_in_one_line(run: Path, data: Path, tmp_path: Path) -> None:

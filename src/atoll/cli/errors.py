@@ -56,8 +56,8 @@ def _message(error: Exception) -> str | None:
     # Torch's error types are compared by name: importing torch only to fail would take seconds.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error):
         return (
-            "out of memory: lower train.batch or raise train.accumulate, set model.checkpoint_activations=true, "
-            "or choose a smaller model.preset or fewer sync.workers"
+            "out of memory: lower train.batch (of atoll eval, --batch) or raise train.accumulate, set "
+            "model.checkpoint_activations=true, or choose a smaller model.preset or fewer sync.workers"
         )
     if isinstance(error, OSError) and error.errno not in (None, errno.EPIPE):
         where = f"{error.filename}: " if error.filename else ""

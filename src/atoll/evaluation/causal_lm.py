@@ -148,13 +148,15 @@ class CausalLM(TemplateLM):  # type: ignore[misc]
         answers: list[tuple[float, bool]] = []
         with tqdm(total=len(requests), desc="requests", disable=None) as progress:
             for chunk in ordered.get_batched(n=self._batch):
+                scored: list[tuple[torch.Tensor, Sequence[int]]] = []
                 for request, logits in zip(chunk, self._logits(chunk), strict=True):
                     likelihoods = functional.log_softmax(logits, dim=-1)[None]
                     shared = ordered.get_cache(
                         req_str=request[0], cxt_toks=request[1], cont_toks=request[2], logits=likelihoods
                     )
-                    answers += [_answer(values, continuation) for _, continuation, values in shared]
-                    progress.update(len(answers) - progress.n)
+                    scored += [(values, continuation) for _, continuation, values in shared]
+                answers += self._answers(scored)
+                progress.update(len(answers) - progress.n)
         self.requests += len(requests)
         self.cut += sum(len(context) + len(continuation) > self.context + 1 for _, context, continuation in requests)
         found: list[tuple[float, bool]] = ordered.get_original(answers)
@@ -183,13 +185,17 @@ class CausalLM(TemplateLM):  # type: ignore[misc]
             )
         return torch.tensor((context + continuation)[-self.context - 1 : -1], dtype=torch.int64)
 
+    def _answers(self, scored: Sequence[tuple[torch.Tensor, Sequence[int]]]) -> list[tuple[float, bool]]:
+        """Returns each continuation's log-likelihood, and whether greedy decoding would produce it.
 
-def _answer(likelihoods: torch.Tensor, continuation: Sequence[int]) -> tuple[float, bool]:
-    """Returns a continuation's log-likelihood, and whether greedy decoding would produce it.
-
-    The log-likelihoods [1, time, vocabulary] end with those of the continuation's tokens.
-    """
-    ids = torch.tensor([continuation], dtype=torch.int64, device=likelihoods.device)
-    last = likelihoods[:, -ids.shape[1] :]
-    total = last.gather(2, ids[..., None])[..., 0].sum()
-    return float(total), bool((last.argmax(-1) == ids).all())
+        The log-likelihoods [1, time, vocabulary] end with those of the continuation's tokens. All requests of a batch
+        wait for the device once.
+        """
+        rows = pad_sequence([torch.tensor(ids, dtype=torch.int64) for _, ids in scored], batch_first=True)
+        found = []
+        for (likelihoods, continuation), row in zip(scored, rows.to(self._device), strict=True):
+            ids = row[None, : len(continuation)]
+            last = likelihoods[:, -ids.shape[1] :]
+            total = last.gather(2, ids[..., None])[..., 0].sum()
+            found.append(torch.stack([total, (last.argmax(-1) == ids).all().to(total.dtype)]))
+        return [(total, bool(greedy)) for total, greedy in torch.stack(found).tolist()]

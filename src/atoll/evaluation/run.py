@@ -1,7 +1,7 @@
 """Evaluates the model of a run, or any exported model, on tasks, and records the scores in the run's metrics."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,8 +72,7 @@ def evaluate(
         if (folder / RUN).is_file():  # training would replace the export, and cut the metrics
             busy = f"{folder} is being trained: wait until it ends, or evaluate {export}, which records no scores"
             held.enter_context(locked(folder / LOCK, AtollError(busy)))
-            events = folder / METRICS  # opened before the work: hours later would be too late for an error
-            metrics = held.enter_context(closing(Jsonl(events, at=events.stat().st_size)))
+            metrics = held.enter_context(_open_metrics(folder / METRICS, export))  # before hours of work
         read = [read_task(task, data) for task in found]
         model, tokenizer = load_export(export)
         if not all(parameter.isfinite().all() for parameter in model.parameters()):
@@ -87,6 +86,14 @@ def evaluate(
             for each in scores:
                 metrics.write(each)
     return Evaluation(model=export, scores=scores, requests=lm.requests, cut=lm.cut, context=lm.context)
+
+
+def _open_metrics(path: Path, export: Path) -> AbstractContextManager[Jsonl]:
+    try:
+        return closing(Jsonl(path, at=path.stat().st_size))
+    except (OSError, AtollError) as error:
+        problem = f"the scores could not be recorded in {path} ({error})"
+        raise DataError(f"{problem}: evaluate {export}, which records none", path=path) from error
 
 
 def _device(name: str) -> torch.device:
