@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from atoll.errors import ConfigError, DataError
-from atoll.evaluation.run import evaluate
+from atoll.evaluation.evaluate import evaluate
 from atoll.evaluation.tasks import LocalTask, find_tasks, read_task
 from atoll.report.record import EventLog, RunRecord, merge
 from atoll.report.tasks import accuracy_text, comparison_table, score_table, scores_by_task

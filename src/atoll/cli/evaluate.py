@@ -12,7 +12,7 @@ import typer
 from atoll.cli.errors import saying
 
 if TYPE_CHECKING:  # torch and the harness are imported by the command alone
-    from atoll.evaluation.run import Evaluation
+    from atoll.evaluation.evaluate import Evaluation
 
 
 def evaluate(
@@ -41,7 +41,7 @@ def evaluate(
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TQDM_DISABLE": "1"}
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with saying("stopped; nothing was recorded"):
-        from atoll.evaluation.run import evaluate as evaluate_run
+        from atoll.evaluation.evaluate import evaluate as evaluate_run
 
         names = [name.strip() for name in tasks.split(",") if name.strip()]
         found = evaluate_run(folder, names, data, best=best, device=device, batch=batch)
