@@ -24,8 +24,8 @@ from atoll._util.disk import locked  # noqa: E402
 from atoll.cli import main as cli  # noqa: E402
 from atoll.errors import AtollError, ConfigError, DataError  # noqa: E402
 from atoll.evaluation.causal_lm import CausalLM, HubEncoder, PlainEncoder, encoder_of  # noqa: E402
-from atoll.evaluation.harness import TASKS  # noqa: E402
 from atoll.evaluation.evaluate import evaluate  # noqa: E402
+from atoll.evaluation.harness import TASKS  # noqa: E402
 from atoll.evaluation.tasks import find_tasks  # noqa: E402
 from atoll.runs.events import read  # noqa: E402
 from atoll.runs.scored import Scored  # noqa: E402
