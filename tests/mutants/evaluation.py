@@ -19,7 +19,6 @@ MUTANTS = [
     Mutant("any likely token is the likeliest", LM, "(last.argmax(-1) == ids).all()", "(last.argmax(-1) == ids).any()"),
     Mutant("logits for likelihoods", LM, "functional.log_softmax(logits, dim=-1)[None]", "logits[None]"),
     Mutant("answers in the order of batches", LM, "ordered.get_original(answers)", "answers"),
-    Mutant("windows overlap", LM, "(None, *make_disjoint_window(window))", "(None, *window)"),
     Mutant("continuations of any length", LM, "if not 0 < len(continuation) <= self.context:", "if not continuation:"),
     Mutant("the accuracy by length is left out", "evaluation/harness.py", '_METRICS = ("acc", "acc_norm")', '_METRICS = ("acc",)'),
     Mutant("the standard error is that of another metric", "evaluation/harness.py", 'value("acc_norm_stderr")', 'value("acc_stderr")'),

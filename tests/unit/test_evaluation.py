@@ -164,14 +164,6 @@ def requested(kind: Any, texts: list[Any]) -> list[Instance]:
     return [Instance(kind, {}, each, index) for index, each in enumerate(texts)]
 
 
-def test_a_whole_text_has_the_harness_own_likelihood(tmp_path: Path) -> None:
-    folder = gpt2(tmp_path / "gpt2")
-    chance = random.Random(3)
-    texts = [(words(chance, 2, 200),) for _ in range(5)]
-    expected = hflm(folder, 1).loglikelihood_rolling(requested("loglikelihood_rolling", texts))
-    assert opened(folder, 1).loglikelihood_rolling(requested("loglikelihood_rolling", texts)) == expected
-
-
 # ---------------------------------------------------------------------- atoll's own models
 
 
@@ -284,10 +276,12 @@ def test_an_unknown_device_is_refused(tmp_path: Path, data: Path, device: str) -
     assert (refused.value.setting, refused.value.value) == ("device", device)
 
 
-def test_tasks_that_generate_text_are_refused() -> None:
+def test_tasks_without_continuations_are_refused() -> None:
     lm = CausalLM(decoder(), PlainEncoder(Bytes()), torch.device("cpu"), 1)
     with pytest.raises(ConfigError, match="log-likelihood"):
         lm.generate_until(requested("generate_until", [("a", {})]))
+    with pytest.raises(ConfigError, match="whole texts"):
+        lm.loglikelihood_rolling(requested("loglikelihood_rolling", [("a",)]))
 
 
 def test_a_tokenizer_without_a_first_or_last_token_is_refused(tmp_path: Path) -> None:

@@ -7,12 +7,11 @@ same model and batch size both give the same bits.
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import Collator
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -118,23 +117,17 @@ class CausalLM(TemplateLM):  # type: ignore[misc]
         return answers
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> list[float]:
-        """Returns the log-likelihood of each text, in nats, in windows of the model's context."""
-        totals = []
-        for request in requests:
-            ids, prefix = self.tok_encode(request.args[0]), self.prefix_token_id
-            windows = get_rolling_token_windows(ids, prefix_token=prefix, max_seq_len=self.context, context_len=1)
-            parts = [(None, *make_disjoint_window(window)) for window in windows]
-            totals.append(sum(value for value, _ in self._loglikelihood_tokens(parts)))
-        return totals
+        """Refuses: atoll evaluates continuations, not whole texts."""
+        self._refuse(requests)
 
     def generate_until(self, requests: Any, disable_tqdm: bool = True) -> list[str]:
-        """Raises ConfigError: atoll scores tasks by log-likelihood and generates no text."""
+        """Refuses: atoll evaluates tasks by likelihood."""
+        self._refuse(requests)
+
+    def _refuse(self, requests: Any) -> NoReturn:
         task = requests[0].task_name if requests else "a task"
-        raise ConfigError(
-            f"{task} asks the model to generate text, and atoll eval scores log-likelihoods alone: choose another task",
-            setting="tasks",
-            value=task,
-        )
+        problem = f"{task} must be scored by the log-likelihood of continuations"
+        raise ConfigError(f"{problem}: atoll eval neither generates nor scores whole texts", setting="tasks")
 
     def _loglikelihood_tokens(self, requests: Sequence[Request], **_: Any) -> list[tuple[float, bool]]:
         # The longest requests come first, so a batch that does not fit into memory fails at once. Requests that differ
@@ -177,7 +170,7 @@ class CausalLM(TemplateLM):  # type: ignore[misc]
         """Returns the input ids of a request, without the last one; a long context loses its beginning."""
         texts, context, continuation = request
         if not 0 < len(continuation) <= self.context:
-            what = f"{texts[1][:60]!r}" if texts else "a window of a text"
+            what = f"{texts[1][:60]!r}"
             raise ConfigError(
                 f"a continuation must have 1 to {self.context} tokens, which is the model's context; {what} has "
                 f"{len(continuation)}: choose another task, or a model with a longer context",
