@@ -12,7 +12,7 @@ paper. The outer Nesterov has the Streaming paper's learning rate, 0.4, and mome
 METHOD[,lr=OUTER][,m=MOMENTUM][,alpha=][,inner=LR][,seed=]...
 
 TOKENS is the folder that `books.py` makes: English books as BPE tokens of a vocabulary of 32,000. Without --text the
-text is that of the first table: all Python source that is installed on the machine.
+text is all Python source that is installed on the machine, which the oldest results were made with.
 
 `train` goes through the rows in order. Each row is a run folder with checkpoints, so it resumes what was interrupted.
 It starts no row that the time left is too short for, and stops between two steps when its seconds are over. It copies
@@ -23,8 +23,9 @@ Held-out loss is in nats per token, of the outer parameters (data-parallel: of t
 million tokens of text that no worker has seen, the same for all. "training loss" is that of the workers' own
 parameters, over the last 500 steps. "gap" is to data-parallel of the same seed, in percent, beside that of the papers'
 tables. The loss of every held-out sequence is kept too (.npy). The ± after a gap is its standard error over the choice
-of held-out text, by groups of 16 neighbouring sequences; it does not include differences between seeds. `tasks` runs
-`atoll eval` on the final models of --runs, even while other rows are trained, and adds the scores to the results.
+of held-out books (`books.py origins` finds them; without that, over groups of 16 neighbouring sequences); it does not
+include differences between seeds. `tasks` runs `atoll eval` on the final models of --runs, even while other rows are
+trained, and adds the scores to the results.
 """
 
 import argparse
@@ -264,7 +265,10 @@ def sequence_losses(export: Path, run: run_file.RunConfig) -> npt.NDArray[np.flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("act", choices=["train", "tasks", "table"])
-    parser.add_argument("rows", nargs="*", type=Row.parse, help="METHOD[,key=value ...]; left out: every method")
+    known = f"METHOD is one of {', '.join(METHODS)}; key is one of {', '.join(KEYS)}"
+    parser.add_argument(
+        "rows", nargs="*", type=Row.parse, help=f"METHOD[,key=value ...]; left out: every method. {known}"
+    )
     parser.add_argument("--text", type=Path, help="folder of tokens, as books.py makes it")
     parser.add_argument("--data", type=Path, help="folder with the files of the tasks, as `atoll eval` takes it")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of all workers together")

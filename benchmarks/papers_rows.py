@@ -59,6 +59,12 @@ class Row(NamedTuple):
         return cls(method, tuple(re.findall(rf"-({keys})([^-]+)", name.removeprefix(method))))
 
     @property
+    def order(self) -> tuple[int, int, str, str]:
+        """Return what rows are sorted by: methods as in METHODS, each as it is first, seeds of one setting together."""
+        settings = [f"{key}={value}" for key, value in self.changes if key != "seed"]
+        return list(METHODS).index(self.method), len(settings), ",".join(settings), dict(self.changes).get("seed", "0")
+
+    @property
     def name(self) -> str:
         """Return the name of the run and of its results."""
         return "-".join([self.method, *(f"{key}{value}" for key, value in self.changes)])

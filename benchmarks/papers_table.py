@@ -160,11 +160,11 @@ def picture(results: Mapping[str, Result]) -> Figure:
 
 
 def load(folder: Path) -> dict[str, Result]:
-    """Return the finished runs on data-parallel's text and length, in the order of METHODS, variants last."""
+    """Return the finished runs on data-parallel's text and length, in the order of their rows."""
     found = {path.stem: Result.read(path) for path in sorted(folder.glob("*.jsonl"))}
     if REFERENCE not in found:
         sys.exit(f"{folder} has no {REFERENCE}.jsonl, with which all rows are compared: train {REFERENCE} first")
-    names = [*(name for name in METHODS if name in found), *(name for name in found if name not in METHODS)]
+    names = sorted(found, key=lambda name: Row.named(name).order)
     reference, kept = found[REFERENCE], {}
     for name in names:
         one = found[name]

@@ -54,7 +54,16 @@ def test_tables_are_those_of_the_raw_metrics(folder: str) -> None:
 LOWER, RARE = "streaming-30-lr0.7-m0.6", "streaming-100"
 LATE = {row: (above(row, step=1560), above(row, step=6240), above(row)) for row in ("diloco-30", "streaming-30")}
 TO_SAME = FRESH[MUON].gap(FRESH[DATA_PARALLEL_MUON]).removeprefix("+")
+SEEDS = [abs(above(row) - again(row)) for row in ("streaming-30", LOWER)]
 SENTENCES = [
+    "Streaming costs {:.1f} % of the loss at a {:.0f}th of data-parallel's bytes".format(
+        above("streaming-30"), times_fewer("streaming-30", "data-parallel")
+    ),
+    "DiLoCo costs less, {:.2f} %, but sends {:.0f} times as many bytes as Streaming".format(
+        above("diloco-30"), times_fewer("streaming-30", "diloco-30")
+    ),
+    "the cost is {:.1f} % or more".format(above("streaming-100-lr0.8-m0.5")),
+    "two seeds of one row ended {:.2f} and {:.2f} points apart".format(*SEEDS),
     "DiLoCo-30 ends {:.2f} % above data-parallel".format(above("diloco-30")),
     "Streaming-30 ends {:.2f} % above data-parallel, at a {:.0f}th of data-parallel's payload bytes".format(
         above("streaming-30"), times_fewer("streaming-30", "data-parallel")
@@ -98,7 +107,7 @@ def test_readme_and_algorithms_repeat_figures_of_the_raw_metrics() -> None:
     readme, sent = words("README.md"), [mean(FRESH[name].end.bytes_sent) for name in ("streaming-30", "data-parallel")]
     assert f"{again('streaming-30'):.2f} to {above('streaming-30'):.2f} % above data-parallel's held-out loss" in readme
     assert f"payloads of {bytes_text(sent[0])} a worker instead of {bytes_text(sent[1])}" in readme
-    assert f"With Muon inside it ended {-above(MUON):.2f} % below" in readme
+    assert f"With Muon in both, {above(MUON, DATA_PARALLEL_MUON):.2f} % above" in readme
     assert f"[{above(TOP64):.2f} % of the loss](results.md" in words("docs/algorithms.md")
 
 
