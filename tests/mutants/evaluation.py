@@ -38,6 +38,8 @@ MUTANTS = [
     Mutant("schemas are answered by the other", "evaluation/tasks.py", '"answer": str(self.gold + 1)', '"answer": str(2 - self.gold)', tests=FILES),
     Mutant("the first of two files is taken", "evaluation/tasks.py", "if len(found) > 1:", "if len(found) > 2:", tests=FILES),
     Mutant("lines are numbered from 0", "evaluation/tasks.py", "lines_limited(path, file, MOST_LINE), 1)", "lines_limited(path, file, MOST_LINE), 0)", tests=FILES),
+    Mutant("a blank line is an error", "evaluation/tasks.py", "if not line.strip():", "if False:", tests=FILES),
+    Mutant("a line that is no JSON has two numbers", "evaluation/tasks.py", "if isinstance(error, JSONDecodeError):", "if False:", tests=FILES),
     Mutant("chance is that of the first question", "evaluation/tasks.py", "sum(chance for _, chance in rows) / len(rows)", "rows[0][1]", tests=FILES),
     Mutant("tasks of a group are shown with it", "report/tasks.py", "for score in record.scores if score.group is None}", "for score in record.scores}", tests=FILES),
     Mutant("the best is shown as the last", "report/tasks.py", 'score.weights == "final"', 'score.weights != ""', tests=FILES),

@@ -1,6 +1,7 @@
 """Data of evaluation tasks: rows become the harness's documents, and every mistake names its file and line."""
 
 import io
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -98,10 +99,23 @@ def test_a_row_of_another_shape_is_told_with_file_and_line(
     assert refused.value.path == path
 
 
-@pytest.mark.parametrize("line", ["[1]", "not JSON", '{"a": NaN}', "", "\udcff"])
+@pytest.mark.parametrize("line", ["[1]", "not JSON", '{"a": NaN}', "\udcff"])
 def test_a_line_that_is_no_object_is_told(tmp_path: Path, harness: Path, line: str) -> None:
     (tmp_path / "piqa.jsonl").write_bytes(line.encode(errors="surrogateescape") + b"\n")
     with pytest.raises(DataError, match="line 1: "):
+        read_task(task_of("piqa", harness), tmp_path)
+
+
+def test_blank_lines_are_skipped_and_a_line_that_is_no_json_is_numbered_once(tmp_path: Path, harness: Path) -> None:
+    good, path = json.dumps(GOOD["piqa"]), tmp_path / "piqa.jsonl"
+    path.write_text(f"\n{good}\n \r\n{good}\n\n")
+    assert len(read_task(task_of("piqa", harness), tmp_path).documents) == 2
+    path.write_text(f'{good}\n\n{{"query": }}\n')
+    with pytest.raises(DataError) as refused:
+        read_task(task_of("piqa", harness), tmp_path)
+    assert f"{path}, line 3: Expecting value (column 11); a line must be" in str(refused.value)
+    path.write_text("\n\n")
+    with pytest.raises(DataError, match="holds no line"):
         read_task(task_of("piqa", harness), tmp_path)
 
 
