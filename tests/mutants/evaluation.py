@@ -40,6 +40,7 @@ MUTANTS = [
     Mutant("lines are numbered from 0", "evaluation/tasks.py", "lines_limited(path, file, MOST_LINE), 1)", "lines_limited(path, file, MOST_LINE), 0)", tests=FILES),
     Mutant("a blank line is an error", "evaluation/tasks.py", "if not line.strip():", "if False:", tests=FILES),
     Mutant("a line that is no JSON has two numbers", "evaluation/tasks.py", "if isinstance(error, JSONDecodeError):", "if False:", tests=FILES),
+    Mutant("all files of BLiMP are said to be missing", "evaluation/tasks.py", "for name in group if name not in there]", "for name in group if there != {*group}]", tests=FILES),
     Mutant("chance is that of the first question", "evaluation/tasks.py", "sum(chance for _, chance in rows) / len(rows)", "rows[0][1]", tests=FILES),
     Mutant("tasks of a group are shown with it", "report/tasks.py", "for score in record.scores if score.group is None}", "for score in record.scores}", tests=FILES),
     Mutant("the best is shown as the last", "report/tasks.py", 'score.weights == "final"', 'score.weights != ""', tests=FILES),

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from atoll.errors import ConfigError, DataError
 from atoll.evaluation.evaluate import evaluate
-from atoll.evaluation.tasks import LocalTask, find_tasks, read_task
+from atoll.evaluation.tasks import LocalTask, find_tasks, read_task, read_tasks
 from atoll.report.record import EventLog, RunRecord, merge
 from atoll.report.tasks import accuracy_text, comparison_table, score_table, scores_by_task
 from atoll.runs.events import Start
@@ -138,6 +138,24 @@ def test_a_file_may_have_either_name_but_must_be_one(tmp_path: Path, harness: Pa
     (tmp_path / "folder" / "openbookqa.jsonl").mkdir(parents=True)
     with pytest.raises(DataError, match="cannot be read"):
         read_task(task, tmp_path / "folder")
+
+
+def test_missing_files_of_blimp_are_counted_and_their_source_is_named(tmp_path: Path, harness: Path) -> None:
+    data, tasks = tmp_path / "data", find_tasks(["blimp"], harness)
+    data.mkdir()
+    for there, told in (
+        ([], "lack 2 of the 2 files of BLiMP, the first being adjunct_island.jsonl"),
+        (["adjunct_island"], "lack 1 of the 2 files of BLiMP, the first being wh_island.jsonl"),
+    ):
+        for name in there:
+            write_rows(data / "inner" / f"{name}.jsonl", [GOOD["blimp_wh_island"]])
+        with pytest.raises(DataError, match=told) as refused:
+            read_tasks(tasks, data)
+        assert "folder data of https://github.com/alexwarstadt/blimp" in str(refused.value)
+    write_rows(data / "wh_island.jsonl", [GOOD["blimp_wh_island"]])
+    assert [each.task for each in read_tasks(tasks, data)] == tasks
+    with pytest.raises(DataError, match="not a folder"):
+        read_tasks(tasks, tmp_path / "none")
 
 
 def test_names_are_found_once_each_and_blimp_is_all_its_pairs(harness: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from atoll._util.checks import check_whole
 from atoll._util.disk import locked
 from atoll.errors import AtollError, ConfigError, DataError
-from atoll.evaluation.tasks import find_tasks, read_task
+from atoll.evaluation.tasks import find_tasks, read_tasks
 from atoll.runs.events import Jsonl
 from atoll.runs.layout import METRICS, RUN
 from atoll.runs.scored import Scored
@@ -73,7 +73,7 @@ def evaluate(
             busy = f"{folder} is being trained: wait until it ends, or evaluate {export}, which records no scores"
             held.enter_context(locked(folder / LOCK, AtollError(busy)))
             metrics = held.enter_context(_open_metrics(folder / METRICS, export))  # before hours of work
-        read = [read_task(task, data) for task in found]
+        read = read_tasks(found, data)
         model, tokenizer = load_export(export)
         if not all(parameter.isfinite().all() for parameter in model.parameters()):
             raise DataError(

@@ -242,6 +242,22 @@ class TaskData:
     """The SHA-256 of the file, in hex."""
 
 
+def read_tasks(tasks: Sequence[LocalTask], folder: Path) -> list[TaskData]:
+    """Reads the data files of tasks from a folder or its subfolders.
+
+    Raises:
+        DataError: a file is missing, there are several for a task, or a line is malformed.
+    """
+    group = [f"{task.files[0]}.jsonl" for task in tasks if task.group == BLIMP]
+    if group and folder.is_dir():
+        there = {path.name for path in folder.rglob("*.jsonl")}
+        if missing := [name for name in group if name not in there]:
+            lacks = f"{folder} and its subfolders lack {len(missing)} of the {len(group)} files of BLiMP"
+            source = "the folder data of https://github.com/alexwarstadt/blimp has them"
+            raise DataError(f"--data: {lacks}, the first being {missing[0]}: {source}", path=folder)
+    return [read_task(task, folder) for task in tasks]
+
+
 def read_task(task: LocalTask, folder: Path) -> TaskData:
     """Reads the data file of a task from a folder or its subfolders.
 
