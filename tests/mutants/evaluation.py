@@ -25,6 +25,7 @@ MUTANTS = [
     Mutant("tasks of a group count once each", "evaluation/harness.py", "sum(len(part.documents) for part in parts)", "len(parts)"),
     Mutant("scores begin the metrics anew", "evaluation/evaluate.py", "Jsonl(path, at=path.stat().st_size)", "Jsonl(path)"),
     Mutant("scores are written beside a training", "evaluation/evaluate.py", "        if (folder / RUN).is_file():  # training would", "        if False:  # training would"),
+    Mutant("scores of an export are said to be recorded", "evaluation/evaluate.py", "None if metrics is None else folder / METRICS", "folder / METRICS"),
     Mutant("the best is recorded as the last", "evaluation/evaluate.py", '"best" if best else "final"', '"final"'),
     Mutant("a model of NaNs is scored", "evaluation/evaluate.py", "if not all(parameter.isfinite().all() for parameter in model.parameters()):", "if False:"),
     Mutant("a beginning may be blank", "evaluation/tasks.py", "if not text.strip():", "if not text:", tests=FILES),

@@ -31,6 +31,8 @@ class Evaluation:
     """Requests whose beginning was cut off."""
     context: int
     """The model's context, in tokens."""
+    recorded: Path | None
+    """The file that the scores were appended to; None for an exported model."""
 
 
 def evaluate(
@@ -85,7 +87,10 @@ def evaluate(
         if metrics is not None:
             for each in scores:
                 metrics.write(each)
-    return Evaluation(model=export, scores=scores, requests=lm.requests, cut=lm.cut, context=lm.context)
+    recorded = None if metrics is None else folder / METRICS
+    return Evaluation(
+        model=export, scores=scores, requests=lm.requests, cut=lm.cut, context=lm.context, recorded=recorded
+    )
 
 
 def _open_metrics(path: Path, export: Path) -> AbstractContextManager[Jsonl]:
