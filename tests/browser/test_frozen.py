@@ -55,6 +55,7 @@ def test_the_words_of_an_ended_run(visit: Visit, tmp_path: Path) -> None:
     text = page.locator("main").inner_text()
     for wanted in ("rate at the end", "Rate at the end", "4 workers took part.", "60 in all.", "the lowest of the run"):
         assert wanted in text
+    assert "tokens a second, mean" in text
     for live in ("rate now", "Rate now", "so far.", "of 4 train"):
         assert live not in text
     faults = section(page, "Faults")

@@ -92,6 +92,13 @@ MUTANTS = [
         tests=(f"{_FROZEN}::test_the_words_of_an_ended_run",),
     ),
     Mutant(
+        "a mean speed is not called so",
+        "watch/page/state.js",
+        'this.isOver ? "tokens a second, mean" : "tokens a second"',
+        '"tokens a second"',
+        tests=(f"{_FROZEN}::test_the_words_of_an_ended_run",),
+    ),
+    Mutant(
         "the list of faults scrolls in a report",
         "watch/page/lists.js",
         "if (!this.isServed) return [list];",

@@ -185,6 +185,12 @@ MUTANTS = [
         "None",
     ),
     Mutant(
+        "the speed of an ended run is its last reading",
+        "watch/compose.py",
+        "if record and how.state in ENDED",
+        "if False",
+    ),
+    Mutant(
         "samples are the oldest",
         "watch/compose.py",
         "sorted(dict.fromkeys(found), reverse=True)[:_MOST_SAMPLES]",

@@ -325,6 +325,7 @@ def test_scores_of_a_run_are_told_recorded_and_reported(run: Path, data: Path) -
     told = atoll("eval", run, "--tasks", "lambada_openai, blimp_wh_island", "--data", data, "--device", "cpu")
     assert told.exit_code == 0, told.output
     assert "blimp_wh_island" in told.stdout and "50.0 %" in told.stdout and "context of 64 tokens" in told.stdout
+    assert told.stdout.endswith(f"\nthe scores were recorded in {run / 'metrics.jsonl'}\n")
     after = (run / "metrics.jsonl").read_bytes()
     assert after.startswith(before)
     scores = [event for event in read(run / "metrics.jsonl") if isinstance(event, Scored)]
@@ -370,7 +371,8 @@ def test_a_run_that_is_being_trained_is_left_alone(run: Path, data: Path) -> Non
     with locked(run / LOCK, AtollError("busy")):
         refused = atoll("eval", run, "--tasks", "piqa", "--data", data)
         assert refused.exit_code == 1 and "is being trained" in refused.stderr and str(run / "model") in refused.stderr
-        assert atoll("eval", run / "model", "--tasks", "blimp_wh_island", "--data", data).exit_code == 0
+        told = atoll("eval", run / "model", "--tasks", "blimp_wh_island", "--data", data)
+        assert told.exit_code == 0 and "recorded" not in told.output
     assert (run / "metrics.jsonl").read_bytes() == before
 
 

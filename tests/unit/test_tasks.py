@@ -1,6 +1,7 @@
 """Data of evaluation tasks: rows become the harness's documents, and every mistake names its file and line."""
 
 import io
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from atoll.errors import ConfigError, DataError
 from atoll.evaluation.evaluate import evaluate
-from atoll.evaluation.tasks import LocalTask, find_tasks, read_task
+from atoll.evaluation.tasks import LocalTask, find_tasks, read_task, read_tasks
 from atoll.report.record import EventLog, RunRecord, merge
 from atoll.report.tasks import accuracy_text, comparison_table, score_table, scores_by_task
 from atoll.runs.events import Start
@@ -98,10 +99,23 @@ def test_a_row_of_another_shape_is_told_with_file_and_line(
     assert refused.value.path == path
 
 
-@pytest.mark.parametrize("line", ["[1]", "not JSON", '{"a": NaN}', "", "\udcff"])
+@pytest.mark.parametrize("line", ["[1]", "not JSON", '{"a": NaN}', "\udcff"])
 def test_a_line_that_is_no_object_is_told(tmp_path: Path, harness: Path, line: str) -> None:
     (tmp_path / "piqa.jsonl").write_bytes(line.encode(errors="surrogateescape") + b"\n")
     with pytest.raises(DataError, match="line 1: "):
+        read_task(task_of("piqa", harness), tmp_path)
+
+
+def test_blank_lines_are_skipped_and_a_line_that_is_no_json_is_numbered_once(tmp_path: Path, harness: Path) -> None:
+    good, path = json.dumps(GOOD["piqa"]), tmp_path / "piqa.jsonl"
+    path.write_text(f"\n{good}\n \r\n{good}\n\n")
+    assert len(read_task(task_of("piqa", harness), tmp_path).documents) == 2
+    path.write_text(f'{good}\n\n{{"query": }}\n')
+    with pytest.raises(DataError) as refused:
+        read_task(task_of("piqa", harness), tmp_path)
+    assert f"{path}, line 3: Expecting value (column 11); a line must be" in str(refused.value)
+    path.write_text("\n\n")
+    with pytest.raises(DataError, match="holds no line"):
         read_task(task_of("piqa", harness), tmp_path)
 
 
@@ -124,6 +138,24 @@ def test_a_file_may_have_either_name_but_must_be_one(tmp_path: Path, harness: Pa
     (tmp_path / "folder" / "openbookqa.jsonl").mkdir(parents=True)
     with pytest.raises(DataError, match="cannot be read"):
         read_task(task, tmp_path / "folder")
+
+
+def test_missing_files_of_blimp_are_counted_and_their_source_is_named(tmp_path: Path, harness: Path) -> None:
+    data, tasks = tmp_path / "data", find_tasks(["blimp"], harness)
+    data.mkdir()
+    for there, told in (
+        ([], "lack 2 of the 2 files of BLiMP, the first being adjunct_island.jsonl"),
+        (["adjunct_island"], "lack 1 of the 2 files of BLiMP, the first being wh_island.jsonl"),
+    ):
+        for name in there:
+            write_rows(data / "inner" / f"{name}.jsonl", [GOOD["blimp_wh_island"]])
+        with pytest.raises(DataError, match=told) as refused:
+            read_tasks(tasks, data)
+        assert "folder data of https://github.com/alexwarstadt/blimp" in str(refused.value)
+    write_rows(data / "wh_island.jsonl", [GOOD["blimp_wh_island"]])
+    assert [each.task for each in read_tasks(tasks, data)] == tasks
+    with pytest.raises(DataError, match="not a folder"):
+        read_tasks(tasks, tmp_path / "none")
 
 
 def test_names_are_found_once_each_and_blimp_is_all_its_pairs(harness: Path) -> None:

@@ -234,6 +234,20 @@ def test_time_left_follows_the_last_steps() -> None:
 # ---------------------------------------------------------------------- faults, lines, samples
 
 
+def test_the_speed_of_a_run_that_has_ended_is_its_mean() -> None:
+    logs = [
+        [replace(e, tokens_per_s=1e6 if e.step < 200 else 7.0) if isinstance(e, Step) else e for e in log]
+        for log in VOYAGE.events()
+    ]
+    end = next(e for e in logs[0] if isinstance(e, End))
+    mean = pytest.approx(end.tokens / end.seconds, rel=0.01)
+    assert sections_of(logs)["run"]["tokens_per_s"] == mean
+    open_ = [[e for e in log if not isinstance(e, End)] for log in logs]
+    assert sections_of(open_)["run"]["tokens_per_s"] == 7.0
+    failed = [[*log, Failed(step=200, seconds=end.seconds, why="OutOfMemory")] for log in open_]
+    assert (failed_run := sections_of(failed)["run"])["state"] == "failed" and failed_run["tokens_per_s"] == mean
+
+
 def test_faults_have_kinds_and_are_told_once() -> None:
     found = made_sections()["faults"]
     assert [(fault["kind"], fault["step"]) for fault in found["latest"] if fault["kind"] in ("guarded", "lost")] == [

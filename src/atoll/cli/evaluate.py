@@ -67,3 +67,5 @@ def _print(found: "Evaluation") -> None:
     if found.cut:
         longer = f"longer than the model's context of {found.context} tokens: their beginnings were cut off"
         typer.echo(f"note: {found.cut:,} of {found.requests:,} requests were {longer}")
+    if found.recorded is not None:
+        typer.echo(f"the scores were recorded in {found.recorded}")

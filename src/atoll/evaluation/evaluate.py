@@ -10,7 +10,7 @@ import torch
 from atoll._util.checks import check_whole
 from atoll._util.disk import locked
 from atoll.errors import AtollError, ConfigError, DataError
-from atoll.evaluation.tasks import find_tasks, read_task
+from atoll.evaluation.tasks import find_tasks, read_tasks
 from atoll.runs.events import Jsonl
 from atoll.runs.layout import METRICS, RUN
 from atoll.runs.scored import Scored
@@ -31,6 +31,8 @@ class Evaluation:
     """Requests whose beginning was cut off."""
     context: int
     """The model's context, in tokens."""
+    recorded: Path | None
+    """The file that the scores were appended to; None for an exported model."""
 
 
 def evaluate(
@@ -73,7 +75,7 @@ def evaluate(
             busy = f"{folder} is being trained: wait until it ends, or evaluate {export}, which records no scores"
             held.enter_context(locked(folder / LOCK, AtollError(busy)))
             metrics = held.enter_context(_open_metrics(folder / METRICS, export))  # before hours of work
-        read = [read_task(task, data) for task in found]
+        read = read_tasks(found, data)
         model, tokenizer = load_export(export)
         if not all(parameter.isfinite().all() for parameter in model.parameters()):
             raise DataError(
@@ -85,7 +87,10 @@ def evaluate(
         if metrics is not None:
             for each in scores:
                 metrics.write(each)
-    return Evaluation(model=export, scores=scores, requests=lm.requests, cut=lm.cut, context=lm.context)
+    recorded = None if metrics is None else folder / METRICS
+    return Evaluation(
+        model=export, scores=scores, requests=lm.requests, cut=lm.cut, context=lm.context, recorded=recorded
+    )
 
 
 def _open_metrics(path: Path, export: Path) -> AbstractContextManager[Jsonl]:

@@ -13,6 +13,7 @@ Rows of llm-foundry contain parts of its own prompt ("Question: "). They are rem
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final
 
@@ -241,6 +242,22 @@ class TaskData:
     """The SHA-256 of the file, in hex."""
 
 
+def read_tasks(tasks: Sequence[LocalTask], folder: Path) -> list[TaskData]:
+    """Reads the data files of tasks from a folder or its subfolders.
+
+    Raises:
+        DataError: a file is missing, there are several for a task, or a line is malformed.
+    """
+    group = [f"{task.files[0]}.jsonl" for task in tasks if task.group == BLIMP]
+    if group and folder.is_dir():
+        there = {path.name for path in folder.rglob("*.jsonl")}
+        if missing := [name for name in group if name not in there]:
+            lacks = f"{folder} and its subfolders lack {len(missing)} of the {len(group)} files of BLiMP"
+            source = "the folder data of https://github.com/alexwarstadt/blimp has them"
+            raise DataError(f"--data: {lacks}, the first being {missing[0]}: {source}", path=folder)
+    return [read_task(task, folder) for task in tasks]
+
+
 def read_task(task: LocalTask, folder: Path) -> TaskData:
     """Reads the data file of a task from a folder or its subfolders.
 
@@ -277,10 +294,12 @@ def _file_of(task: LocalTask, folder: Path) -> Path:
 
 
 def _rows(task: LocalTask, path: Path) -> Iterator[tuple[Document, float]]:
-    """Yields the document of each line, and the chance of guessing its answer."""
+    """Yields the document of each line that is not blank, and the chance of guessing its answer."""
     try:
         with open_plain(path) as file:
             for number, line in enumerate(lines_limited(path, file, MOST_LINE), 1):
+                if not line.strip():
+                    continue
                 try:
                     row = task.row.model_validate(parse_json(line.decode()))
                     yield row.document(), row.chance
@@ -294,6 +313,8 @@ def _rows(task: LocalTask, path: Path) -> Iterator[tuple[Document, float]]:
 
 def _problem(error: ValueError) -> str:
     """Returns what is wrong with a line, in one sentence."""
+    if isinstance(error, JSONDecodeError):  # its own text counts the lines of one line
+        return f"{error.msg} (column {error.colno})"
     if not isinstance(error, ValidationError):
         return " ".join(str(error).split())
     first = error.errors(include_url=False, include_input=False)[0]

@@ -20,6 +20,7 @@ from atoll.watch.lane_times import lanes_section, window_section
 from atoll.watch.live_run import LiveRun
 from atoll.watch.process import MOST_POINTS, ProcessLog
 from atoll.watch.sections import (
+    ENDED,
     Curve,
     LossCurve,
     LossSection,
@@ -94,7 +95,11 @@ def run_section(run: LiveRun, record: RunRecord | None, share: float, now: float
         "seconds": run.newest_s if record else None,
         "left_s": left_s,
         "ends_at": updated + left_s if updated is not None and left_s is not None else None,
-        "tokens_per_s": max((step.tokens_per_s for step in newest), default=None),
+        "tokens_per_s": (
+            record.tokens_per_s
+            if record and how.state in ENDED
+            else max((step.tokens_per_s for step in newest), default=None)
+        ),
         "utilisation": record.utilisation if record else None,
         "lr": newest[0].lr if newest else None,
         "updated": updated,

@@ -9,7 +9,7 @@ _RUN = {
     "step": ("gauge", "Inner steps made."),
     "steps": ("gauge", "Inner steps of the whole run."),
     "tokens": ("counter", "Tokens that all workers together have trained on."),
-    "tokens_per_s": ("gauge", "Tokens a second of all workers together, by the newest event."),
+    "tokens_per_s": ("gauge", "Tokens a second of all workers, by the newest event; the run's mean once it has ended."),
     "utilisation": ("gauge", "Share of its time in which a worker did not wait for rounds, mean over the run."),
     "left_s": ("gauge", "Seconds to the end, at the pace of the last steps."),
     "updated": ("gauge", "Unix time at which any process of the run was last heard."),

@@ -4,7 +4,7 @@ Times ending in `_s` are seconds since the run began, the same clock for all wor
 None. Every text is plain text: a page shows it as it is.
 """
 
-from typing import Any, Literal, TypedDict
+from typing import Any, Final, Literal, TypedDict
 
 State = Literal[
     "reading",
@@ -18,6 +18,8 @@ State = Literal[
     "failed",
     "silent",
 ]
+ENDED: Final[frozenset[State]] = frozenset(("finished", "interrupted", "failed"))
+"""The states of a run that has ended."""
 Row = list[Any]
 """A row of numbers and texts, whose meaning the field says."""
 
@@ -51,7 +53,7 @@ class RunSection(TypedDict):
     ends_at: float | None
     """Unix time."""
     tokens_per_s: float | None
-    """Of all workers, by the newest event."""
+    """Of all workers, by the newest event; the mean over the run once it has ended."""
     utilisation: float | None
     """The share of its time, 0 to 1, in which a worker did not wait; mean over workers and the whole run."""
     lr: float | None

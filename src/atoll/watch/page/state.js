@@ -79,7 +79,7 @@ export class State {
     const which = known(last?.[4]) ? `anchor of step ${count(last[4])}` : `at step ${count(last?.[0])}`;
     if (last) this.loss.show("Held-out loss", loss(last[3]), which);
     else this.loss.show("Training loss", loss(trained), known(trained) ? "mean of the workers" : "");
-    this.speed.show("Speed", short(run.tokens_per_s), "tokens a second");
+    this.speed.show("Speed", short(run.tokens_per_s), this.isOver ? "tokens a second, mean" : "tokens a second");
     this.computing.show("Computing", share(run.utilisation), "of the workers' time");
   }
 
