@@ -22,6 +22,8 @@ MUTANTS = [
            "if value:"),
     Mutant("noise for fp32", "settings/conflicts.py", 'codec in ("fp64", "fp32", "bf16", "fp16", "lloyd2", "top64"):',
            'codec in ("fp64", "bf16", "fp16"):'),
+    Mutant("a run file with top64 is advised to keep its momentum", "settings/conflicts.py",
+           ', sync.outer = "sgd" and sync.outer_lr = 1.0 too\'', " too'"),
     Mutant("feedback for fp32", "settings/conflicts.py", 'codec in ("fp64", "fp32") and', 'codec in ("fp64",) and'),
     Mutant("eager with adam", "settings/conflicts.py", 'if sync.outer == "adam" and sync.method == "eager":', "if False:"),
     Mutant("a momentum for sgd is ignored", "settings/conflicts.py", "is not None and sync.outer not in outers:",
