@@ -110,6 +110,8 @@ MUTANTS = [
     Mutant("a folder comes before a study of its name", "settings/study.py", "if not path.is_file():", "if not path.exists():", tests=STUDY),
     Mutant("a study of atoll is known by its path alone", "settings/study.py", "path = ours.get(str(path), path)", "pass", tests=STUDY),
     Mutant("a study is known by the end of any path", "settings/study.py", "ours.get(str(path), path)", "ours.get(path.name, path)", tests=STUDY),
+    Mutant("a study that was meant is not told", "settings/study.py", 'hint = f"; did you mean {close[0]}?" if close else ""',
+           'hint = ""', tests=STUDY),
     Mutant("runs of a study share what they change", "settings/study.py", "merged = copy.deepcopy(dict(base))", "merged = base",
            tests=STUDY),
 ]  # fmt: skip
