@@ -114,7 +114,7 @@ MUTANTS = [
     Mutant("a study is known by the end of any path", "settings/study.py", "ours.get(str(path), path)", "ours.get(path.name, path)", tests=STUDY),
     Mutant("a study that was meant is not told", "settings/study.py", 'hint = f"; did you mean {close[0]}?" if close else ""',
            'hint = ""', tests=STUDY),
-    Mutant("a study without its first models is trained", "cli/compare.py", "    check_starts(study, fresh=fresh)\n", "", tests=_START),
+    Mutant("a study without its first models is trained", "cli/compare.py", "not is_missing(where) or", "True or", tests=_START),
     Mutant("a study must have the models that it makes", "cli/compare.py", "Path(where) in made or ", "", tests=_START),
     Mutant("a model of the hub must be a folder", "train/model/hub.py", "expanduser().exists() and not _NAME_ON_THE_HUB.fullmatch(where)",
            "expanduser().exists()", tests=_START),

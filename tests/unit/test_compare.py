@@ -121,9 +121,11 @@ def test_a_model_to_begin_from_must_be_there_before_anything_is_trained(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as error:
-        compare([Path("start")])
+        check_starts(read_study([Path("start")]))
     missing = "run after-120: model.hf: there is no folder 'runs/pretrained/steps-120/model'"
     assert str(error.value) == f"{missing}; train it first: atoll compare pretrained"
+    with pytest.raises(ConfigError, match="atoll compare pretrained"):
+        compare([Path("start")])
     assert not (tmp_path / "runs").exists()
     for number in (120, 240):
         (tmp_path / f"runs/pretrained/steps-{number}/model").mkdir(parents=True)
