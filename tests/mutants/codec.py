@@ -20,6 +20,8 @@ MUTANTS = [
     Mutant("what fills up a block counts", "core/block_formats.py", "            lost[-1, BLOCK - filled :] = 0\n", "", tests=_TWO_BITS),
     Mutant("a block of zeros gets a level", "core/block_formats.py", "_lloyd_scale(unit) * (unit > 0)", "_lloyd_scale(unit)", tests=_TWO_BITS),
     Mutant("the last of equals is kept", "core/top64.py", "torch.arange(CHUNK - 1, -1, -1,", "torch.arange(CHUNK,", tests=_SPARSE),
+    Mutant("top64 is advised with any outer optimizer", "core/codec.py", " with outer=atoll.SGD(lr=1.0);", ";",
+           tests=("tests/property/test_codec.py::test_refusals",)),
     Mutant("a kept zero gets a level", "core/top64.py", "counts = within & (bits > 0)", "counts = within", tests=_SPARSE),
     Mutant("a kept value goes to the lower level", "core/top64.py", "2 * whole >= 256 * (low + high)",
            "2 * whole > 257 * (low + high)", tests=_SPARSE),

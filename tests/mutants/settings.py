@@ -4,6 +4,8 @@ from mutants.seed import Mutant
 
 TESTS = ["tests/unit/test_config.py"]
 STUDY = ("tests/unit/test_study.py",)
+_COMPARE = "tests/unit/test_compare.py"
+_START = (f"{_COMPARE}::test_a_model_to_begin_from_must_be_there_before_anything_is_trained",)
 RECIPE = ("tests/unit/test_recipe.py",)
 
 MUTANTS = [
@@ -22,6 +24,8 @@ MUTANTS = [
            "if value:"),
     Mutant("noise for fp32", "settings/conflicts.py", 'codec in ("fp64", "fp32", "bf16", "fp16", "lloyd2", "top64"):',
            'codec in ("fp64", "bf16", "fp16"):'),
+    Mutant("a run file with top64 is advised to keep its momentum", "settings/conflicts.py",
+           ', sync.outer = "sgd" and sync.outer_lr = 1.0 too\'', " too'"),
     Mutant("feedback for fp32", "settings/conflicts.py", 'codec in ("fp64", "fp32") and', 'codec in ("fp64",) and'),
     Mutant("eager with adam", "settings/conflicts.py", 'if sync.outer == "adam" and sync.method == "eager":', "if False:"),
     Mutant("a momentum for sgd is ignored", "settings/conflicts.py", "is not None and sync.outer not in outers:",
@@ -108,6 +112,14 @@ MUTANTS = [
     Mutant("a folder comes before a study of its name", "settings/study.py", "if not path.is_file():", "if not path.exists():", tests=STUDY),
     Mutant("a study of atoll is known by its path alone", "settings/study.py", "path = ours.get(str(path), path)", "pass", tests=STUDY),
     Mutant("a study is known by the end of any path", "settings/study.py", "ours.get(str(path), path)", "ours.get(path.name, path)", tests=STUDY),
+    Mutant("a study that was meant is not told", "settings/study.py", 'hint = f"; did you mean {close[0]}?" if close else ""',
+           'hint = ""', tests=STUDY),
+    Mutant("a study without its first models is trained", "cli/compare.py", "not is_missing(where) or", "True or", tests=_START),
+    Mutant("a study must have the models that it makes", "cli/compare.py", "Path(where) in made or ", "", tests=_START),
+    Mutant("a model of the hub must be a folder", "train/model/hub.py", "expanduser().exists() and not _NAME_ON_THE_HUB.fullmatch(where)",
+           "expanduser().exists()", tests=_START),
+    Mutant("claims hold at any length", "cli/compare.py", "written[name].train.steps == study.runs[name].train.steps", "True",
+           tests=(f"{_COMPARE}::test_claims_are_meant_for_the_steps_of_their_file",)),
     Mutant("runs of a study share what they change", "settings/study.py", "merged = copy.deepcopy(dict(base))", "merged = base",
            tests=STUDY),
 ]  # fmt: skip

@@ -47,6 +47,13 @@ MUTANTS = [
         "averages of each worker compared on resume", "outer/loop.py", '            "base": self._watch.base,\n', ""
     ),
     Mutant(
+        "top64 has momentum without a word",
+        "outer/agreement.py",
+        'getattr(sync.outer, "momentum", 0) > 0',
+        "False",
+        tests=("tests/unit/test_loop.py::TestModels",),
+    ),
+    Mutant(
         "frozen parameters compared by layout only", "outer/agreement.py", "checksum {checksum(p):08x}", "checksum 0"
     ),
     Mutant(

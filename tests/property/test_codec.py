@@ -207,7 +207,7 @@ def test_the_largest_and_smallest_floats_survive(name: str) -> None:
         ({"format": "e3m0", "feedback": 1.5}, "feedback must be True, False or a number from 0 to 1, got 1.5"),
         ({"format": "e3m0", "feedback": float("nan")}, "feedback must be True, False or a number"),
         ({"format": "e3m0", "feedback": "yes"}, "feedback must be True, False or a number from 0 to 1, got 'yes'"),
-        ({"format": "top64"}, r"needs feedback, .* use Codec\('top64', feedback=0.95\)"),
+        ({"format": "top64"}, r'needs feedback, .* use Codec\("top64", feedback=0.95\) with outer=atoll.SGD\(lr=1.0\)'),
         ({"format": "top64", "feedback": 0.9, "stochastic": True}, "'top64' has no stochastic rounding"),
     ],
 )

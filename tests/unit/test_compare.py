@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from atoll.cli.compare import compare, verdict
+from atoll.cli.compare import check_starts, compare, steps_note, verdict
 from atoll.errors import ConfigError
 from atoll.plan.line import parse_line
 from atoll.report import load, summary
 from atoll.runs.events import End, Jsonl, Resumed, read
 from atoll.runs.scored import Scored
 from atoll.settings.study import Claim
+from atoll.settings.study import read as read_study
 from kills import gone, with_mark
 
 pytestmark = pytest.mark.processes
@@ -74,6 +75,7 @@ def test_all_runs_end_in_a_table_a_claim_and_a_report(
     assert compare([study], out=out, jobs=2) == 0
     told = capsys.readouterr().out
     assert "A study" in told and "holds: they are close (one" in told and "report.html" in told
+    assert "the claims are meant" not in told
     assert (out / "report.html").exists() and list((out / "pictures").glob("*.png"))
     ends = {name: read(out / name / "metrics.jsonl")[-1] for name in ("one", "other")}
     assert all(isinstance(end, End) and end.outcome == "finished" for end in ends.values())
@@ -81,14 +83,59 @@ def test_all_runs_end_in_a_table_a_claim_and_a_report(
     metrics.write(Scored(task="piqa", weights="final", documents=9, accuracy=0.5, stderr=0.125, chance=0.5))
     metrics.close()
     before = (out / "one" / "metrics.jsonl").stat()
-    assert compare([study], out=out) == 0  # nothing is run again
+    study.write_text(study.read_text().replace("steps = 12", "steps = 20"))
+    assert compare([study], ["train.steps=12"], out=out) == 0  # nothing is run again
     again = capsys.readouterr().out
     assert "one: finished already" in again and "held-out loss" not in again
+    assert "\nthe claims are meant for the file's 20 steps, which were changed:\nholds: they are close" in again
     assert "50.00 ± 12.50 %" in again and "50.00 ± 12.50 %" not in told
     assert (out / "one" / "metrics.jsonl").stat().st_mtime_ns == before.st_mtime_ns
     rows = summary([load(out / name) for name in ("one", "other")], parse_line("1Mbit/s"))
     wrong = Claim(say="far apart", run="one", against="other", at_least=0.9)
     assert verdict(wrong, rows).startswith("does not hold: far apart (one")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "note"),
+    [
+        ("start", [], []),
+        ("start", ["train.batch=2"], []),
+        ("start", ["train.steps=40"], ["the claims are meant for the file's 240, 360, 480 steps, which were changed:"]),
+        ("drops", ["train.steps=481"], ["the claims are meant for the file's 480 steps, which were changed:"]),
+    ],
+)
+def test_claims_are_meant_for_the_steps_of_their_file(name: str, overrides: list[str], note: list[str]) -> None:
+    assert steps_note([Path(name)], read_study([Path(name)], overrides)) == note
+
+
+def test_files_that_need_overrides_or_have_no_steps_have_claims_too(study: Path) -> None:
+    study.write_text(study.read_text().replace("steps = 12\n", ""))
+    changed = read_study([study], ["train.steps=40"])
+    assert steps_note([study], changed) == ["the claims are meant for the file's own steps, which were changed:"]
+    study.write_text(study.read_text().replace("batch = 2", "batch = 2\naccumulate = 3"))
+    assert steps_note([study], read_study([study], ["train.steps=40", "train.accumulate=2"])) == []
+
+
+def test_a_model_to_begin_from_must_be_there_before_anything_is_trained(
+    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        check_starts(read_study([Path("start")]))
+    missing = "run after-120: model.hf: there is no folder 'runs/pretrained/steps-120/model'"
+    assert str(error.value) == f"{missing}; train it first: atoll compare pretrained"
+    with pytest.raises(ConfigError, match="atoll compare pretrained"):
+        compare([Path("start")])
+    assert not (tmp_path / "runs").exists()
+    for number in (120, 240):
+        (tmp_path / f"runs/pretrained/steps-{number}/model").mkdir(parents=True)
+    check_starts(read_study([Path("start")]))
+    text = study.read_text().partition("[data]")[2]
+    study.write_text("[data]" + text.replace('sync.codec = "fp32"', 'model.hf = "o/one/model"'))
+    check_starts(read_study([study], out=Path("o")))  # which the run before it makes
+    with pytest.raises(ConfigError, match=r"run other: model\.hf: there is no folder 'o/one/model'; train or copy it"):
+        check_starts(read_study([study], out=Path("p")))
+    check_starts(read_study([study], ["model.hf=owner/name"]))  # for the hub to find
 
 
 @pytest.mark.slow

@@ -291,7 +291,8 @@ NOT_ELASTIC = {
         ("sync.method=diloco sync.feedback=true", "sync.feedback: is for codecs that lose something, and fp32"),
         (
             "sync.method=diloco sync.codec=top64",
-            "sync.codec: top64 sends one value in 64 and keeps the others for later rounds: set sync.feedback",
+            "sync.codec: top64 sends one value in 64 and keeps the others for later rounds: "
+            'set sync.feedback = 0.95, sync.outer = "sgd" and sync.outer_lr = 1.0 too',
         ),
         ("sync.method=data-parallel sync.codec=top64", "sync.codec: top64 is for deltas"),
         ("sync.codec=top64 sync.feedback=0.9 sync.stochastic=true", "sync.stochastic: rounding is for"),
@@ -461,6 +462,13 @@ METHODS: dict[str, Callable[[], object]] = {
 def test_what_a_run_file_leaves_out_is_what_the_preset_has(method: str, workers: int) -> None:
     made = parse({"sync": {"method": method, "workers": workers}}).synchronisation()
     assert made == METHODS[method]() and type(made) is type(METHODS[method]())
+
+
+def test_the_template_names_settings_that_belong_together() -> None:
+    text = " ".join(template().replace("#", " ").split())
+    assert "muon: blocks' matrices, adamw the rest; then try sync.outer_lr = 0.7, outer_momentum = 0.6" in text
+    assert '0.95 for top64, with outer = "sgd", outer_lr = 1.0' in text
+    assert "1 is often faster for a small model or on a busy machine" in text
 
 
 def test_the_template_shows_the_values_of_the_preset() -> None:

@@ -1,6 +1,7 @@
 """The loop as a training script sees it."""
 
 import copy
+import warnings
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import atoll
 from atoll import DataParallel, Delayed, DiLoCo, Eager, Lockstep, Nesterov, OuterLoop, Streaming, Sync, local
 from atoll.core.codec import Codec
 from atoll.core.fragments import Balanced, Blocks
-from atoll.core.outer_step import SGD, Adam, Blend, EagerMerge
+from atoll.core.outer_step import SGD, Adam, Blend, EagerMerge, Momentum, OuterOptimizer
 from atoll.errors import AtollError, ConfigError, NonFiniteError
 from atoll.link.base import RoundId
 from atoll.link.local import Absence, Faults
@@ -453,6 +454,17 @@ class TestModels:
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
         with pytest.warns(UserWarning, match="3 buffers such as '1.running_mean' change in training"):
             OuterLoop(model, DiLoCo(), local(1)[0])
+
+    @pytest.mark.parametrize(
+        ("outer", "warned"), [(Nesterov(), 1), (Momentum(), 1), (Nesterov(momentum=0.0), 0), (SGD(1.0), 0), (Adam(), 0)]
+    )
+    def test_top64_with_outer_momentum_is_warned_about(self, outer: OuterOptimizer, warned: int) -> None:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            OuterLoop(small_model(), DiLoCo(codec=Codec("top64", feedback=0.95), outer=outer), local(1)[0])
+            OuterLoop(small_model(), DiLoCo(codec="e3m0", outer=outer), local(1)[0])
+        told = [one for one in seen if "outer=atoll.SGD(lr=1.0)" in str(one.message)]
+        assert len(told) == warned and {one.filename for one in told} <= {__file__}
 
     def test_describe(self) -> None:
         loop = OuterLoop(small_model(), Streaming(fragments=Balanced(count=2)), local(1)[0])

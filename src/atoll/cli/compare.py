@@ -21,11 +21,12 @@ from atoll.report import load_all, rich_table, summary
 from atoll.report.table import Row
 from atoll.report.tasks import comparison_table
 from atoll.runs.events import read as read_events
-from atoll.runs.layout import LOG, METRICS
+from atoll.runs.layout import LOG, METRICS, MODEL
 from atoll.runs.tail import Tail
 from atoll.settings.config import RunConfig
-from atoll.settings.study import Claim, Study, read, titles
+from atoll.settings.study import Claim, Study, read, shipped, titles
 from atoll.train.folder import RunFolder
+from atoll.train.model.hub import is_missing
 from atoll.train.model.sample import sample
 from atoll.train.progress.view import Board
 from atoll.train.run import prepare
@@ -72,7 +73,7 @@ def compare(
         console.print(rich_table(rows, slow))
         if (tasks := comparison_table([row.record for row in rows])) is not None:
             console.print(tasks)
-        verdicts = [verdict(claim, rows) for claim in study.claims]
+        verdicts = [*steps_note(files, study), *(verdict(claim, rows) for claim in study.claims)]
         for line in verdicts:
             console.print(Text(printable(line)), soft_wrap=True)
         place = folders[0].parent
@@ -107,11 +108,26 @@ def verdict(claim: Claim, rows: Sequence[Row]) -> str:
     return f"{'holds' if claim.holds(difference) else 'does not hold'}: {claim.say} ({figures})"
 
 
+def steps_note(files: Sequence[Path], study: Study) -> list[str]:
+    """Says for how many steps the claims are meant if the runs have others than their files."""
+    try:
+        written = read(files).runs
+    except ConfigError:  # files that only the overrides make complete
+        return []
+    named = {name for claim in study.claims for name in (claim.run, claim.against)} & written.keys()
+    meant = {written[name].train.steps for name in named}
+    if all(written[name].train.steps == study.runs[name].train.steps for name in named):
+        return []
+    steps = ", ".join(map(str, sorted(count for count in meant if count is not None)))
+    return [f"the claims are meant for the file's {steps or 'own'} steps, which were changed:"]
+
+
 # ---------------------------------------------------------------------- processes
 
 
 def run_all(study: Study, *, jobs: int | None = None, fresh: bool = False) -> dict[str, str]:
     """Trains the runs that are not finished; returns why runs failed, by name."""
+    check_starts(study, fresh=fresh)
     cores = count_cores()
     at_once = min(jobs or (1 if _on_gpu(study) else cores), len(study.runs))
     asked = os.environ.get("OMP_NUM_THREADS", "")
@@ -132,6 +148,29 @@ def run_all(study: Study, *, jobs: int | None = None, fresh: bool = False) -> di
         print("stopped; what was saved is kept, and the same command goes on from there", flush=True)
         raise SystemExit(130)
     return observer.failed
+
+
+def check_starts(study: Study, *, fresh: bool = False) -> None:
+    """Refuses a study with a run to train that begins from a folder that is not there.
+
+    Args:
+        study: The study; a run may begin from the model of another one.
+        fresh: Whether finished runs are trained again.
+    """
+    made = {RunFolder(run).path / MODEL for run in study.runs.values()}
+    for run in study.runs.values():
+        where = run.model.hf
+        if where is None or Path(where) in made or not is_missing(where) or (RunFolder(run).finished and not fresh):
+            continue
+        makers = (name for name in shipped() for one in read([Path(name)]).runs.values() if _model_of(one) == where)
+        maker = next(makers, None)
+        advice = f"train it first: atoll compare {maker}" if maker else "train or copy it first"
+        problem = f"run {run.name}: model.hf: there is no folder {where!r}"
+        raise ConfigError(f"{problem}; {advice}", setting="model.hf", value=where)
+
+
+def _model_of(run: RunConfig) -> str:
+    return f"{run.out}/{run.name}/{MODEL}"
 
 
 def _check_unchanged(run: RunConfig) -> None:

@@ -95,7 +95,7 @@ class Codec:
             object.__setattr__(self, "feedback", bool(self.feedback))
         if self.format == "top64" and not self.feedback:
             problem = "codec 'top64' sends one value in 64 and needs feedback, which keeps the others for later rounds"
-            advice = "use Codec('top64', feedback=0.95); DataParallel cannot use top64"
+            advice = 'use Codec("top64", feedback=0.95) with outer=atoll.SGD(lr=1.0); DataParallel cannot use top64'
             raise ConfigError(f"{problem}: {advice}", setting="feedback", value=False)
         if self.feedback and self.format in ("fp64", "fp32"):
             problem = f"codec {self.format!r} loses nothing that feedback could return: set feedback=False"

@@ -46,12 +46,18 @@ def _check_elastic(sync: Sync | Gradients) -> None:
         raise ConfigError(f"{problem}: {why}", setting="delay", value=sync.delay)
 
 
-def warn_of_buffers(model: nn.Module) -> None:
-    """Say which state of a model is each worker's own."""
+def warn_of(model: nn.Module, sync: Sync | Gradients) -> None:
+    """Say which state of a model is each worker's own, and that top64 learns badly with outer momentum."""
     if buffers := unsynchronised_buffers(model):
         warnings.warn(
             f"{len(buffers)} buffers such as {buffers[0]!r} change in training but are not parameters: "
             "each worker keeps its own",
+            stacklevel=3,
+        )
+    if isinstance(sync, Sync) and sync.codec.format == "top64" and getattr(sync.outer, "momentum", 0) > 0:
+        warnings.warn(
+            f"codec 'top64' learns badly with outer momentum, and outer is {sync.outer}: the published recipe is "
+            'Codec("top64", feedback=0.95) with outer=atoll.SGD(lr=1.0)',
             stacklevel=3,
         )
 

@@ -36,7 +36,7 @@ from atoll.outer.agreement import (
     starting_terms,
     terms_of,
     trained_terms,
-    warn_of_buffers,
+    warn_of,
 )
 from atoll.outer.backend import backend_for
 from atoll.outer.exchange import Exchange
@@ -84,7 +84,7 @@ class OuterLoop:
         check_arguments(model, sync, link, weight, observer)
         if not isinstance(guard, Guard):
             raise ConfigError(f"guard must be an atoll.Guard(...), got {guard!r}", setting="guard", value=guard)
-        warn_of_buffers(model)
+        warn_of(model, sync)
         self.model = model
         self.sync = sync
         self.link = link

@@ -56,7 +56,7 @@ class RunConfig(Section):
     device: Device = "auto"
     """Where to train: auto (a GPU if there is one), cpu, cuda or cuda:1."""
     threads: Threads | None = Field(default=None, examples=[2])
-    """CPU threads of torch; left out: torch's own choice."""
+    """CPU threads of torch; 1 is often faster for a small model or on a busy machine; left out: torch's own choice."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of activations; auto: bf16 on a GPU, fp32 on a CPU."""
     compile: Literal["auto"] | bool = "auto"

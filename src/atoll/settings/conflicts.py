@@ -120,7 +120,8 @@ def _codec_conflicts(sync: SyncSection) -> Iterator[Conflict]:
     if codec == "top64" and sync.method == "data-parallel":
         yield Conflict(keys, "top64 is for deltas, which can wait for a later round: take another method or int8")
     elif codec == "top64" and not sync.feedback:
-        why = "top64 sends one value in 64 and keeps the others for later rounds: set sync.feedback = 0.95 too"
+        why = "top64 sends one value in 64 and keeps the others for later rounds"
+        why += ': set sync.feedback = 0.95, sync.outer = "sgd" and sync.outer_lr = 1.0 too'
         yield Conflict(keys, why)
     if sync.stochastic and codec in ("fp64", "fp32", "bf16", "fp16", "lloyd2", "top64"):
         why = f"rounding is for 4 and 8 bits, and the codec is {codec}: turn it off or change sync.codec"

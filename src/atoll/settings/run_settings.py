@@ -156,7 +156,7 @@ class TrainSection(Section):
     accumulate: Count = 1
     """Parts a batch is computed in, to save memory; must divide batch."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """Inner optimizer; muon takes the blocks' matrices, adamw the rest; with muon try sync.outer_momentum = 0.6."""
+    """Inner optimizer; muon: blocks' matrices, adamw the rest; then try sync.outer_lr = 0.7, outer_momentum = 0.6."""
     lr: Positive | None = Field(default=None, examples=[0.003])
     """Highest inner learning rate; left out: chosen by optimizer and model size."""
     warmup: Steps | None = Field(default=None, examples=[100])
@@ -199,11 +199,11 @@ class SyncSection(Section):
     delay: Steps | Delays | None = Field(default=None, examples=[1])
     """Inner steps between a send and its apply, or a list, one per worker; left out: 1 for streaming, 0 for diloco."""
     codec: CodecName | None = Field(default=None, examples=["e3m0"])
-    """How a delta travels; 4 bit: e3m0, e2m1, lloyd4; fewer: lloyd2, top64; left out: e3m0, fp32 for diloco."""
+    """Format of deltas; 4 bit: e3m0, e2m1, lloyd4; fewer: lloyd2, top64 (see feedback); left out: e3m0, diloco fp32."""
     stochastic: bool = False
     """Round up or down at random, right on average; for 4 and 8 bits."""
     feedback: bool | Part = False
-    """Add what the codec lost to the next round; a number adds that share, 0.95 for top64, which needs it."""
+    """Add what was lost, or a share of it, to the next round; 0.95 for top64, with outer = "sgd", outer_lr = 1.0."""
     alpha: Chance | None = Field(default=None, examples=[0.5])
     """How much of its own progress a worker keeps at an apply; left out: 0.5 for streaming, else 0."""
     outlier_ratio: Annotated[float, Field(gt=1, le=1e9), Allowed("a number above 1, up to 10^9")] = 10.0

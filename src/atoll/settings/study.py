@@ -157,7 +157,9 @@ class _File:
         ours = shipped()
         if not path.is_file():
             path = ours.get(str(path), path)
-        missing = f"no such file, and no study of atoll has this name; its studies are {', '.join(ours)}"
+        close = get_close_matches(str(path), ours, n=1, cutoff=0.6)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        missing = f"no such file, and no study of atoll has this name{hint}; its studies are {', '.join(ours)}"
         table = runfile.parse_toml(runfile.read(path, missing), str(path))
         file = _File(path)
         if "study" not in table:

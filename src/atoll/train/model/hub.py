@@ -93,6 +93,11 @@ class HubModel(CausalModel):
         return outputs.logits[:, -1].float(), outputs.past_key_values
 
 
+def is_missing(where: str) -> bool:
+    """Return whether `where` is neither a path here nor what a name on the hub looks like."""
+    return not Path(where).expanduser().exists() and not _NAME_ON_THE_HUB.fullmatch(where)
+
+
 def load(where: str, *, weights: bool) -> HubModel:
     """Load a model from a local folder or the hub, in fp32 and in train() mode.
 
@@ -108,7 +113,7 @@ def load(where: str, *, weights: bool) -> HubModel:
     place = str(Path(where).expanduser()) if local else where
     if local:
         _check_folder(Path(place))
-    elif not _NAME_ON_THE_HUB.fullmatch(where):
+    elif is_missing(where):
         raise ConfigError(f"model.hf: there is no folder {where!r}, and a name on the hub looks like owner/name")
     transformers = need("transformers", "a Hugging Face model", extra="hf")
     with _quiet(transformers, bars=not local):
