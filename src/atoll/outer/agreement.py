@@ -47,7 +47,7 @@ def _check_elastic(sync: Sync | Gradients) -> None:
 
 
 def warn_of(model: nn.Module, sync: Sync | Gradients) -> None:
-    """Say which state of a model is each worker's own, and that top64 learns badly with outer momentum."""
+    """Warn of buffers, which are each worker's own, and of outer momentum beside top64."""
     if buffers := unsynchronised_buffers(model):
         warnings.warn(
             f"{len(buffers)} buffers such as {buffers[0]!r} change in training but are not parameters: "
@@ -56,8 +56,8 @@ def warn_of(model: nn.Module, sync: Sync | Gradients) -> None:
         )
     if isinstance(sync, Sync) and sync.codec.format == "top64" and getattr(sync.outer, "momentum", 0) > 0:
         warnings.warn(
-            f"codec 'top64' learns badly with outer momentum, and outer is {sync.outer}: the published recipe is "
-            'Codec("top64", feedback=0.95) with outer=atoll.SGD(lr=1.0)',
+            f"codec 'top64' is published for an outer optimizer without momentum, and outer is {sync.outer}: use "
+            'outer=atoll.SGD(lr=1.0); in a run file, sync.outer = "sgd" and sync.outer_lr = 1.0',
             stacklevel=3,
         )
 
