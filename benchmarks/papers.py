@@ -45,7 +45,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from atoll.errors import ConfigError
+from atoll.errors import AtollError
 from atoll.runs.layout import BEST, CHECKPOINTS, METRICS, MODEL
 from atoll.settings import config as run_file
 from atoll.train.data.batches import held_out
@@ -290,7 +290,7 @@ def main() -> None:
                 training.train(arguments.rows or [Row(method, ()) for method in METHODS])
             else:
                 score(runs_of(arguments), training.results, arguments.data)
-        except ConfigError as problem:
+        except AtollError as problem:
             parser.error(str(problem))
         return
     folder = arguments.results or RESULTS / FIRST_TEXT
