@@ -44,6 +44,7 @@ MUTANTS = [
     Mutant("all files of BLiMP are said to be missing", "evaluation/tasks.py", "for name in group if name not in there]", "for name in group if there != {*group}]", tests=FILES),
     Mutant("chance is that of the first question", "evaluation/tasks.py", "sum(chance for _, chance in rows) / len(rows)", "rows[0][1]", tests=FILES),
     Mutant("tasks of a group are shown with it", "report/tasks.py", "for score in record.scores if score.group is None}", "for score in record.scores}", tests=FILES),
+    Mutant("scores on other documents are side by side", "report/tasks.py", "{label}, {score.documents:,} documents", "{label}, documents", tests=FILES),
     Mutant("the best is shown as the last", "report/tasks.py", 'score.weights == "final"', 'score.weights != ""', tests=FILES),
     Mutant("scores of other workers are lost", "report/record.py", "scores=tuple(score for log in logs for score in log.scores)", "scores=first.scores", tests=FILES),
 ]  # fmt: skip
