@@ -12,8 +12,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install atoll[eval]")
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install atoll[hf]")
+pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install -e '.[eval]'")
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.evaluator import evaluate as harness_evaluate  # noqa: E402
