@@ -49,6 +49,8 @@ def evaluate(
         typer.echo(json.dumps(_as_json(found), indent=2))
     else:
         _print(found)
+    if found.failure is not None:
+        raise found.failure
 
 
 def _as_json(found: "Evaluation") -> dict[str, object]:
