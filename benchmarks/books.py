@@ -22,6 +22,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -189,9 +190,13 @@ def read(sources: list[Path], folder: Path) -> dict[str, Any]:
         else:
             left_out["in longer books"] += 1
     kept.sort(key=lambda book: book.place)
-    folder.mkdir(parents=True, exist_ok=True)
     held_out = [book for book in kept if book.place < HELD_OUT]
     train = [book for book in kept if book.place >= HELD_OUT]
+    if not train or not held_out:
+        parts = f"of {len(found)} files {len(train)} are books to train on and {len(held_out)} are held-out books"
+        others = ", ".join(f"{count} {reason}" for reason, count in left_out.items()) or "none"
+        sys.exit(f"{parts} (left out: {others}): both parts need at least one, so give more books")
+    folder.mkdir(parents=True, exist_ok=True)
     return {
         "left out": dict(left_out),
         "train": write(folder / "books.jsonl", train),

@@ -46,7 +46,7 @@ def test_one_run(visit: Visit, tmp_path: Path) -> None:
 
 
 def test_the_words_of_an_ended_run(visit: Visit, tmp_path: Path) -> None:
-    run = sections(state="interrupted")
+    run = sections(state="interrupted", tokens_per_s=20_000.0, utilisation=0.5)
     fault = {"at_s": 7000.0, "step": 1200, "worker": 3, "kind": "lost", "words": "silent"}
     run["faults"] = {"count": 60, "latest": [fault] * 60}
     page = opened(visit, tmp_path, {"runs": [run]})
@@ -56,6 +56,8 @@ def test_the_words_of_an_ended_run(visit: Visit, tmp_path: Path) -> None:
     for wanted in ("rate at the end", "Rate at the end", "4 workers took part.", "60 in all.", "the lowest of the run"):
         assert wanted in text
     assert "tokens a second, mean" in text
+    speed = "20 k tokens a second on average, computing for 50 % of the time; learning rate 0.0003 at the end."
+    assert speed in text.replace("\xa0", " ")
     for live in ("rate now", "Rate now", "so far.", "of 4 train"):
         assert live not in text
     faults = section(page, "Faults")

@@ -51,6 +51,8 @@ def test_the_first_screen_answers_the_first_questions(server: PageServer, visit:
     assert "away 2 min 10 s" in text(page, ".chip.away")
     assert page.locator(".chips").bounding_box()["y"] < 800
     assert text(page, ".sample blockquote").startswith("It was evening. The harbour was quiet")
+    scores = section(page, "Scores of tasks").locator("th, td").all_text_contents()
+    assert scores == ["task", "documents", "accuracy", "chance", "arc_easy", "2,376", "43.20 ± 0.98 %", "25.0 %"]
 
 
 def test_no_part_of_an_empty_run_is_an_error(visit: Visit) -> None:

@@ -1,4 +1,4 @@
-"""Seed known bugs, one at a time, into copies of the library: each must turn a test red.
+"""Seed known bugs, one at a time, into copies of the library or of benchmarks/: each must turn a test red.
 
     python tests/mutants [name of a mutant or of a catalogue ...]
     python tests/mutants controls      # only that all those tests are green without a bug
@@ -28,10 +28,12 @@ os.environ["ATOLL_TESTS"] = "thorough"
 import pytest  # noqa: E402
 import torch.distributed.tensor  # noqa: E402, F401 - for the forks
 
-from mutants.seed import PACKAGE, ROOT, Mutant, catalogues  # noqa: E402 - once the folder above is on the path
+from mutants.seed import BENCHMARKS, PACKAGE, ROOT, Mutant, catalogues  # noqa: E402 - once the folder above is on the path
 
 Tests = tuple[str, ...]
 CONTROL_S = 1200.0
+BESIDE = (BENCHMARKS, "docs", "tests", "README.md", "pyproject.toml")
+"""What is copied too for bugs in benchmarks/, which tests find beside themselves."""
 OPTIONS = ["-x", "-q", "-m", "not slow", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
 OPTIONS += ["--hypothesis-profile", "any example"]
 
@@ -54,6 +56,8 @@ class Run:
     mutant: Mutant | None = None
     control: "Run | None" = None
     """The same without the bug, or more: it comes first, and says how long it may take."""
+    is_in_package: bool = True
+    """Whether the tests here run on a copy of the package, or copies of the tests on one of benchmarks/ too."""
     verdict: Verdict | None = None
     pid: int = 0
     folder: Path = field(default_factory=Path)
@@ -77,13 +81,14 @@ class Run:
             self.verdict = Verdict("error", "its tests are not green without it")
         else:
             self.folder = Path(tempfile.mkdtemp(prefix="mutant-"))
-            shutil.copytree(PACKAGE, self.folder / "atoll")  # compiled files too: a changed one is compiled anew
+            for part in (PACKAGE, *(() if self.is_in_package else BESIDE)):
+                _copy(ROOT / part, self.folder / part)
             if self.mutant:
-                self.mutant.seed(self.folder / "atoll")
+                self.mutant.seed(self.folder)
             self.began_s = time.monotonic()
             self.pid = os.fork()
             if self.pid == 0:
-                _run_tests(self.folder, self.tests)
+                _run_tests(self.folder, ROOT if self.is_in_package else self.folder, self.tests)
 
     def look(self) -> None:
         """Find out whether it is over, or has taken too long."""
@@ -108,18 +113,25 @@ class Run:
         return Verdict(outcome, lines[-1], seconds)
 
 
-def _run_tests(folder: Path, tests: Tests) -> NoReturn:
-    """In a fork: run tests on the package in a folder, in a session of its own."""
+def _copy(source: Path, target: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target)  # compiled files too: a changed one is compiled anew
+    else:
+        shutil.copy(source, target)
+
+
+def _run_tests(folder: Path, root: Path, tests: Tests) -> NoReturn:
+    """In a fork: run the tests below `root` on the package in a folder, in a session of its own."""
     code = 3
     try:
         os.setsid()
         said = os.open(folder / "said", os.O_WRONLY | os.O_CREAT)
         os.dup2(said, 1)
         os.dup2(said, 2)
-        os.chdir(ROOT)
-        os.environ["PYTHONPATH"] = str(folder)  # for the processes that tests start
+        os.chdir(root)
+        os.environ["PYTHONPATH"] = str(folder / "src")  # for the processes that tests start
         os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(folder / "hypothesis")
-        sys.path.insert(0, str(folder))
+        sys.path.insert(0, str(folder / "src"))
         sys.argv = ["pytest"]
         sys.modules["__main__"] = ModuleType("__main__")  # multiprocessing would run this one in its children
         code = int(pytest.main([*OPTIONS, *tests]))
@@ -134,11 +146,12 @@ def _run_tests(folder: Path, tests: Tests) -> NoReturn:
 def with_controls(mutants: Iterable[Mutant]) -> list[Run]:
     """A run for every mutant, and before them one without a bug for every list of tests that is in no larger one."""
     controls: list[Run] = []
-    runs = [Run(mutant.tests, mutant) for mutant in mutants]
+    runs = [Run(mutant.tests, mutant, is_in_package=mutant.is_in_package) for mutant in mutants]
     for run in sorted(runs, key=lambda run: (sum("::" in test for test in run.tests), -len(run.tests))):
-        run.control = next((control for control in controls if covers(control.tests, run.tests)), None)
+        same = [control for control in controls if control.is_in_package == run.is_in_package]
+        run.control = next((control for control in same if covers(control.tests, run.tests)), None)
         if run.control is None:
-            run.control = Run(run.tests)
+            run.control = Run(run.tests, is_in_package=run.is_in_package)
             controls.append(run.control)
     return [*controls, *runs]
 

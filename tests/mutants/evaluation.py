@@ -25,7 +25,8 @@ MUTANTS = [
     Mutant("tasks of a group count once each", "evaluation/harness.py", "sum(len(part.documents) for part in parts)", "len(parts)"),
     Mutant("scores begin the metrics anew", "evaluation/evaluate.py", "Jsonl(path, at=path.stat().st_size)", "Jsonl(path)"),
     Mutant("scores are written beside a training", "evaluation/evaluate.py", "        if (folder / RUN).is_file():  # training would", "        if False:  # training would"),
-    Mutant("scores of an export are said to be recorded", "evaluation/evaluate.py", "None if metrics is None else folder / METRICS", "folder / METRICS"),
+    Mutant("scores of an export are said to be recorded", "evaluation/evaluate.py", "None if metrics is None or failure else metrics.path", "folder / METRICS"),
+    Mutant("scores that were not recorded are no error", "cli/evaluate.py", "if found.failure is not None:", "if False:"),
     Mutant("the best is recorded as the last", "evaluation/evaluate.py", '"best" if best else "final"', '"final"'),
     Mutant("a model of NaNs is scored", "evaluation/evaluate.py", "if not all(parameter.isfinite().all() for parameter in model.parameters()):", "if False:"),
     Mutant("a beginning may be blank", "evaluation/tasks.py", "if not text.strip():", "if not text:", tests=FILES),
@@ -44,6 +45,7 @@ MUTANTS = [
     Mutant("all files of BLiMP are said to be missing", "evaluation/tasks.py", "for name in group if name not in there]", "for name in group if there != {*group}]", tests=FILES),
     Mutant("chance is that of the first question", "evaluation/tasks.py", "sum(chance for _, chance in rows) / len(rows)", "rows[0][1]", tests=FILES),
     Mutant("tasks of a group are shown with it", "report/tasks.py", "for score in record.scores if score.group is None}", "for score in record.scores}", tests=FILES),
+    Mutant("scores on other documents are side by side", "report/tasks.py", "{label}, {score.documents:,} documents", "{label}, documents", tests=FILES),
     Mutant("the best is shown as the last", "report/tasks.py", 'score.weights == "final"', 'score.weights != ""', tests=FILES),
     Mutant("scores of other workers are lost", "report/record.py", "scores=tuple(score for log in logs for score in log.scores)", "scores=first.scores", tests=FILES),
 ]  # fmt: skip

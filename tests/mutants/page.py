@@ -99,6 +99,13 @@ MUTANTS = [
         tests=(f"{_FROZEN}::test_the_words_of_an_ended_run",),
     ),
     Mutant(
+        "the sentence about an ended run's speed has its last reading",
+        "watch/page/curves.js",
+        "isOver(run) ? run[key] : newest(key)",
+        "newest(key)",
+        tests=(f"{_FROZEN}::test_the_words_of_an_ended_run",),
+    ),
+    Mutant(
         "the list of faults scrolls in a report",
         "watch/page/lists.js",
         "if (!this.isServed) return [list];",

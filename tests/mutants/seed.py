@@ -7,13 +7,13 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PACKAGE = ROOT / "src" / "atoll"
+PACKAGE, BENCHMARKS = "src/atoll", "benchmarks/"
 _NOT_CATALOGUES = ("__main__", "seed")
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A bug: `old`, which occurs once in a file below src/atoll, becomes `new`."""
+    """A bug: `old`, which occurs once in a file below src/atoll, or in benchmarks/, becomes `new`."""
 
     name: str
     file: str
@@ -29,19 +29,30 @@ class Mutant:
         """Each edit as (file, old, new)."""
         return [(self.file, self.old, self.new), *([self.also] if self.also else [])]
 
-    def problems(self, package: Path = PACKAGE) -> list[str]:
-        """Why this bug cannot be seeded into a package; none if it can."""
+    @property
+    def is_in_package(self) -> bool:
+        """Whether it is in the package, and not in benchmarks/."""
+        return not self.file.startswith(BENCHMARKS)
+
+    def problems(self, root: Path = ROOT) -> list[str]:
+        """Why this bug cannot be seeded into a tree; none if it can."""
         found = []
         for file, old, _ in self.edits:
-            source = (package / file).read_text() if (package / file).is_file() else ""
+            path = _path(root, file)
+            source = path.read_text() if path.is_file() else ""
             if source.count(old) != 1:
                 found.append(f"its text occurs {source.count(old)} times in {file}: {old!r}")
         return found
 
-    def seed(self, package: Path) -> None:
-        """Put the bug into a copy of the package."""
+    def seed(self, root: Path) -> None:
+        """Put the bug into a copy of the tree."""
         for file, old, new in self.edits:
-            (package / file).write_text((package / file).read_text().replace(old, new))
+            path = _path(root, file)
+            path.write_text(path.read_text().replace(old, new))
+
+
+def _path(root: Path, file: str) -> Path:
+    return root / file if file.startswith(BENCHMARKS) else root / PACKAGE / file
 
 
 def catalogues() -> Iterator[tuple[str, list[Mutant]]]:

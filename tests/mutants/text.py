@@ -11,6 +11,12 @@ MUTANTS = [
         "if settings.vocabulary == 0:",
     ),
     Mutant(
+        "bytes that are there are taken for a BPE's tokens",
+        "train/data/token_files.py",
+        'if settings.tokenizer == "bpe" and isinstance(tokenizer, Bytes):',
+        "if False:",
+    ),
+    Mutant(
         "a limit is passed over where tokens are there",
         "train/data/token_files.py",
         "if settings.limit is not None:\n        raise",

@@ -95,6 +95,21 @@ def test_copies_short_ones_and_other_languages_are_left_out(books: ModuleType, s
     assert "\n\n".join(prose(3, 200)) in both[0] + both[1]
 
 
+@pytest.mark.parametrize(("share", "counts"), [(0.0, (3, 0)), (1.0, (0, 3))])
+def test_too_few_books_for_both_parts_are_refused(
+    books: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, counts: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(books, "HELD_OUT", share)
+    shelf = tmp_path / "shelf"
+    shelf.mkdir()
+    for i, sentences in enumerate((200, 200, 200, 3)):
+        (shelf / f"{i}.txt").write_bytes(wrapped(prose(i, sentences)))
+    found = "of 4 files {} are books to train on and {} are held-out books".format(*counts)
+    with pytest.raises(SystemExit, match=rf"^{found} \(left out: 1 under 10,000 characters\): .* give more books$"):
+        books.read([shelf], tmp_path / "text")
+    assert not (tmp_path / "text").exists()
+
+
 def test_a_git_directory_is_read_like_a_folder(books: ModuleType, shelf: Path) -> None:
     plain = dict(books.files(shelf))
     git = ["git", "-C", str(shelf), "-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "core.autocrlf=false"]

@@ -61,6 +61,10 @@ def test_the_demo_has_the_steps_its_help_says() -> None:
     assert f"left out: {steps}." in " ".join(atoll("demo", "--help").stdout.replace("│", " ").split())
 
 
+def test_help_of_eval_says_how_to_install_the_harness_in_any_shell() -> None:
+    assert "pip install 'atoll[eval]'" in atoll("eval", "--help").stdout  # zsh expands brackets without quotes
+
+
 def test_help_imports_nothing_slow() -> None:
     script = (
         "import sys\n"

@@ -88,7 +88,7 @@ def test_all_runs_end_in_a_table_a_claim_and_a_report(
     again = capsys.readouterr().out
     assert "one: finished already" in again and "held-out loss" not in again
     assert "\nthe claims are meant for the file's 20 steps, which were changed:\nholds: they are close" in again
-    assert "50.00 ± 12.50 %" in again and "50.00 ± 12.50 %" not in told
+    assert "piqa, 9 documents, chance 50.0 %" in again and "50.00 ± 12.50 %" in again and "50.00 ± 12.50 %" not in told
     assert (out / "one" / "metrics.jsonl").stat().st_mtime_ns == before.st_mtime_ns
     rows = summary([load(out / name) for name in ("one", "other")], parse_line("1Mbit/s"))
     wrong = Claim(say="far apart", run="one", against="other", at_least=0.9)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install atoll[eval]")
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install atoll[hf]")
+pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install -e '.[eval]'")
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.evaluator import evaluate as harness_evaluate  # noqa: E402
@@ -35,6 +35,7 @@ from atoll.train.folder import LOCK  # noqa: E402
 from atoll.train.model.decoder import Decoder  # noqa: E402
 from atoll.train.model.export import export, load_export  # noqa: E402
 from atoll.train.model.hub import HubModel  # noqa: E402
+from full_disk import files_no_longer_than  # noqa: E402
 from task_files import MadeTask, made, words, write_data, write_rows  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning")
@@ -382,6 +383,19 @@ def test_metrics_that_cannot_be_written_are_told_before_anything_is_read(run: Pa
         refused = atoll("eval", run, "--tasks", "piqa", "--data", tmp_path / "nowhere")
         assert refused.exit_code == 1 and str(run / "metrics.jsonl") in refused.stderr
         assert f"evaluate {run / 'model'}, which records none" in refused.stderr
+
+
+def test_scores_that_a_full_disk_does_not_take_are_told(run: Path, data: Path) -> None:
+    before = (run / "metrics.jsonl").read_bytes()
+    asked = ("eval", run, "--tasks", "blimp_wh_island", "--data", data)
+    with files_no_longer_than(len(before) + 40):
+        table, as_json = atoll(*asked), atoll(*asked, "--json")
+    assert table.exit_code == as_json.exit_code == 1
+    assert "blimp_wh_island" in table.stdout and "50.0 %" in table.stdout and "were recorded" not in table.output
+    assert [score["task"] for score in json.loads(as_json.stdout)["tasks"]] == ["blimp_wh_island"]
+    for told in (table, as_json):
+        assert f"error: the scores were not recorded: {run / 'metrics.jsonl'} cannot be written" in told.stderr
+    assert (run / "metrics.jsonl").read_bytes() == before
 
 
 def test_mistakes_are_told_in_one_line(run: Path, data: Path, tmp_path: Path) -> None:

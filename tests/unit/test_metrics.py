@@ -5,14 +5,11 @@ import json
 import math
 import multiprocessing
 import os
-import resource
-import signal
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,6 +35,7 @@ from atoll.runs.lines import Lines
 from atoll.runs.sample import Sample
 from atoll.runs.sinks import Metrics, TensorBoard, Trackio, WandB, scalars
 from atoll.runs.tail import Tail
+from full_disk import files_no_longer_than
 
 
 def a_step(step: int, loss: list[float | None] | None = None) -> Step:
@@ -223,19 +221,6 @@ def test_a_resume_from_inside_a_long_line_keeps_the_lines_before(path: Path) -> 
 
 
 # ---- what goes wrong
-
-
-@contextmanager
-def files_no_longer_than(size: int) -> Iterator[None]:
-    """Every file of this process is full at `size` bytes, as on a full disk: it takes a part of a line, then fails."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
 
 
 def test_a_full_disk_is_one_clear_line_and_leaves_whole_lines(path: Path) -> None:

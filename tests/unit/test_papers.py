@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -52,6 +53,23 @@ def test_a_gap_is_to_data_parallel_of_the_same_seed(papers: ModuleType) -> None:
     assert known["streaming-30-seed1"].gap(known["diloco-30"]) in lines["streaming-30,seed=1"]
     assert known["streaming-30"].gap(known["data-parallel"]) in lines["streaming-30"]
     assert " | 1.6171 |  |  | " in lines["data-parallel,seed=1"]
+
+
+@pytest.mark.parametrize("change", ["none", "text", "length"])
+def test_rows_of_another_text_or_length_are_left_out(
+    papers: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    full, short = papers.RESULTS / "books-c6b298e9", papers.RESULTS / "books-c6b298e9-51.2M"
+    for kept in full.glob("data-parallel.json*"):
+        shutil.copy(kept, tmp_path)
+    for ending in (".json", ".jsonl"):
+        row = short / "data-parallel" if change == "length" else full / "diloco-30"
+        shutil.copy(row.with_suffix(ending), tmp_path / f"diloco-30{ending}")
+    if change == "text":
+        known = tmp_path / "diloco-30.json"
+        known.write_text(json.dumps(json.loads(known.read_text()) | {"text": "another"}))
+    assert ("diloco-30" in papers.load(tmp_path)) is (change == "none")
+    assert ("diloco-30 is left out" in capsys.readouterr().err) is (change != "none")
 
 
 def test_a_text_that_is_hard_for_both_alike_adds_no_error(papers: ModuleType) -> None:

@@ -17,6 +17,7 @@ from atoll.report.record import EventLog, RunRecord, merge
 from atoll.report.tasks import accuracy_text, comparison_table, score_table, scores_by_task
 from atoll.runs.events import Start
 from atoll.runs.scored import Scored
+from atoll.watch.compose import scores_section
 from task_files import BLIMP, made, write_data, write_rows
 
 
@@ -208,13 +209,27 @@ def test_runs_are_compared_by_their_newest_scores_and_groups() -> None:
     one = record("one", scored("piqa", 0.5), scored("piqa", 0.625), *group)
     two = record("two", scored("piqa", 0.6, weights="best", stderr=None))
     assert scores_by_task([one, two]) == {
-        "blimp": ["75.00 ± 1.25 %", "-"],
-        "piqa": ["62.50 ± 1.25 %", "-"],
-        "piqa (best)": ["-", "60.00 %"],
+        "blimp, 400 documents, chance 25.0 %": ["75.00 ± 1.25 %", "-"],
+        "piqa (best), 400 documents, chance 25.0 %": ["-", "60.00 %"],
+        "piqa, 400 documents, chance 25.0 %": ["62.50 ± 1.25 %", "-"],
     }
     told = text_of(comparison_table([one, two]))
-    assert "62.50 ± 1.25 %" in told and "two" in told
+    assert "62.50 ± 1.25 %" in told and "chance" in told and "two" in told
     assert comparison_table([record("three")]) is None and scores_by_task([record("three")]) == {}
+
+
+def test_scores_on_different_documents_are_not_side_by_side() -> None:
+    runs = record("one", scored("piqa", 0.5, documents=1838)), record("two", scored("piqa", 0.6))
+    assert scores_by_task(runs) == {
+        "piqa, 1,838 documents, chance 25.0 %": ["50.00 ± 1.25 %", "-"],
+        "piqa, 400 documents, chance 25.0 %": ["-", "60.00 ± 1.25 %"],
+    }
+
+
+def test_a_report_of_one_run_has_documents_and_chance() -> None:
+    one = record("one", scored("piqa", 0.5), scored("piqa", 0.6, documents=1838, chance=0.5), scored("a", 1, group="b"))
+    assert scores_section(one) == [["piqa", "1,838", "60.00 ± 1.25 %", "50.0 %"]]
+    assert scores_section(None) == []
 
 
 def test_one_evaluation_is_a_table() -> None:

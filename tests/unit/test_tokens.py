@@ -90,6 +90,13 @@ def test_tokens_that_are_there_follow_no_other_settings(corpus: str, tmp_path: P
         made(str(one.folder), tmp_path, tokenizer="bpe", **{setting: value})
 
 
+def test_bytes_that_are_there_are_no_bpe(corpus: str, tmp_path: Path) -> None:
+    one = made(corpus, tmp_path)
+    with pytest.raises(ConfigError, match='set it to "bytes"') as caught:
+        made(str(one.folder), tmp_path, tokenizer="bpe", vocabulary=300)
+    assert (caught.value.setting, caught.value.value) == ("data.tokenizer", "bpe")
+
+
 def test_tokens_that_are_there_but_damaged_are_refused(corpus: str, tmp_path: Path) -> None:
     one = made(corpus, tmp_path)
     (one.folder / "train.bin").write_bytes(b"\0" * len(one.train[0]))

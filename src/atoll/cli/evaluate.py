@@ -29,9 +29,9 @@ def evaluate(
     """Evaluate a model on tasks of lm-evaluation-harness, with local data.
 
     Prompts, targets and metrics are the harness's own; install it with
-    pip install atoll\\[eval]. The scores of a run's model are kept in the run, for
-    atoll report and atoll compare. Nothing is downloaded: docs/evaluation.md lists
-    the data files.
+    pip install 'atoll\\[eval]'. The scores of a run's model are kept in the run,
+    for atoll report and atoll compare. Nothing is downloaded: docs/evaluation.md
+    lists the data files.
 
     [bold]Examples:[/]
       atoll eval runs/run --tasks lambada_openai,blimp --data data
@@ -49,6 +49,8 @@ def evaluate(
         typer.echo(json.dumps(_as_json(found), indent=2))
     else:
         _print(found)
+    if found.failure is not None:
+        raise found.failure
 
 
 def _as_json(found: "Evaluation") -> dict[str, object]:

@@ -32,7 +32,9 @@ class Evaluation:
     context: int
     """The model's context, in tokens."""
     recorded: Path | None
-    """The file that the scores were appended to; None for an exported model."""
+    """The file that the scores were appended to; None for an exported model, or if they were not recorded."""
+    failure: DataError | None = None
+    """Why the scores were not recorded, as on a full disk."""
 
 
 def evaluate(
@@ -46,7 +48,8 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates the model of a run, or an exported model, on tasks of lm-evaluation-harness.
 
-    The scores of a run's model become events of its metrics.jsonl, which reports show. Nothing is downloaded.
+    The scores of a run's model become events of its metrics.jsonl, which reports show. If the file cannot be written
+    any more, the scores are returned nevertheless, with the failure. Nothing is downloaded.
 
     Args:
         folder: Folder of a run, or of an exported model.
@@ -84,13 +87,26 @@ def evaluate(
             )
         lm = CausalLM(model, encoder_of(export, model, tokenizer), place, batch)
         scores = score(lm, read, "best" if best else "final")
-        if metrics is not None:
-            for each in scores:
-                metrics.write(each)
-    recorded = None if metrics is None else folder / METRICS
+        failure = _record(scores, metrics) if metrics is not None else None
     return Evaluation(
-        model=export, scores=scores, requests=lm.requests, cut=lm.cut, context=lm.context, recorded=recorded
+        model=export,
+        scores=scores,
+        requests=lm.requests,
+        cut=lm.cut,
+        context=lm.context,
+        recorded=None if metrics is None or failure else metrics.path,
+        failure=failure,
     )
+
+
+def _record(scores: Sequence[Scored], metrics: Jsonl) -> DataError | None:
+    """Appends the scores to a run's metrics, or returns why that failed: they may have taken hours."""
+    try:
+        for score in scores:
+            metrics.write(score)
+    except AtollError as error:
+        return DataError(f"the scores were not recorded: {error}; make room, then evaluate again", path=metrics.path)
+    return None
 
 
 def _open_metrics(path: Path, export: Path) -> AbstractContextManager[Jsonl]:

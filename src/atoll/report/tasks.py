@@ -27,17 +27,26 @@ def score_table(scores: Sequence[Scored]) -> "Table":
             f"{score.documents:,}",
             accuracy_text(score.accuracy, score.stderr),
             accuracy_text(score.by_length, score.by_length_stderr),
-            f"{100 * score.chance:.1f} %",
+            _chance(score),
         )
     return table
+
+
+def score_rows(record: RunRecord) -> list[list[str]]:
+    """Returns the task, the documents, the accuracy and the chance of every newest score of a run, as texts."""
+    newest = sorted(_newest(record).items())
+    return [[label, f"{score.documents:,}", _cell(score), _chance(score)] for label, score in newest]
 
 
 def scores_by_task(records: Sequence[RunRecord]) -> dict[str, list[str]]:
     """Returns, for each task, the newest score of every run as text, or "-" if a run has none.
 
-    The tasks of a group are left out: the group's own score stands for them.
+    A label has the number of documents and the chance too, so scores on different documents are not put side by side.
     """
-    newest = [{_label(score): score for score in record.scores if score.group is None} for record in records]
+    newest = [
+        {f"{label}, {score.documents:,} documents, chance {_chance(score)}": score for label, score in found.items()}
+        for found in map(_newest, records)
+    ]
     labels = sorted({label: None for scores in newest for label in scores})
     return {label: [_cell(scores.get(label)) for scores in newest] for label in labels}
 
@@ -53,6 +62,15 @@ def comparison_table(records: Sequence[RunRecord]) -> "Table | None":
     for index, record in enumerate(records):
         table.add_row(Text(printable(record.name)), *(texts[index] for texts in found.values()))
     return table
+
+
+def _newest(record: RunRecord) -> dict[str, Scored]:
+    """Returns the newest score of each task; a group's own score stands for those of its tasks."""
+    return {_label(score): score for score in record.scores if score.group is None}
+
+
+def _chance(score: Scored) -> str:
+    return f"{100 * score.chance:.1f} %"
 
 
 def _label(score: Scored) -> str:

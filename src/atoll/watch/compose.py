@@ -12,7 +12,7 @@ from atoll.errors import printable
 from atoll.report.load import plain_text
 from atoll.report.record import RunRecord
 from atoll.report.settings_text import flat_settings
-from atoll.report.tasks import scores_by_task
+from atoll.report.tasks import score_rows
 from atoll.runs import sample
 from atoll.runs.events import Eval
 from atoll.watch.fault_section import faults_section
@@ -221,4 +221,4 @@ def settings_section(run: LiveRun) -> list[list[str]]:
 
 def scores_section(record: RunRecord | None) -> list[list[str]]:
     """Returns the accuracy on each task."""
-    return [[task, texts[0]] for task, texts in scores_by_task([record]).items()] if record else []
+    return score_rows(record) if record else []

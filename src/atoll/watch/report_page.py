@@ -33,7 +33,7 @@ _MODELLED_WORDS = (
 )
 _TASK_WORDS = (
     "By atoll eval, with lm-evaluation-harness, in percent, with the standard error over the task's documents; the "
-    "newest score of each task."
+    "newest score of each task. Chance is the accuracy of random guesses."
 )
 
 

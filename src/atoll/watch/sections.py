@@ -239,4 +239,4 @@ class Sections(TypedDict):
     settings: list[list[str]]
     """[key, value]."""
     scores: list[list[str]]
-    """[task, accuracy]."""
+    """[task, documents, accuracy, chance]."""

@@ -81,7 +81,7 @@ def prepare(settings: DataSection, *, workers: int = 1, on_progress: OnProgress 
     manifest = check(folder, on_progress)
     tokenizer = open_tokenizer(folder)
     if ready is not None:
-        _check_ready(folder, tokenizer.vocabulary, settings)
+        _check_ready(folder, tokenizer, settings)
     open_file = partial(_map, dtype=dtype_of(tokenizer.vocabulary))
     train = open_file(folder / "train.bin")
     files: tuple[Ids, ...] = (train,)
@@ -117,8 +117,13 @@ def _ready(settings: DataSection) -> Path | None:
     return folder if all(os.path.isfile(folder / name) for name in (MANIFEST, "train.bin")) else None
 
 
-def _check_ready(folder: Path, vocabulary: int, settings: DataSection) -> None:
+def _check_ready(folder: Path, tokenizer: Tokenizer, settings: DataSection) -> None:
     """Refuse settings for text that a folder of tokens cannot follow."""
+    vocabulary = tokenizer.vocabulary
+    if settings.tokenizer == "bpe" and isinstance(tokenizer, Bytes):
+        why = f'data.tokenizer is "bpe", but the tokens in {folder} are bytes'
+        why += ': set it to "bytes", or give the text instead'
+        raise ConfigError(why, setting="data.tokenizer", value="bpe")
     if settings.vocabulary not in (None, vocabulary):
         problem = f"data.vocabulary is {settings.vocabulary}, but the tokens in {folder} have a vocabulary of"
         raise ConfigError(f"{problem} {vocabulary}: leave it out, or give the text instead")

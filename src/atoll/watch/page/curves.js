@@ -3,6 +3,7 @@
 import { Chart } from "./chart.js";
 import { choices, element } from "./dom.js";
 import { Part } from "./part.js";
+import { isOver } from "./state.js";
 import { FoldedTable } from "./table.js";
 import { cosine, count, duration, known, mean, share, short, small } from "./units.js";
 
@@ -29,7 +30,7 @@ export class Speed {
     this.content = sections.speed;
     const isThere = Boolean(this.content?.step?.length);
     this.part.reveal(isThere);
-    this.part.say(isThere ? this.#sentence() : "No speed has been measured yet.");
+    this.part.say(isThere ? this.#sentence(sections.run) : "No speed has been measured yet.");
     if (isThere) this.draw();
   }
 
@@ -48,10 +49,13 @@ export class Speed {
     }));
   }
 
-  #sentence() {
-    const now = (key) => this.content[key]?.findLast(known);
-    const busy = known(now("utilisation")) ? `, computing for ${share(now("utilisation"))} of the time` : "";
-    return `${short(now("tokens_per_s"))} tokens a second${busy}; learning rate ${small(now("lr"))}.`;
+  /** Says how fast the run is now, or how fast it was on average once it has ended. */
+  #sentence(run) {
+    const newest = (key) => this.content[key]?.findLast(known);
+    const reading = (key) => (isOver(run) ? run[key] : newest(key));
+    const busy = known(reading("utilisation")) ? `, computing for ${share(reading("utilisation"))} of the time` : "";
+    const rate = `${short(reading("tokens_per_s"))} tokens a second${isOver(run) ? " on average" : ""}`;
+    return `${rate}${busy}; learning rate ${small(newest("lr"))}${isOver(run) ? " at the end" : ""}.`;
   }
 }
 

@@ -102,12 +102,12 @@ export class Scores extends List {
   }
 
   sentence() {
-    return "By atoll eval, the newest score of each task.";
+    return "By atoll eval, the newest score of each task; chance is the accuracy of random guesses.";
   }
 
   nodes(scores) {
     const rows = (scores ?? []).map((row) => row.map((cell) => plain(cell, 120)));
-    return rows.length ? [table(["task", "accuracy"], rows, "Scores of tasks")] : [];
+    return rows.length ? [table(["task", "documents", "accuracy", "chance"], rows, "Scores of tasks")] : [];
   }
 
   isHidden(scores) {

@@ -14,7 +14,7 @@ const DRAWS = {
   loss: ["loss", "lanes", "run"],
   members: ["lanes", "now", "run"],
   traffic: ["traffic", "lanes", "run"],
-  speed: ["speed"],
+  speed: ["speed", "run"],
   outer: ["outer", "run"],
   faults: ["faults", "run"],
   samples: ["samples", "settings", "run"],
