@@ -404,17 +404,30 @@ def test_a_graph_leaves_the_gradients_of_the_pass_it_captured(accumulate: int) -
         inner.step(1e-3)
 
 
-def test_graphs_of_two_workers_do_not_disturb_each_other() -> None:
-    shape = preset("tiny")
+def graphed_workers(name: str, workers: int, batch: int) -> tuple[list[Decoder], list[Backward], list[GraphedPass]]:
+    """Returns models of a preset, their passes, and the same passes as graphs that share one memory pool."""
+    shape = preset(name)
     settings = resolve(
-        config.parse({"device": "cuda", "precision": "fp32", "train": {"batch": 4, "lr": 1e-3}}),
+        config.parse(
+            {
+                "device": "cuda",
+                "precision": "fp32",
+                "model": {"preset": name},
+                "train": {"batch": batch, "lr": 1e-3},
+            }
+        ),
         parameters=shape.parameters,
         context=shape.context,
     )
-    models = [Decoder(shape, generator=torch.Generator().manual_seed(seed)).to("cuda") for seed in range(2)]
+    models = [Decoder(shape, generator=torch.Generator().manual_seed(seed)).to("cuda") for seed in range(workers)]
     plain = [Backward(WorkerRanks().wrap(one), InnerOptimizer(one, settings.train), settings) for one in models]
     pool = torch.cuda.graph_pool_handle()
-    played = [GraphedPass(act, list(one.parameters()), pool) for act, one in zip(plain, models, strict=True)]
+    graphed = [GraphedPass(act, list(one.parameters()), pool) for act, one in zip(plain, models, strict=True)]
+    return models, plain, graphed
+
+
+def test_graphs_of_two_workers_do_not_disturb_each_other() -> None:
+    models, plain, graphed = graphed_workers("tiny", 2, batch=4)
     tokens = [torch.randint(256, (4, 65), device="cuda") for _ in models]
     wanted = []
     for act, one, batch in zip(plain, models, tokens, strict=True):
@@ -422,26 +435,17 @@ def test_graphs_of_two_workers_do_not_disturb_each_other() -> None:
         wanted.append([p.grad.clone() for p in one.parameters() if p.grad is not None])
     for order in ((1, 0), (0, 1)):  # captured in one order, replayed in another
         for n in order:
-            played[n](tokens[n])
+            graphed[n](tokens[n])
         for one, gradients in zip(models, wanted, strict=True):
             for parameter, gradient in zip(one.parameters(), gradients, strict=True):
                 torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)
 
 
 def test_graphs_share_the_memory_of_a_pass() -> None:
-    shape = preset("small")
-    settings = resolve(
-        config.parse({"device": "cuda", "precision": "fp32", "train": {"batch": 32, "lr": 1e-3}}),
-        parameters=shape.parameters,
-        context=shape.context,
-    )
-    models = [Decoder(shape, generator=torch.Generator().manual_seed(seed)).to("cuda") for seed in range(4)]
-    acts = [Backward(WorkerRanks().wrap(one), InnerOptimizer(one, settings.train), settings) for one in models]
-    pool = torch.cuda.graph_pool_handle()
-    played = [GraphedPass(act, list(one.parameters()), pool) for act, one in zip(acts, models, strict=True)]
-    tokens = torch.randint(256, (32, shape.context + 1), device="cuda")
+    models, _, graphed = graphed_workers("small", 4, batch=32)
+    tokens = torch.randint(256, (32, preset("small").context + 1), device="cuda")
     gradients, held = 4 * sum(p.numel() for p in models[0].parameters()), []
-    for each in played:
+    for each in graphed:
         each(tokens)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
