@@ -28,6 +28,8 @@ TASKS = {"BLiMP": "blimp", "LAMBADA": "lambada_openai"}
 """Tasks of `atoll eval` by their heading: 67 sets of minimal pairs (guesses get 50 %); the last word of a passage."""
 FARTHEST = 3.0
 """Percent from data-parallel that the picture of gaps has room for; Delayed is beyond."""
+PRESET = Row.parse("streaming-30,alpha=0.25,lr=0.6").name
+"""The row of `atoll.Streaming(period=30)`, which the picture has beside the methods."""
 
 
 class Result(NamedTuple):
@@ -93,8 +95,8 @@ class Result(NamedTuple):
 
 
 def table(results: Mapping[str, Result]) -> list[str]:
-    """Return the lines of the table, in Markdown; a task is a column if any run was evaluated on it."""
-    tasks = {head: task for head, task in TASKS.items() if any(task in one.scores for one in results.values())}
+    """Return the lines of the table, in Markdown; a task is a column if data-parallel was evaluated on it."""
+    tasks = {head: task for head, task in TASKS.items() if task in results[REFERENCE].scores}
     heads = ["method", "held-out loss", "gap", "papers", "training loss", "payload bytes a worker", "tokens", *tasks]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for name, result in results.items():
@@ -143,12 +145,12 @@ def picture(results: Mapping[str, Result]) -> Figure:
     """Draw held-out losses over tokens without the first fifth, and their gaps to data-parallel."""
     figure = Figure(figsize=(12.5, 4.2), layout="constrained")
     losses, gaps = figure.subplots(1, 2)
-    for name, result in ((name, result) for name, result in results.items() if name in METHODS):
+    for name, result in ((name, result) for name, result in results.items() if name in {*METHODS, PRESET}):
         known = {event.tokens: event.loss for event in reference_of(name, results).evals}
         late = [event for event in result.evals if event.tokens >= result.end.tokens / 5]
         tokens = [event.tokens / 1e6 for event in late]
-        losses.plot(tokens, [event.loss for event in late], label=name)
-        gaps.plot(tokens, [100 * (event.loss / known[event.tokens] - 1) for event in late], label=name)
+        losses.plot(tokens, [event.loss for event in late], label=Row.named(name).text)
+        gaps.plot(tokens, [100 * (event.loss / known[event.tokens] - 1) for event in late])
     losses.set_ylabel("held-out loss, nats per token")
     gaps.set_ylabel("gap to data-parallel, %")
     gaps.set_ylim(-1.5, FARTHEST)

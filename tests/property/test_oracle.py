@@ -178,11 +178,11 @@ def test_streaming_with_a_lossy_wire(
     expected = reference.streaming(
         **problem.oracle_arguments(codecs.Wire(name)),
         period=period,
-        lr=0.4,
+        lr=0.6,
         momentum=0.9,
         slices=problem.slices,
         delays=delays,
-        alpha=0.5,
+        alpha=0.25,
         feedback=feedback,
     )
     agree(loops, expected)

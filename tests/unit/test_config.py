@@ -477,7 +477,7 @@ def test_the_template_shows_the_values_of_the_preset() -> None:
         r"^# (period|fragments|delay|codec|alpha|outer_lr|outer_momentum) =", r"\1 =", template(), flags=re.M
     )
     run = parse(shown)
-    assert run.sync.period == 100 and run.sync.outer_lr == 0.4
+    assert run.sync.period == 100 and run.sync.outer_lr == 0.6
     assert run.synchronisation() == Streaming() == RunConfig().synchronisation()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll import DataParallel, DiLoCo, Eager, Lockstep, Nesterov, OuterLoop, Streaming, Sync
+from atoll import DataParallel, DiLoCo, Eager, Lockstep, Nesterov, OuterLoop, Streaming, Sync, local
 from atoll.core import allreduce
 from atoll.core.allreduce import MOST_PARTS_EACH
 from atoll.core.block_formats import BLOCK
@@ -18,6 +18,7 @@ from atoll.link.local import Absence, Faults
 from harness import (
     PRESETS,
     Problem,
+    Toy,
     bits,
     by_part,
     gradient,
@@ -77,6 +78,34 @@ def test_equal_workers_at_lr_1_without_momentum_are_no_outer_loop_at_all(alpha: 
         crew.step()
     for loop in loops:
         np.testing.assert_allclose(toy(loop).vector(), PROBLEM.alone(PROBLEM.steps), rtol=1e-12)
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize(
+    ("alpha", "lr", "momentum"), [(0.0, 0.4, 0.9), (0.25, 0.6, 0.9), (0.5, 0.4, 0.9), (0.5, 0.7, 0.6)]
+)
+def test_alpha_limits_how_far_the_anchor_moves_in_a_round(alpha: float, lr: float, momentum: float, delay: int) -> None:
+    """Decision 40: under constant progress p in a period, the anchor moves by G p / (1 - alpha + alpha G)."""
+    period, rounds, gain = 4, 240, lr / (1 - momentum)
+    sync = Streaming(
+        period=period,
+        fragments=by_part(2),
+        delay=delay,
+        codec="fp64",
+        merge=Blend(alpha),
+        outer=Nesterov(lr, momentum),
+    )
+    loops = [OuterLoop(Toy(np.zeros(3), (2, 1)), sync, link) for link in local(2)]
+    crew, anchors = Lockstep(loops), []
+    for step in range(1, rounds * period + 1):
+        for loop in loops:
+            toy(loop).descend(np.ones(3), 1 / period)
+        crew.step()
+        if step > (rounds - 2) * period and step % period == 0:
+            anchors.append(snapshot(loops[0])[1])
+    progress = 1 - (1 - alpha) * delay / period  # a merge drops a part of what was done since the send
+    wanted = gain * progress / (1 - alpha + alpha * gain)
+    np.testing.assert_allclose(anchors[0] - anchors[1], np.full(3, wanted), rtol=1e-9)
 
 
 COMING_AND_GOING = {
@@ -211,8 +240,9 @@ def test_losses_absences_and_rounding_together_as_in_the_oracle(eager: bool, fee
         loops = run(Eager(period=4, fragments=by_part(2), codec=codec, outer=Nesterov(0.4, 0.9)), problem)
         expected = reference.eager_with_faults(**arguments, **outer)
     else:
-        loops = run(Streaming(period=4, fragments=by_part(2), delay=delays, codec=codec), problem)
-        expected = reference.streaming(**arguments, **outer, delays=delays, alpha=0.5)
+        sync = Streaming(period=4, fragments=by_part(2), delay=delays, codec=codec, outer=Nesterov(0.4, 0.9))
+        loops = run(sync, problem)
+        expected = reference.streaming(**arguments, **outer, delays=delays, alpha=0.25)
     assert sum(loop.counters.rounds_missed for loop in loops) > 5
     for loop, theirs in zip(loops, expected, strict=True):
         for mine, reference_vector in zip(snapshot(loop), theirs, strict=True):

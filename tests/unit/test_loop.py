@@ -342,7 +342,12 @@ class TestDtypes:
             assert not torch.equal(live.float(), state["anchor"])
 
     @pytest.mark.parametrize(
-        "sync", [DiLoCo(period=2), Eager(period=2, codec="fp32"), Streaming(period=2, fragments=by_part(4))]
+        "sync",
+        [
+            DiLoCo(period=2),
+            Eager(period=2, codec="fp32"),
+            Streaming(period=2, fragments=by_part(4), merge=Blend(0.5), outer=Nesterov(0.4, 0.9)),
+        ],
     )
     def test_rounding_of_the_live_copy_is_not_taken_for_work(self, sync: Sync) -> None:
         """After one piece of work and then none, every dtype's anchor comes to rest in the same place."""
@@ -507,11 +512,11 @@ def test_impossible_settings_say_why(make, message: str) -> None:  # type: ignor
         make()
 
 
-def test_presets_are_the_papers() -> None:
+def test_presets_are_those_of_the_docs() -> None:
     diloco, streaming, eager, delayed = DiLoCo(), Streaming(), Eager(), Delayed()
     assert (diloco.period, diloco.delay, diloco.outer, diloco.codec) == (500, 0, Nesterov(0.7, 0.9), Codec("fp32"))
-    assert (streaming.period, streaming.delay, streaming.merge) == (100, 1, Blend(0.5))
-    assert (streaming.outer, streaming.codec, streaming.fragments) == (Nesterov(0.4, 0.9), Codec("e3m0"), Blocks())
+    assert (streaming.period, streaming.delay, streaming.merge) == (100, 1, Blend(0.25))
+    assert (streaming.outer, streaming.codec, streaming.fragments) == (Nesterov(0.6, 0.9), Codec("e3m0"), Blocks())
     assert (eager.period, eager.delay, eager.merge, eager.outer) == (30, 30, EagerMerge(), Nesterov(0.4, 0.9))
     assert (delayed.period, delayed.delay, delayed.merge) == (30, 30, Blend(0.0))
 

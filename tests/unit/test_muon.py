@@ -108,7 +108,7 @@ def plain_loop(name: str, steps: int) -> tuple[list[Worker], list[Tensor]]:
     if name == "streaming":
         blocks = [[i for i, key in enumerate(names) if key.startswith(f"blocks.{b}.")] for b in range(2)]
         parts = [*blocks, [i for i, key in enumerate(names) if not key.startswith("blocks.")]]
-    period, delay, alpha = 4, {"diloco": 0, "streaming": 1, "eager": 4}[name], 0.5 if name == "streaming" else 0.0
+    period, delay, alpha = 4, {"diloco": 0, "streaming": 1, "eager": 4}[name], 0.25 if name == "streaming" else 0.0
     anchor = [p.detach().clone() for p in parameters[0]]
     velocity = [torch.zeros_like(p) for p in anchor]
     own = [[torch.zeros_like(p) for p in anchor] for _ in workers]

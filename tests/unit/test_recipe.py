@@ -14,8 +14,8 @@ def test_the_recipe_of_the_scaling_laws_paper() -> None:
     assert train.steps == -(-20 * 1_000_000 // (2 * 8 * 128)) and train.sequence == 128
     assert train.warmup == train.steps // 10 and train.weight_decay == 1 / train.steps
     assert (train.betas, train.clip, train.final_lr, train.lr) == ((0.9, 0.99), 1.0, 0.05, 3e-3)
-    assert (sync.period, sync.outer, sync.outer_lr, sync.outer_momentum) == (100, "nesterov", 0.4, 0.9)
-    assert (sync.codec, sync.fragments, sync.delay, sync.alpha) == ("e3m0", "blocks", 1, 0.5)
+    assert (sync.period, sync.outer, sync.outer_lr, sync.outer_momentum) == (100, "nesterov", 0.6, 0.9)
+    assert (sync.codec, sync.fragments, sync.delay, sync.alpha) == ("e3m0", "blocks", 1, 0.25)
     assert (run.precision, run.compile) == ("fp32", False)
     assert resolve(run, parameters=1_000_000, context=128) == run
 

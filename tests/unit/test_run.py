@@ -164,7 +164,7 @@ def test_a_run_says_what_it_was_and_what_happened(make: Any) -> None:
     assert again.train.lr and again.train.warmup == 2 and again.train.sequence == 16
     assert checkpoint.steps(folder / "checkpoints") == (18, 20)
     assert load_export(folder / "best")[0].state_dict().keys() == load_export(folder / "model")[0].state_dict().keys()
-    assert (again.sync.codec, again.sync.delay, again.sync.alpha, again.sync.outer_lr) == ("e3m0", 1, 0.5, 0.4)
+    assert (again.sync.codec, again.sync.delay, again.sync.alpha, again.sync.outer_lr) == ("e3m0", 1, 0.25, 0.6)
 
 
 def test_all_methods_see_the_same_data_in_the_same_order(make: Any) -> None:

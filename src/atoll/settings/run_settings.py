@@ -204,16 +204,16 @@ class SyncSection(Section):
     """Round up or down at random, right on average; for 4 and 8 bits."""
     feedback: bool | Part = False
     """Add what was lost, or a share of it, to the next round; 0.95 for top64, with outer = "sgd", outer_lr = 1.0."""
-    alpha: Chance | None = Field(default=None, examples=[0.5])
-    """How much of its own progress a worker keeps at an apply; left out: 0.5 for streaming, else 0."""
+    alpha: Chance | None = Field(default=None, examples=[0.25])
+    """How much of its own progress a worker keeps at an apply; left out: 0.25 for streaming, else 0."""
     outlier_ratio: Annotated[float, Field(gt=1, le=1e9), Allowed("a number above 1, up to 10^9")] = 10.0
     """Leave a delta out of its round if its norm is this many times larger than the last rounds lead to expect."""
     offload: bool = False
     """Keep anchors and outer momentum in the host's memory until they are due; on a GPU."""
     outer: Outer = "nesterov"
     """Outer optimizer: turns the mean delta into a step."""
-    outer_lr: Positive | None = Field(default=None, examples=[0.4])
-    """Outer learning rate; left out: 0.4 for nesterov (0.7 under diloco), 0.7 momentum, 1 sgd, 0.3 adam."""
+    outer_lr: Positive | None = Field(default=None, examples=[0.6])
+    """Outer learning rate; left out: nesterov 0.6 (diloco 0.7, eager 0.4), 0.7 momentum, 1 sgd, 0.3 adam."""
     outer_momentum: Decay | None = Field(default=None, examples=[0.9])
     """Momentum of nesterov and momentum; left out: 0.9."""
     outer_betas: Betas | None = Field(default=None, examples=[(0.9, 0.95)])
