@@ -109,7 +109,14 @@ def make_sync(task: Task) -> Any:
         return atoll.DiLoCo(period=task.period, codec=task.codec)
     if task.method == "eager":
         return atoll.Eager(period=task.period, codec=task.codec)
-    return atoll.Streaming(period=task.period, delay=task.delay, codec=task.codec, fragments=atoll.Balanced(count=4))
+    return atoll.Streaming(
+        period=task.period,
+        delay=task.delay,
+        codec=task.codec,
+        fragments=atoll.Balanced(count=4),
+        merge=atoll.Blend(0.5),  # losses in docs/machines.md are of this pair
+        outer=atoll.Nesterov(0.4, 0.9),
+    )
 
 
 def make_model(task: Task) -> nn.Module:

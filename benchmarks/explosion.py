@@ -74,7 +74,9 @@ def main() -> None:
     outer = atoll.Nesterov(0.7, 0.6)
     methods: dict[str, Callable[[str], Sync]] = {
         "DiLoCo": lambda codec: atoll.DiLoCo(period=PERIOD, codec=codec, outer=outer),
-        "Streaming": lambda codec: atoll.Streaming(period=PERIOD, fragments=Blocks(each=2), codec=codec, outer=outer),
+        "Streaming": lambda codec: atoll.Streaming(
+            period=PERIOD, fragments=Blocks(each=2), codec=codec, merge=atoll.Blend(0.5), outer=outer
+        ),
         "Eager": lambda codec: atoll.Eager(period=PERIOD, codec=codec, outer=outer),
     }
     print(f"{'':10} {'codec':6} workers  undisturbed  disturbed  difference  left out")

@@ -29,7 +29,7 @@ TASKS = {"BLiMP": "blimp", "LAMBADA": "lambada_openai"}
 FARTHEST = 3.0
 """Percent from data-parallel that the picture of gaps has room for; Delayed is beyond."""
 PRESET = Row.parse("streaming-30,alpha=0.25,lr=0.6").name
-"""The row of `atoll.Streaming(period=30)`, which the picture has beside the methods."""
+"""The row of `atoll.Streaming(period=30)`; the picture shows it too."""
 
 
 class Result(NamedTuple):

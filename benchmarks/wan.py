@@ -13,7 +13,8 @@ both directions (benchmarks/sites.py). Batches, start and number of steps are th
     torchft-delay  the same; a fragment travels for as many steps as cover it, at most one fewer than lie between two
                    fragments (torchft allows no more), and alpha is 0.5
     diloco         atoll.DiLoCo, fp32: everything at once, everybody waits
-    streaming      atoll.Streaming, 4 bits (e3m0): fragments of 3 blocks; the delay covers the exchange
+    streaming      atoll.Streaming, 4 bits (e3m0): fragments of 3 blocks, alpha 0.5; the delay covers the
+                   exchange
     eager          atoll.Eager, 4 bits (e3m0): everything at once, the exchange hides behind a whole period
 
 The period is the same for all that have one, and outer optimizers are those of the papers (torchft: 0.7 and 0.9). A

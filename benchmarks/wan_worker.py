@@ -329,11 +329,12 @@ class Ours(Alone):
 
 
 def our_sync(method: str, period: int, delay: int) -> atoll.Sync:
-    """The preset behind a row's name."""
+    """The method behind a row's name; Streaming has torchft's alpha and its paper's outer learning rate."""
     if method == "diloco":
         return atoll.DiLoCo(period=period)
     if method == "streaming":
-        return atoll.Streaming(period=period, delay=delay)
+        alike = {"merge": atoll.Blend(0.5), "outer": atoll.Nesterov(0.4, 0.9)}
+        return atoll.Streaming(period=period, delay=delay, **alike)
     return atoll.Eager(period=period)
 
 

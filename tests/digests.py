@@ -152,11 +152,11 @@ def behind_a_line(sync: Sync) -> str:
 
 
 OUTER = Nesterov(0.7, 0.6)
-PAPER: dict[str, Any] = {"merge": Blend(0.5), "outer": Nesterov(0.4, 0.9)}
+ALPHA_HALF: dict[str, Any] = {"merge": Blend(0.5), "outer": Nesterov(0.4, 0.9)}
 PRESETS: dict[str, Sync | Gradients] = {
     "diloco": DiLoCo(period=6),
-    "streaming": Streaming(period=6, delay=2, fragments=Blocks(each=2), **PAPER),
-    "streaming late": Streaming(period=6, delay=6, fragments=Blocks(each=1), **PAPER),
+    "streaming": Streaming(period=6, delay=2, fragments=Blocks(each=2), **ALPHA_HALF),
+    "streaming late": Streaming(period=6, delay=6, fragments=Blocks(each=1), **ALPHA_HALF),
     "eager": Eager(period=6, outer=OUTER),
     "streaming eager": Eager(period=6, fragments=Blocks(each=2), outer=OUTER),
     "delayed": Delayed(period=6),

@@ -1,4 +1,4 @@
-"""Makes a disk full for this process."""
+"""Simulates a full disk for this process."""
 
 import resource
 import signal
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def files_no_longer_than(size: int) -> Iterator[None]:
-    """Every file of this process is full at `size` bytes, as on a full disk: it takes a part of a line, then fails."""
+    """Limits every file of this process to `size` bytes: a write past that fails after a part of the line."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))

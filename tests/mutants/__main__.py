@@ -33,7 +33,7 @@ from mutants.seed import BENCHMARKS, PACKAGE, ROOT, Mutant, catalogues  # noqa: 
 Tests = tuple[str, ...]
 CONTROL_S = 1200.0
 BESIDE = (BENCHMARKS, "docs", "tests", "README.md", "pyproject.toml")
-"""What is copied too for bugs in benchmarks/, which tests find beside themselves."""
+"""Paths that are also copied for bugs in benchmarks/, because tests look for them next to themselves."""
 OPTIONS = ["-x", "-q", "-m", "not slow", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
 OPTIONS += ["--hypothesis-profile", "any example"]
 
@@ -57,7 +57,7 @@ class Run:
     control: "Run | None" = None
     """The same without the bug, or more: it comes first, and says how long it may take."""
     is_in_package: bool = True
-    """Whether the tests here run on a copy of the package, or copies of the tests on one of benchmarks/ too."""
+    """Whether the bug is in the package; otherwise benchmarks/ and the tests are copied as well."""
     verdict: Verdict | None = None
     pid: int = 0
     folder: Path = field(default_factory=Path)
@@ -121,7 +121,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _run_tests(folder: Path, root: Path, tests: Tests) -> NoReturn:
-    """In a fork: run the tests below `root` on the package in a folder, in a session of its own."""
+    """In a fork: run the tests below `root` on the package in a folder, in a new session."""
     code = 3
     try:
         os.setsid()

@@ -466,7 +466,7 @@ def test_what_a_run_file_leaves_out_is_what_the_preset_has(method: str, workers:
 
 def test_the_template_names_settings_that_belong_together() -> None:
     text = " ".join(template().replace("#", " ").split())
-    assert "muon: blocks' matrices, adamw the rest; then try sync.outer_lr = 0.7, outer_momentum = 0.6" in text
+    assert "muon: blocks' matrices, adamw the rest; try alpha 0.5, outer_lr 0.7, outer_momentum 0.6" in text
     assert '0.95 for top64, with outer = "sgd", outer_lr = 1.0' in text
     assert "1 is often faster for a small model or on a busy machine" in text
 

@@ -385,7 +385,7 @@ def test_metrics_that_cannot_be_written_are_told_before_anything_is_read(run: Pa
         assert f"evaluate {run / 'model'}, which records none" in refused.stderr
 
 
-def test_scores_that_a_full_disk_does_not_take_are_told(run: Path, data: Path) -> None:
+def test_scores_are_printed_when_the_disk_is_full(run: Path, data: Path) -> None:
     before = (run / "metrics.jsonl").read_bytes()
     asked = ("eval", run, "--tasks", "blimp_wh_island", "--data", data)
     with files_no_longer_than(len(before) + 40):

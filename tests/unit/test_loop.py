@@ -512,7 +512,7 @@ def test_impossible_settings_say_why(make, message: str) -> None:  # type: ignor
         make()
 
 
-def test_presets_are_those_of_the_docs() -> None:
+def test_defaults_of_presets() -> None:
     diloco, streaming, eager, delayed = DiLoCo(), Streaming(), Eager(), Delayed()
     assert (diloco.period, diloco.delay, diloco.outer, diloco.codec) == (500, 0, Nesterov(0.7, 0.9), Codec("fp32"))
     assert (streaming.period, streaming.delay, streaming.merge) == (100, 1, Blend(0.25))

@@ -90,7 +90,7 @@ def test_tokens_that_are_there_follow_no_other_settings(corpus: str, tmp_path: P
         made(str(one.folder), tmp_path, tokenizer="bpe", **{setting: value})
 
 
-def test_bytes_that_are_there_are_no_bpe(corpus: str, tmp_path: Path) -> None:
+def test_bpe_is_refused_for_a_folder_of_byte_tokens(corpus: str, tmp_path: Path) -> None:
     one = made(corpus, tmp_path)
     with pytest.raises(ConfigError, match='set it to "bytes"') as caught:
         made(str(one.folder), tmp_path, tokenizer="bpe", vocabulary=300)

@@ -100,7 +100,7 @@ def evaluate(
 
 
 def _record(scores: Sequence[Scored], metrics: Jsonl) -> DataError | None:
-    """Appends the scores to a run's metrics, or returns why that failed: they may have taken hours."""
+    """Appends the scores to a run's metrics; returns an error instead of raising it, so that they are not lost."""
     try:
         for score in scores:
             metrics.write(score)

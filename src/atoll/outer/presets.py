@@ -178,7 +178,8 @@ def Streaming(  # noqa: N802
 ) -> Sync:
     """Return Streaming DiLoCo (arXiv 2501.18512): fragments in turn, in 4 bits, while training goes on.
 
-    The paper has `Blend(0.5)` and an outer learning rate of 0.4, which end higher (docs/decisions/0040).
+    Alpha and the outer learning rate are not the paper's: alpha 0.5 and its 0.4 ended higher
+    (docs/decisions/0040-alpha-of-streaming.md).
 
     Args:
         period: Inner steps between two sends of the same fragment (H).

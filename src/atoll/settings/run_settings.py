@@ -156,7 +156,7 @@ class TrainSection(Section):
     accumulate: Count = 1
     """Parts a batch is computed in, to save memory; must divide batch."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """Inner optimizer; muon: blocks' matrices, adamw the rest; then try sync.outer_lr = 0.7, outer_momentum = 0.6."""
+    """Inner optimizer; muon: blocks' matrices, adamw the rest; try alpha 0.5, outer_lr 0.7, outer_momentum 0.6."""
     lr: Positive | None = Field(default=None, examples=[0.003])
     """Highest inner learning rate; left out: chosen by optimizer and model size."""
     warmup: Steps | None = Field(default=None, examples=[100])
@@ -213,7 +213,7 @@ class SyncSection(Section):
     outer: Outer = "nesterov"
     """Outer optimizer: turns the mean delta into a step."""
     outer_lr: Positive | None = Field(default=None, examples=[0.6])
-    """Outer learning rate; left out: nesterov 0.6 (diloco 0.7, eager 0.4), 0.7 momentum, 1 sgd, 0.3 adam."""
+    """Outer learning rate; left out: nesterov 0.6 (diloco 0.7, eager, delayed 0.4), momentum 0.7, sgd 1, adam 0.3."""
     outer_momentum: Decay | None = Field(default=None, examples=[0.9])
     """Momentum of nesterov and momentum; left out: 0.9."""
     outer_betas: Betas | None = Field(default=None, examples=[(0.9, 0.95)])
