@@ -333,8 +333,7 @@ def our_sync(method: str, period: int, delay: int) -> atoll.Sync:
     if method == "diloco":
         return atoll.DiLoCo(period=period)
     if method == "streaming":
-        alike = {"merge": atoll.Blend(0.5), "outer": atoll.Nesterov(0.4, 0.9)}
-        return atoll.Streaming(period=period, delay=delay, **alike)
+        return atoll.Streaming(period=period, delay=delay, merge=atoll.Blend(0.5), outer=atoll.Nesterov(0.4, 0.9))
     return atoll.Eager(period=period)
 
 
