@@ -1,5 +1,6 @@
 """Figures of the 35M comparison: README and the docs have those of the raw metrics in benchmarks/results."""
 
+import json
 from pathlib import Path
 from statistics import mean
 
@@ -7,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from atoll import Blend, Nesterov, Streaming
 from atoll._util.units import bytes_text
 from papers_rows import Row
 from papers_table import FIRST_TEXT, PRESET, RESULTS, costs_of_4_bits, load, table
@@ -117,6 +119,14 @@ SENTENCES = [
 @pytest.mark.parametrize("sentence", SENTENCES)
 def test_sentences_have_the_figures_of_the_raw_metrics(sentence: str) -> None:
     assert sentence in words("docs/results.md")
+
+
+def test_the_row_of_the_preset_has_its_settings() -> None:
+    trained, preset = json.loads((RESULTS / "books-c6b298e9" / f"{PRESET}.json").read_text()), Streaming(period=30)
+    assert isinstance(preset.merge, Blend) and isinstance(preset.outer, Nesterov)
+    assert (trained["sync.alpha"], trained["sync.delay"]) == (preset.merge.alpha, preset.delay)
+    assert (trained["sync.outer_lr"], trained["sync.outer_momentum"]) == (preset.outer.lr, preset.outer.momentum)
+    assert (trained["sync.codec"], trained["sync.period"]) == (preset.codec.format, preset.period)
 
 
 def test_data_parallel_hardly_depends_on_the_seed() -> None:
