@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
-from amount import THOROUGH
+from example_counts import THOROUGH
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: kernels run on the CPU then

@@ -8,15 +8,15 @@ from atoll.watch.compose import compose
 from atoll.watch.live_run import LiveRun
 from atoll.watch.sections import Sections
 from atoll.watch.source import About, News
-from voyage import BEGAN, Voyage
+from made_up_runs import BEGAN, MadeUpRun
 
-ELASTIC = Voyage(name="elastic", steps=200, delay=10, travel_s=1.2)
+ELASTIC = MadeUpRun(name="elastic", steps=200, delay=10, travel_s=1.2)
 SETTINGS = {"name": "elastic", "sync": {"workers": 3, "period": 20}, "link": {"min_workers": 2, "emulate": "0.7Mbit/s"}}
 
 
-def elastic_events(voyage: Voyage = ELASTIC) -> list[list[Event]]:
+def elastic_events(run: MadeUpRun = ELASTIC) -> list[list[Event]]:
     """Of a run whose worker 2 is killed after step 80 and trains again after step 120."""
-    logs = voyage.events()
+    logs = run.events()
     for worker, log in enumerate(logs):
         seconds = {getattr(e, "step", 0): getattr(e, "seconds", 0.0) for e in log if hasattr(e, "seconds")}
 

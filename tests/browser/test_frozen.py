@@ -10,8 +10,8 @@ from atoll.plan.line import Line
 from atoll.watch.frozen import frozen_page
 from atoll.watch.report_page import write
 from browser.conftest import serious_faults
+from made_up_runs import MadeUpRun, save_workers
 from page_content import report, sections
-from voyage import Voyage, save_workers
 
 Visit = Callable[..., Any]
 SIDEWAYS = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
@@ -138,7 +138,7 @@ def test_runs_are_compared_to_scale(visit: Visit, tmp_path: Path) -> None:
 
 
 def test_the_report_of_a_real_folder_zooms_to_single_rounds(visit: Visit, tmp_path: Path) -> None:
-    run = save_workers(tmp_path / "far", Voyage().events())
+    run = save_workers(tmp_path / "far", MadeUpRun().events())
     (path,) = write([run], tmp_path / "report.html", link=Line(1e6))
     page = visit(path.as_uri())
     page.wait_for_selector(".picture .curve", state="attached")

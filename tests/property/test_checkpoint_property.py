@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from amount import examples
 from atoll.checkpoint import MANIFEST, TENSORS, load, save
 from atoll.errors import CheckpointError
-from nests import DTYPES, bits
+from bitwise import DTYPES, bits
+from example_counts import examples
 
 
 @st.composite

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
-from amount import examples
 from atoll.core.block_formats import BLOCK
 from atoll.core.codec import Codec, nearest_limit
 from atoll.core.flat import PIECE
 from atoll.errors import ConfigError, NonFiniteError
+from example_counts import examples
 from oracle import codecs
 
 PLAIN = ["fp64", "fp32", "bf16", "fp16"]

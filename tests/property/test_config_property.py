@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from amount import examples
 from atoll.errors import ConfigError
 from atoll.link.local import local
 from atoll.settings import toml as runfile
 from atoll.settings.config import RunConfig, differences, load, parse
 from atoll.settings.model_presets import PRESETS
 from atoll.settings.value_types import CodecName, Compute, Method, Outer
+from example_counts import examples
 
 FULL = """
 name = "all"

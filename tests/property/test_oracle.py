@@ -6,12 +6,12 @@ import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from amount import examples
 from atoll import DataParallel, Delayed, DiLoCo, Eager, Nesterov, OuterLoop, Streaming
 from atoll.core.block_formats import BLOCK
 from atoll.core.codec import Codec
 from atoll.core.outer_step import Blend
 from atoll.link.local import Absence, Faults
+from example_counts import examples
 from harness import Problem, by_part, snapshot, train, train_data_parallel, train_in_threads
 from oracle import codecs, reference
 

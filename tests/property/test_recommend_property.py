@@ -5,10 +5,10 @@ import math
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from amount import examples
 from atoll.plan.line import Line
 from atoll.plan.method import Method, Model
 from atoll.plan.recommend import candidates, recommend
+from example_counts import examples
 
 few = examples(6)
 

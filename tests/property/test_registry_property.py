@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from amount import examples
 from atoll.link.net.embedded import RegistryServer
 from atoll.link.net.embedded_client import EmbeddedRegistry
 from atoll.link.net.etcd import EtcdRegistry
 from atoll.link.net.etcd_gateway import EtcdOptions
 from atoll.link.net.journal import JOURNAL, Journal
 from atoll.link.net.registry import INSECURE, VIEW, WORKERS, Entry, Lease, Registry, presence_key
+from example_counts import examples
 from registries import Etcd
 
 # ---------------------------------------------------------------------- clients side by side

@@ -13,7 +13,6 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from torch import Tensor
 
-from amount import examples
 from atoll.core import allreduce as allreduce_module
 from atoll.core import allreduce as shots_module
 from atoll.core.allreduce import MOST_PARTS_EACH, PART_BYTES, Reduction, mean_between, part_of, sent_bytes, shots
@@ -22,6 +21,7 @@ from atoll.core.codec import Codec
 from atoll.core.flat import PIECE
 from atoll.core.outer_step import weighted_mean
 from atoll.errors import ConfigError
+from example_counts import examples
 
 PLAIN = ["fp64", "fp32", "bf16", "fp16"]
 BLOCKS = ["int8", "int4", "e3m0", "e2m1", "lloyd4"]

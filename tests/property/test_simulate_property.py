@@ -10,7 +10,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from amount import examples
 from atoll.core.allreduce import sent_bytes, shots
 from atoll.core.codec import Codec
 from atoll.plan import cost
@@ -18,6 +17,7 @@ from atoll.plan.forecast import utilisation
 from atoll.plan.line import GOODPUT, Line
 from atoll.plan.method import Job, Layers, Method, Model
 from atoll.plan.simulate import run_s, steady_wait_s, stops, time_of
+from example_counts import examples
 from oracle import layers as oracle
 
 few = examples(25)

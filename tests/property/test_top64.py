@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from amount import examples
 from atoll.core.allreduce import Reduction, part_of
 from atoll.core.codec import Codec
 from atoll.core.flat import PIECE
 from atoll.core.top64 import CHUNK, KEEP_ONE_IN
 from atoll.errors import NonFiniteError
+from example_counts import examples
 from oracle import codecs
 
 TOP = Codec("top64", feedback=0.95)

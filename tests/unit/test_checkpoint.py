@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from atoll import checkpoint
 from atoll.checkpoint import MANIFEST, TENSORS, load, rng_state, save, set_rng_state, steps
 from atoll.errors import CheckpointError, ConfigError
+from bitwise import DTYPES, bits
 from kills import forked
-from nests import DTYPES, bits
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint-v1"
 

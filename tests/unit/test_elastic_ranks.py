@@ -17,9 +17,9 @@ from atoll.errors import ConfigError
 from atoll.runs.events import End, Eval, Joined, Lost, Members, Step, read
 from atoll.runs.layout import ANCHORS
 from atoll.train.replay.run import replay
+from bitwise import bits
 from elastic_fleet import STEP_S, Run, finish, running, status, when
 from fleet import Worker, free_port
-from nests import bits
 
 pytestmark = pytest.mark.processes
 

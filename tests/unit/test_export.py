@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from amount import examples
 from atoll.errors import AtollError, ConfigError, DataError
 from atoll.settings.model_presets import ModelConfig
 from atoll.train.data.tokenizer import Bytes, Subwords, train_bpe
@@ -32,6 +31,7 @@ from atoll.train.model.decoder import Decoder
 from atoll.train.model.export import exists, export, load_export
 from atoll.train.model.hub import HubModel
 from atoll.train.model.sample import sample
+from example_counts import examples
 from kills import forked
 
 NANO = ModelConfig(layers=2, width=16, heads=2, head_width=4, feedforward=24, vocabulary=256, context=32)

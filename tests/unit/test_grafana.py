@@ -10,7 +10,7 @@ from atoll.runs.events import End, Step
 from atoll.runs.lines import Lines
 from atoll.watch.compose import compose
 from atoll.watch.prometheus import metrics
-from voyage import BEGAN
+from made_up_runs import BEGAN
 from watch_fixture import elastic_events, live_run
 
 DASHBOARD: dict[str, Any] = json.loads(

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from amount import examples
 from atoll.core.fragments import Blocks, find_blocks, split
 from atoll.errors import ConfigError
 from atoll.settings.model_presets import PRESETS, ModelConfig, preset
 from atoll.train.model.decoder import Decoder, Loss, RotaryTables, rotary_tables
+from example_counts import examples
 
 NANO = ModelConfig(layers=2, width=24, heads=2, head_width=8, feedforward=40, vocabulary=50, context=16)
 

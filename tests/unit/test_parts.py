@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from matplotlib.collections import PolyCollection
 from rich.console import Console
 
-from amount import examples
 from atoll import report
 from atoll.errors import DataError
 from atoll.plan.line import Line
@@ -29,15 +28,16 @@ from atoll.report.record import log_of, merge
 from atoll.report.words import warnings_of
 from atoll.runs.events import End, Eval, Event, Fault, RoundApplied, Start, Step
 from atoll.watch.report_page import report_content, write
-from voyage import BEGAN, Voyage, save, save_workers
+from example_counts import examples
+from made_up_runs import BEGAN, MadeUpRun, save, save_workers
 
 LINK = Line(1e6)
-VOYAGE = Voyage()
+FAR = MadeUpRun()
 
 
 @pytest.fixture(scope="module")
 def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_workers(tmp_path_factory.mktemp("runs") / "far", VOYAGE.events())
+    return save_workers(tmp_path_factory.mktemp("runs") / "far", FAR.events())
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +73,14 @@ def test_seconds_and_utilisation_are_by_each_workers_own_clock(record: report.Ru
 
 
 def test_a_run_of_one_process_is_as_before(tmp_path: Path) -> None:
-    whole = merge([part for events in VOYAGE.events() if (part := log_of(events))])
+    whole = merge([part for events in FAR.events() if (part := log_of(events))])
     found = report.load(save(tmp_path / "run", [whole.start, *whole.steps, *whole.rounds, *whole.evals]))
     assert (found.steps, found.rounds, found.evals) == (whole.steps, whole.rounds, whole.evals)
     assert found.workers == (0, 1, 2) and len(found.processes) == 1
 
 
 def test_workers_whose_folders_are_elsewhere_are_left_out_of_means(tmp_path: Path) -> None:
-    _, one, two = VOYAGE.events()
+    _, one, two = FAR.events()
     some = report.load(save_workers(tmp_path / "gone", [[], one, two]))  # nothing has happened in worker 0's yet
     assert some.workers == (1, 2) and some.per_worker("bytes_sent") == 340_000 and some.evals == ()
     assert [r.worker for r in some.rounds] == [1] * 6
@@ -92,7 +92,7 @@ def test_workers_whose_folders_are_elsewhere_are_left_out_of_means(tmp_path: Pat
 
 
 def test_workers_that_stopped_at_different_steps(tmp_path: Path) -> None:
-    zero, one, two = VOYAGE.events()
+    zero, one, two = FAR.events()
     short = [e for e in zero[:-1] if getattr(e, "applied", getattr(e, "step", 0)) <= 40]
     found = report.load(save_workers(tmp_path / "run", [short, one, two]))
     last = next(e for e in reversed(short) if isinstance(e, Step))
@@ -119,21 +119,21 @@ def test_workers_that_stopped_at_different_steps(tmp_path: Path) -> None:
 
 
 def test_faults_are_those_of_all_workers_told_once(tmp_path: Path) -> None:
-    zero, one, two = VOYAGE.events()
+    zero, one, two = FAR.events()
     late, early = Fault(step=40, worker=0, what="late"), Fault(step=30, worker=1, what="early")
     found = report.load(save_workers(tmp_path / "run", [[*zero, late, early], [*one, early], two]))
     assert found.faults == (early, late)
 
 
 def test_folders_that_do_not_belong_together(tmp_path: Path, far: Path) -> None:
-    zero, one, _ = VOYAGE.events()
-    other = Voyage(steps=60).events()[1]
+    zero, one, _ = FAR.events()
+    other = MadeUpRun(steps=60).events()[1]
     with pytest.raises(DataError, match=r"run: workers 0 and 1 are not of one run: steps is 80 and 60"):
         report.load(save_workers(tmp_path / "run", [zero, other]))
     with pytest.raises(DataError, match=r"worker-1.metrics\.jsonl: .* in worker-1 it should be worker 1, got 0"):
         report.load(save_workers(tmp_path / "copied", [zero, zero]))
     with pytest.raises(DataError, match="worker must be between 0 and 2, got 7"):
-        report.load(save(tmp_path / "seven", [replace(VOYAGE.start(0), worker=7)]))
+        report.load(save(tmp_path / "seven", [replace(FAR.start(0), worker=7)]))
     with pytest.raises(DataError, match=r"worker-0.metrics\.jsonl has no start event"):
         report.load(save_workers(tmp_path / "empty", [[], []]))
     (save_workers(tmp_path / "torn", [zero, one]) / "worker-1" / "metrics.jsonl").write_text("{\n")
@@ -142,11 +142,11 @@ def test_folders_that_do_not_belong_together(tmp_path: Path, far: Path) -> None:
 
 
 def test_runs_that_are_only_named_like_workers_stay_apart(tmp_path: Path) -> None:
-    whole = replace(VOYAGE.start(0), worker=None)
+    whole = replace(FAR.start(0), worker=None)
     for number in (1, 2):
         save(tmp_path / "study" / f"worker-{number}", [replace(whole, name=f"with {number}")])
     assert [found.name for found in report.load_all([tmp_path / "study"])] == ["with 1", "with 2"]
-    single = Voyage(workers=1, step_s=(0.1,), late_s=(0.0,))
+    single = MadeUpRun(workers=1, step_s=(0.1,), late_s=(0.0,))
     save(tmp_path / "single" / "worker-0", [replace(single.start(0), worker=None)])  # the only one is all of them
     assert report.load(tmp_path / "single").workers == (0,)
 
@@ -195,7 +195,7 @@ def runs(draw: st.DrawFn) -> list[Event]:
         found |= {name: each(counts) for name in ("wire_sent", "wire_received")}
         return found | {name: each(floats) for name in ("wait_s", "hidden_s")}
 
-    events: list[Event] = [replace(VOYAGE.start(0), worker=None, workers=workers, delay=[5] * workers)]
+    events: list[Event] = [replace(FAR.start(0), worker=None, workers=workers, delay=[5] * workers)]
     for step in sorted(draw(st.sets(st.integers(1, 80), max_size=5))):
         losses, norms = each(st.none() | floats), each(st.none() | floats)
         trained = sum(loss is not None or norm is not None for loss, norm in zip(losses, norms, strict=True))
@@ -258,7 +258,7 @@ def test_some_of_the_parts_say_the_same_of_their_workers(events: list[Event], da
 def test_files_of_before_these_numbers_merge_too() -> None:
     old = [
         [replace(e, hidden_s=[], wire_sent=[], wire_received=[]) if isinstance(e, Step | End) else e for e in events]
-        for events in VOYAGE.events()
+        for events in FAR.events()
     ]
     merged = merge([part for events in old if (part := log_of(events))])
     assert merged.end is not None and merged.end.wire_sent == [] and merged.end.bytes_sent == [340_000] * 3
@@ -384,7 +384,7 @@ def test_clocks_that_are_wrong_do_not_hide_a_worker(record: report.RunRecord, br
 
 
 def test_many_workers_and_many_rounds_are_drawn(tmp_path: Path) -> None:
-    many = Voyage(
+    many = MadeUpRun(
         workers=10, step_s=(0.1,) * 10, late_s=(0.0,) * 10, delay=20, payload_bytes=(4000,) * 10, travel_s=9.0
     )  # fmt: skip
     found = report.load(save_workers(tmp_path / "many", many.events()))

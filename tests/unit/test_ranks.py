@@ -28,7 +28,7 @@ from atoll.runs.sample import Sample
 from atoll.settings import config
 from atoll.settings.config import RunConfig
 from atoll.train.run import train
-from nests import bits
+from bitwise import bits
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]  # all look at the same runs, of half a minute
 

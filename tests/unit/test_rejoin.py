@@ -59,7 +59,7 @@ class Case:
 
 
 @dataclass
-class Voyage:
+class Seen:
     """What one worker has seen."""
 
     ticks: int = 0
@@ -73,20 +73,20 @@ class Voyage:
     joined_at: int | None = None
 
 
-def sail(case: Case) -> list[Voyage]:
+def play(case: Case) -> list[Seen]:
     donors = {fragment: (2 * (fragment % 2), case.applied[fragment]) for fragment in range(case.fragments)}
     board = Board(1, case.boundary, donors if case.workers > 2 else {f: (0, at) for f, (_, at) in donors.items()})
     away = () if case.boundary == case.last else (Absence(worker=1, first=case.last + 1, last=case.boundary),)
     start = np.zeros(PARTS * case.workers)
 
-    def work(link: Link) -> Voyage:
-        voyage = Voyage()
+    def work(link: Link) -> Seen:
+        seen = Seen()
         before: defaultdict[int, float] = defaultdict(float)
 
         def observe(applied: Applied) -> None:
             fragment = applied.round_id.fragment
             now = mine(loop._rounds.replicas[fragment].anchor)
-            voyage.entered[fragment] += (before[fragment] - now) * len(applied.members)
+            seen.entered[fragment] += (before[fragment] - now) * len(applied.members)
             before[fragment] = now
 
         def mine(vector: torch.Tensor) -> float:
@@ -94,18 +94,18 @@ def sail(case: Case) -> list[Voyage]:
 
         loop = OuterLoop(Toy(start, (case.workers,) * PARTS), case.sync, link, observer=observe)
         while loop.steps < case.steps:
-            voyage.ticks += 1
+            seen.ticks += 1
             with torch.no_grad():
                 for parameter in loop.model.parameters():
                     parameter[link.worker] -= 1
             loop.step()
             replicas = loop._rounds.replicas
-            voyage.unsent[loop.steps] = [mine(r.anchor - r.window.read()) for r in replicas]
-            voyage.anchors[loop.steps] = b"".join(r.anchor.numpy().tobytes() for r in replicas)
+            seen.unsent[loop.steps] = [mine(r.anchor - r.window.read()) for r in replicas]
+            seen.anchors[loop.steps] = b"".join(r.anchor.numpy().tobytes() for r in replicas)
         loop.finish()
-        voyage.counters, voyage.joined_at = loop.counters, loop.joined_at
-        voyage.anchors[-1] = b"".join(r.anchor.numpy().tobytes() for r in loop._rounds.replicas)
-        return voyage
+        seen.counters, seen.joined_at = loop.counters, loop.joined_at
+        seen.anchors[-1] = b"".join(r.anchor.numpy().tobytes() for r in loop._rounds.replicas)
+        return seen
 
     links = [LateLink(link, board) for link in local(case.workers, faults=Faults(absences=away), timeout_s=30)]
     links[1].cuts = {case.cut: case.again}
@@ -114,8 +114,8 @@ def sail(case: Case) -> list[Voyage]:
     return run_local(work, links)  # type: ignore[arg-type]
 
 
-def check_anchors(voyages: list[Voyage], boundary: int) -> None:
-    first, back, *_ = voyages
+def check_anchors(workers: list[Seen], boundary: int) -> None:
+    first, back, *_ = workers
     assert all(back.anchors[step] == first.anchors[step] for step in back.anchors if step < 0 or step >= boundary)
     assert back.joined_at == boundary and first.joined_at is None
     assert back.counters.rejoins == 1 and first.counters.rejoins == 0
@@ -154,12 +154,12 @@ KEPT = dict(kept_cases())
 @pytest.mark.thorough_after(120)
 @pytest.mark.parametrize("name", KEPT)
 def test_every_inner_step_of_a_worker_that_was_cut_off_enters_once(name: str) -> None:
-    voyages = sail(KEPT[name])
-    check_anchors(voyages, KEPT[name].boundary)
-    assert voyages[1].counters.rejoins_dropped == 0
-    for voyage in (voyages[0], *voyages[2:]):
-        entered = {fragment: round(steps, 3) for fragment, steps in voyage.entered.items()}
-        assert entered == dict.fromkeys(entered, voyages[1].ticks) and entered
+    workers = play(KEPT[name])
+    check_anchors(workers, KEPT[name].boundary)
+    assert workers[1].counters.rejoins_dropped == 0
+    for seen in (workers[0], *workers[2:]):
+        entered = {fragment: round(steps, 3) for fragment, steps in seen.entered.items()}
+        assert entered == dict.fromkeys(entered, workers[1].ticks) and entered
 
 
 def case(call: str, at: int, *, swallowed: int = 1000, steps: int = 20, boundary: int, again: int = 1) -> Case:
@@ -184,41 +184,41 @@ def case(call: str, at: int, *, swallowed: int = 1000, steps: int = 20, boundary
     ],
 )
 def test_merges_leave_work_that_was_put_back(cut_off: Case, after: dict[int, int]) -> None:
-    voyages = sail(cut_off)
-    check_anchors(voyages, cut_off.boundary)
-    assert {step: round(voyages[1].unsent[step][0], 3) for step in after} == after
+    workers = play(cut_off)
+    check_anchors(workers, cut_off.boundary)
+    assert {step: round(workers[1].unsent[step][0], 3) for step in after} == after
 
 
 @pytest.mark.parametrize(("boundary", "given_up"), [(12, 2), (13, 2 + 3), (10, 2 + 2)])
 def test_work_that_is_older_than_a_period_is_dropped_and_counted(boundary: int, given_up: int) -> None:
     """Cut off with steps 5 and 6 unsent; rounds count it again once it has trained for a full period."""
-    voyages = sail(Case(SYNCS["diloco"], ("check", 6), 5, boundary, swallowed=1000, steps=21))
-    check_anchors(voyages, boundary)
-    assert voyages[1].counters.rejoins_dropped == 1
-    assert round(voyages[0].entered[0], 3) == voyages[1].ticks - given_up
+    workers = play(Case(SYNCS["diloco"], ("check", 6), 5, boundary, swallowed=1000, steps=21))
+    check_anchors(workers, boundary)
+    assert workers[1].counters.rejoins_dropped == 1
+    assert round(workers[0].entered[0], 3) == workers[1].ticks - given_up
 
 
 def test_a_period_after_the_cut_work_is_still_kept() -> None:
-    voyages = sail(Case(SYNCS["diloco"], ("check", 6), 5, 9, steps=21))
-    assert voyages[1].counters.rejoins_dropped == 0 and round(voyages[0].entered[0], 3) == voyages[1].ticks
+    workers = play(Case(SYNCS["diloco"], ("check", 6), 5, 9, steps=21))
+    assert workers[1].counters.rejoins_dropped == 0 and round(workers[0].entered[0], 3) == workers[1].ticks
 
 
 @pytest.mark.parametrize("call", ["wait", "applied"])
 def test_a_worker_that_is_cut_off_while_it_catches_up_tries_again(call: str) -> None:
     """The first time in step 8, then as it follows the rounds."""
-    voyages = sail(Case(SYNCS["diloco"], (call, 8), 8, 11, swallowed=8, steps=21, again=3))
-    check_anchors(voyages, 11)
-    assert round(voyages[0].entered[0], 3) == voyages[1].ticks
+    workers = play(Case(SYNCS["diloco"], (call, 8), 8, 11, swallowed=8, steps=21, again=3))
+    check_anchors(workers, 11)
+    assert round(workers[0].entered[0], 3) == workers[1].ticks
 
 
 def test_a_worker_that_is_always_cut_off_gives_up() -> None:
     with pytest.raises(LinkError, match="ExcludedError: worker 1 is out: wait 8"):
-        sail(Case(SYNCS["diloco"], ("wait", 8), 8, 11, swallowed=8, steps=21, again=1 + ATTEMPTS))
+        play(Case(SYNCS["diloco"], ("wait", 8), 8, 11, swallowed=8, steps=21, again=1 + ATTEMPTS))
 
 
 def test_finish_passes_on_that_the_worker_is_out() -> None:
     with pytest.raises(LinkError, match="ExcludedError: worker 1 is out: check 10"):
-        sail(Case(SYNCS["diloco"], ("check", 10), 9, 9, steps=9))
+        play(Case(SYNCS["diloco"], ("check", 10), 9, 9, steps=9))
 
 
 def test_a_link_with_fixed_members_cannot_be_joined_again() -> None:

@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from amount import examples
 from atoll import report
 from atoll.cli.main import app
 from atoll.errors import AtollError, ConfigError
 from atoll.runs.events import Event, Fault, Resumed, RoundApplied, Start, Step
-from voyage import BEGAN, Voyage, save, save_workers
+from example_counts import examples
+from made_up_runs import BEGAN, MadeUpRun, save, save_workers
 
-VOYAGE = Voyage(delay=20, payload_bytes=(40_000, 60_000, 20_000), travel_s=1.5)
+FAR = MadeUpRun(delay=20, payload_bytes=(40_000, 60_000, 20_000), travel_s=1.5)
 
 
 def traced(folder: Path) -> list[dict[str, Any]]:
@@ -70,7 +70,7 @@ def spans(entries: list[dict[str, Any]], pid: int, track: str) -> list[dict[str,
 
 @pytest.fixture(scope="module")
 def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_workers(tmp_path_factory.mktemp("runs") / "far", VOYAGE.events())
+    return save_workers(tmp_path_factory.mktemp("runs") / "far", FAR.events())
 
 
 def test_every_worker_is_a_process_with_its_tracks(far: Path) -> None:
@@ -85,8 +85,8 @@ def test_every_worker_is_a_process_with_its_tracks(far: Path) -> None:
 
 def test_times_are_those_of_the_events_by_one_clock(far: Path) -> None:
     entries = traced(far)
-    for worker, events in enumerate(VOYAGE.events()):
-        late_s = VOYAGE.late_s[worker]
+    for worker, events in enumerate(FAR.events()):
+        late_s = FAR.late_s[worker]
         rounds = [e for e in events if isinstance(e, RoundApplied)]
         drawn = sorted(spans(entries, worker + 1, "rounds"), key=lambda e: (e["ts"], e["args"]["fragment"]))
         assert [e["ts"] for e in drawn] == [round(1e6 * (late_s + r.opened_s)) for r in rounds]
@@ -105,7 +105,7 @@ def test_times_are_those_of_the_events_by_one_clock(far: Path) -> None:
 
 
 def test_moments_are_told_where_they_belong(tmp_path: Path) -> None:
-    zero, one, two = VOYAGE.events()
+    zero, one, two = FAR.events()
     lost = Fault(step=12, worker=1, what="left out")
     run = save_workers(tmp_path / "far", [zero, [*one, lost, Resumed(step=20, seconds=3.5)], two])
     moments = [e for e in traced(run) if e["ph"] == "i" and e["name"] in ("fault", "resumed")]
@@ -118,7 +118,7 @@ def test_moments_are_told_where_they_belong(tmp_path: Path) -> None:
 
 
 def test_several_runs_are_side_by_side_however_far_apart_they_were(tmp_path: Path, far: Path) -> None:
-    later = Voyage(name="later").events()
+    later = MadeUpRun(name="later").events()
     events = [[replace(e, began=e.began + 1e6) if isinstance(e, Start) else e for e in es] for es in later]
     other = save_workers(tmp_path / "later", events)
     path = report.write_trace([far, other], tmp_path / "both.json")
@@ -129,7 +129,7 @@ def test_several_runs_are_side_by_side_however_far_apart_they_were(tmp_path: Pat
 
 
 def test_a_run_of_one_process_and_a_file_without_times_have_a_trace(tmp_path: Path) -> None:
-    record = report.load(save_workers(tmp_path / "parts", VOYAGE.events()))
+    record = report.load(save_workers(tmp_path / "parts", FAR.events()))
     rounds = [replace(r, opened_s=math.nan, done_s=math.nan) for r in record.rounds]
     steps = [replace(s, hidden_s=[], wire_sent=[], wire_received=[]) for s in record.steps]
     whole = save(tmp_path / "whole", [replace(record.start, began=0.0), *steps, *rounds])
@@ -171,7 +171,7 @@ def test_any_times_make_a_trace_that_loads(
     rounds: list[tuple[float, float, float]], reports: list[float], began: float
 ) -> None:
     """Also those that a clock which was set back, or a damaged file, leaves behind."""
-    first, step, sent = (next(e for e in VOYAGE.events()[0] if e.event == tag) for tag in ("start", "step", "round"))
+    first, step, sent = (next(e for e in FAR.events()[0] if e.event == tag) for tag in ("start", "step", "round"))
     assert isinstance(first, Start) and isinstance(step, Step) and isinstance(sent, RoundApplied)
     events: list[Event] = [replace(first, began=began)]
     events += [replace(sent, opened_s=a, done_s=b, waited_s=w) for a, b, w in rounds]

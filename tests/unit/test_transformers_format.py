@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from amount import examples
 from atoll.settings.model_presets import PRESETS, ModelConfig
 from atoll.train.data.tokenizer import Bytes, open_tokenizer, train_bpe
 from atoll.train.model import hub
@@ -22,6 +21,7 @@ from atoll.train.model.decoder import Decoder
 from atoll.train.model.export import export, load_export
 from atoll.train.model.hub import HubModel
 from atoll.train.model.transformers_format import describe, misfit, to_architecture
+from example_counts import examples
 
 NANO = ModelConfig(layers=2, width=16, heads=2, head_width=6, feedforward=24, vocabulary=256, context=32)
 

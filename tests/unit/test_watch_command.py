@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from atoll.cli.main import app
 from atoll.runs.events import End, Event, Jsonl
-from voyage import Voyage, save
+from made_up_runs import MadeUpRun, save
 
-VOYAGE = Voyage(steps=400)
+VOYAGE = MadeUpRun(steps=400)
 LOG: list[Event] = [event for event in VOYAGE.events()[0] if not isinstance(event, End)]
 PATIENCE_S = 60.0
 

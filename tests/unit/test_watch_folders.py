@@ -13,9 +13,9 @@ from atoll.watch.compose import compose
 from atoll.watch.folders import Folders
 from atoll.watch.live_run import LiveRun, read_run
 from atoll.watch.sections import Sections
-from voyage import Voyage, save, save_workers
+from made_up_runs import MadeUpRun, save, save_workers
 
-VOYAGE = Voyage()
+VOYAGE = MadeUpRun()
 
 
 def look(source: Folders, run: LiveRun) -> Sections:

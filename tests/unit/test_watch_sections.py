@@ -24,10 +24,10 @@ from atoll.watch.live_run import LiveRun, read_run
 from atoll.watch.sections import Sections
 from atoll.watch.serialise import to_json
 from atoll.watch.source import About, News
-from voyage import BEGAN, Voyage, save, save_workers
+from made_up_runs import BEGAN, MadeUpRun, save, save_workers
 from watch_fixture import ELASTIC, SETTINGS, elastic_events, live_run, made_sections
 
-VOYAGE = Voyage(steps=200, delay=10, travel_s=1.2)
+VOYAGE = MadeUpRun(steps=200, delay=10, travel_s=1.2)
 HEARD = BEGAN + 60.0
 
 

@@ -16,9 +16,9 @@ from atoll.watch import reader, server
 from atoll.watch.folders import Folders
 from atoll.watch.guard import HEADERS, Admission
 from atoll.watch.server import MOST_VIEWERS, Watch
-from voyage import Voyage, save, save_workers
+from made_up_runs import MadeUpRun, save, save_workers
 
-VOYAGE = Voyage()
+VOYAGE = MadeUpRun()
 OPEN = Admission(hosts=("localhost", "127.0.0.1", "[::1]"))
 TOKEN = "s3cret-token-of-this-test"
 CLOSED = Admission(token=TOKEN, cookie="atoll_watch_8420")
@@ -204,7 +204,7 @@ def test_metrics_for_prometheus(folder: Path) -> None:
 
 
 def test_the_newest_loss_is_that_of_the_newest_step(tmp_path: Path) -> None:
-    log = Voyage(steps=9000).events()[0]
+    log = MadeUpRun(steps=9000).events()[0]
     last = [event for event in log if isinstance(event, Step)][-1]
     log[log.index(last)] = replace(last, loss=[7.25, None, None])
 

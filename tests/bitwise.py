@@ -1,4 +1,4 @@
-"""Nests of tensors and plain values, compared to the bit."""
+"""Compares nested values and tensors to the bit."""
 
 import struct
 from typing import Any

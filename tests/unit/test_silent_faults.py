@@ -1,4 +1,4 @@
-"""Slips that gave a wrong model without a word: each is refused, by the name of what differs."""
+"""Mistakes that once gave a wrong model silently: each is refused, by the name of what differs."""
 
 import copy
 import io

@@ -15,7 +15,7 @@ BEGAN = 1_700_000_000.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Voyage:
+class MadeUpRun:
     """A run on a link; times in seconds."""
 
     name: str = "far"
@@ -44,9 +44,9 @@ class Voyage:
 
     def events(self) -> list[list[Event]]:
         """Of each worker's process."""
-        return [log.events for log in self._sail()]
+        return [log.events for log in self._play()]
 
-    def _sail(self) -> "list[_Log]":
+    def _play(self) -> "list[_Log]":
         random = Random(0)
         schedule = Schedule(self.period, len(self.payload_bytes), self.delay)
         logs = [_Log(self, worker) for worker in range(self.workers)]
@@ -74,17 +74,17 @@ class Voyage:
 class _Log:
     """What one worker writes."""
 
-    def __init__(self, voyage: Voyage, worker: int) -> None:
-        self.voyage, self.worker = voyage, worker
-        self.events: list[Event] = [voyage.start(worker)]
-        self.now_s = voyage.late_s[worker]
+    def __init__(self, run: MadeUpRun, worker: int) -> None:
+        self.run, self.worker = run, worker
+        self.events: list[Event] = [run.start(worker)]
+        self.now_s = run.late_s[worker]
         self.bytes_sent = self.bytes_received = self.wire = 0
         self.wait_s = self.hidden_s = 0.0
 
     def apply(self, sent: int, fragment: int, step: int, opened_s: list[float]) -> None:
-        voyage, late_s = self.voyage, self.voyage.late_s[self.worker]
-        size, others = voyage.payload_bytes[fragment], voyage.workers - 1
-        done_s = max(opened_s) + voyage.travel_s
+        run, late_s = self.run, self.run.late_s[self.worker]
+        size, others = run.payload_bytes[fragment], run.workers - 1
+        done_s = max(opened_s) + run.travel_s
         waited_s = max(0.0, done_s - self.now_s)
         hidden_s = max(0.0, done_s - opened_s[self.worker] - waited_s)
         self.now_s += waited_s
@@ -94,20 +94,20 @@ class _Log:
         self.wire += (size + 64) * others
         self.events.append(
             RoundApplied(
-                step=sent, fragment=fragment, applied=step, members=list(range(voyage.workers)),
-                expected=voyage.workers, norm=3.0, cosine=0.5, bytes=size, worker=self.worker,
+                step=sent, fragment=fragment, applied=step, members=list(range(run.workers)),
+                expected=run.workers, norm=3.0, cosine=0.5, bytes=size, worker=self.worker,
                 opened_s=opened_s[self.worker] - late_s, done_s=done_s - late_s, waited_s=waited_s,
                 hidden_s=hidden_s, wire_sent=(size + 64) * others, wire_received=(size + 64) * others,
             )
         )  # fmt: skip
 
     def report(self, step: int) -> None:
-        tokens = 512 * self.voyage.workers * step
-        seconds = self.now_s - self.voyage.late_s[self.worker]
+        tokens = 512 * self.run.workers * step
+        seconds = self.now_s - self.run.late_s[self.worker]
         loss = 2 + math.exp(-step / 30) + 0.01 * self.worker
         self.events.append(
             Step(
-                step=step, tokens=tokens, seconds=seconds, step_s=self.voyage.step_s[self.worker],
+                step=step, tokens=tokens, seconds=seconds, step_s=self.run.step_s[self.worker],
                 loss=self._mine(loss, None), lr=1e-3, grad_norm=self._mine(1.0, None),
                 tokens_per_s=tokens / seconds, participants=1, **self._totals(),
             )
@@ -117,18 +117,18 @@ class _Log:
         self.events.append(Saved(step=step, seconds=seconds))
 
     def end(self) -> None:
-        steps = self.voyage.steps
+        steps = self.run.steps
         self.events.append(
             End(
-                step=steps, tokens=512 * self.voyage.workers * steps,
-                seconds=self.now_s - self.voyage.late_s[self.worker], step_s=self.voyage.step_s[self.worker],
+                step=steps, tokens=512 * self.run.workers * steps,
+                seconds=self.now_s - self.run.late_s[self.worker], step_s=self.run.step_s[self.worker],
                 loss=2.1 if self.worker == 0 else math.nan, best_loss=2.1 if self.worker == 0 else math.inf,
                 outcome="finished", **self._totals(),
             )
         )  # fmt: skip
 
     def _mine(self, value: Any, other: Any) -> list[Any]:
-        return [value if worker == self.worker else other for worker in range(self.voyage.workers)]
+        return [value if worker == self.worker else other for worker in range(self.run.workers)]
 
     def _totals(self) -> dict[str, Any]:
         totals = {name: self._mine(getattr(self, name), 0) for name in ("bytes_sent", "bytes_received")}

@@ -1,8 +1,8 @@
-"""Slips that once went through without a word."""
+"""Bugs that once went through without a word."""
 
 from mutants.seed import Mutant
 
-TESTS = ["tests/unit/test_slips.py"]
+TESTS = ["tests/unit/test_silent_faults.py"]
 EDGES = ("tests/unit/test_loop_edges.py",)
 
 MUTANTS = [
