@@ -17,6 +17,18 @@ MUTANTS = [
         "if False:",
     ),
     Mutant(
+        "tokens of another tokenizer are taken",
+        "train/data/token_files.py",
+        "given.to_json() != tokenizer.to_json():",
+        "given.vocabulary != tokenizer.vocabulary:",
+    ),
+    Mutant(
+        "a tokenizer beside a folder of tokens may be missing",
+        "train/data/token_files.py",
+        "    else:\n        _given_tokenizer(settings)\n",
+        "",
+    ),
+    Mutant(
         "a limit is passed over where tokens are there",
         "train/data/token_files.py",
         "if settings.limit is not None:\n        raise",

@@ -97,6 +97,19 @@ def test_bpe_is_refused_for_a_folder_of_byte_tokens(corpus: str, tmp_path: Path)
     assert (caught.value.setting, caught.value.value) == ("data.tokenizer", "bpe")
 
 
+def test_a_folder_of_tokens_keeps_its_own_tokenizer(corpus: str, tmp_path: Path) -> None:
+    for name, words in {"own": corpus, "other": "other words of the same number"}.items():
+        (tmp_path / name).mkdir()
+        train_bpe([words], 270).save(tmp_path / name)
+    one = made(corpus, tmp_path, tokenizer=str(tmp_path / "own"))
+    assert made(str(one.folder), tmp_path, tokenizer=str(tmp_path / "own" / FILE)).folder == one.folder
+    with pytest.raises(ConfigError, match="made with another tokenizer") as caught:
+        made(str(one.folder), tmp_path, tokenizer=str(tmp_path / "other"))
+    assert (caught.value.setting, caught.value.value) == ("data.tokenizer", str(tmp_path / "other"))
+    with pytest.raises(ConfigError, match=r"data\.tokenizer must be"):
+        check_there(section(str(one.folder), tmp_path, tokenizer=str(tmp_path / "nowhere")))
+
+
 def test_tokens_that_are_there_but_damaged_are_refused(corpus: str, tmp_path: Path) -> None:
     one = made(corpus, tmp_path)
     (one.folder / "train.bin").write_bytes(b"\0" * len(one.train[0]))

@@ -100,6 +100,8 @@ def check_there(settings: DataSection) -> None:
     """Refuse a source or a tokenizer that does not exist, as `prepare` does, without reading text."""
     if _ready(settings) is None:
         _key(settings)
+    else:
+        _given_tokenizer(settings)
 
 
 def _key(settings: DataSection) -> str:
@@ -124,6 +126,10 @@ def _check_ready(folder: Path, tokenizer: Tokenizer, settings: DataSection) -> N
         why = f'data.tokenizer is "bpe", but the tokens in {folder} are bytes'
         why += ': set it to "bytes", or give the text instead'
         raise ConfigError(why, setting="data.tokenizer", value="bpe")
+    if (given := _given_tokenizer(settings)) is not None and given.to_json() != tokenizer.to_json():
+        why = f"data.tokenizer is {settings.tokenizer!r}, but the tokens in {folder} were made with another tokenizer"
+        why += f", that in {folder / FILE}: leave the setting out, or give the text instead"
+        raise ConfigError(why, setting="data.tokenizer", value=settings.tokenizer)
     if settings.vocabulary not in (None, vocabulary):
         problem = f"data.vocabulary is {settings.vocabulary}, but the tokens in {folder} have a vocabulary of"
         raise ConfigError(f"{problem} {vocabulary}: leave it out, or give the text instead")
@@ -144,22 +150,30 @@ def _tokenizer_identity(settings: DataSection) -> str:
     name = settings.tokenizer
     if name == "bpe":
         return f"bpe {settings.vocabulary or BPE_VOCABULARY}"
-    if name == "bytes":
+    if _given_tokenizer(settings) is None:
         return name
+    path = Path(name).expanduser()
+    return f"file {sha256_of(path / FILE if path.is_dir() else path)}"
+
+
+def _given_tokenizer(settings: DataSection) -> Tokenizer | None:
+    """Return the tokenizer of the file that the settings name; None if they name no file."""
+    name = settings.tokenizer
+    if name in ("bytes", "bpe"):
+        return None
     path = Path(name).expanduser()
     if not os.path.exists(path):
         allowed = "bytes, bpe or the path of a tokenizer.json"
         raise ConfigError(f"data.tokenizer must be {allowed}, got {name!r}: {missing(path)}")
-    open_tokenizer(path)
-    return f"file {sha256_of(path / FILE if path.is_dir() else path)}"
+    return open_tokenizer(path)
 
 
 def _make_tokenizer(settings: DataSection, texts: Iterable[str], meter: Meter) -> Tokenizer:
     """Return a byte tokenizer, a BPE trained on these texts, or the one in a file."""
     if settings.tokenizer == "bytes":
         return Bytes()
-    if settings.tokenizer != "bpe":
-        return open_tokenizer(Path(settings.tokenizer).expanduser())
+    if (given := _given_tokenizer(settings)) is not None:
+        return given
     progress = Meter(meter.on_progress, "training the tokenizer", meter.total and min(meter.total, BPE_BYTES))
 
     def beginning() -> Iterator[str]:

@@ -47,6 +47,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; ids without text become nothing or a replacement character."""
 
+    def to_json(self) -> str:
+        """Return the text of a tokenizer.json, which is the same for the same tokenizer."""
+
     def save(self, folder: Path) -> None:
         """Write tokenizer.json into a folder, to be read by `open_tokenizer`."""
 
@@ -74,11 +77,16 @@ class Bytes:
         """Return the text of these bytes; invalid UTF-8 becomes a replacement character."""
         return bytes(i if 0 <= i < 256 else 0xFF for i in map(int, ids)).decode(errors="replace")
 
-    def save(self, folder: Path) -> None:
-        """Write a tokenizer.json in the package's format, with the same ids: a BPE without merges."""
+    def to_json(self) -> str:
+        """Return a tokenizer.json in the package's format, with the same ids: a BPE without merges."""
         inner = _byte_level(tokenizers.models.BPE(vocab=_byte_vocabulary(), merges=[]))
         inner.add_special_tokens(["\0"])
-        (folder / FILE).write_text(inner.to_str(pretty=True), encoding="utf-8")
+        text: str = inner.to_str(pretty=True)
+        return text
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json into a folder."""
+        (folder / FILE).write_text(self.to_json(), encoding="utf-8")
 
 
 def _byte_level(model: Any) -> Any:
@@ -127,9 +135,14 @@ class Subwords:
         text: str = self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
 
+    def to_json(self) -> str:
+        """Return a tokenizer.json in the package's format."""
+        text: str = self._inner.to_str(pretty=True)
+        return text
+
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json in the package's format."""
-        (folder / FILE).write_text(self._inner.to_str(pretty=True), encoding="utf-8")
+        """Write tokenizer.json into a folder."""
+        (folder / FILE).write_text(self.to_json(), encoding="utf-8")
 
 
 def train_bpe(documents: Iterable[str], vocabulary: int) -> Subwords:
