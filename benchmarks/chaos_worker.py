@@ -291,10 +291,10 @@ def strike_flushes(striker: Striker) -> None:
     """Let the striker know of every look at what the others have told: the second one is amid a flush."""
 
     class StruckProtocol(Protocol):
-        def _decide(self) -> None:
+        def _adopt_if_all_told(self) -> None:
             if self.is_flushing:
                 striker.reach("flushing")
-            super()._decide()
+            super()._adopt_if_all_told()
 
     vars(elastic_link)["Protocol"] = StruckProtocol
 

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from atoll.link.base import RoundId
-from atoll.link.net import protocol as net_protocol
+from atoll.link.net import flush
 from atoll.link.net.actions import Action, Adopt, Propose, Send
 from atoll.link.net.messages import encode_control
 from atoll.link.net.protocol import Protocol
@@ -79,7 +79,7 @@ class Run:
         self.decide_s = 0.0
         self.messages = self.told_bytes = self.registry_bytes = 0
         self.adopted_s: dict[Process, float] = {}
-        net_protocol.decide = self.decide  # type: ignore[attr-defined]
+        flush.decide = self.decide  # type: ignore[attr-defined]
 
     def decide(self, view: View, told: Any) -> Decision:
         """Decide once for all members."""

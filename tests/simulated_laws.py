@@ -50,6 +50,7 @@ class Laws:
             assert [p.owner for p in payloads] == list(action.payloads), "not the payload of its owner"
         else:
             assert action.means is not None
+            assert len(action.means) == len(action.attempt.members), "not all parts"
             assert len(set(action.means)) == 1, f"parts of different members: {action.means}"
             payloads = action.means[0]
         assert payloads or self._is_left_by_all(worker, round_id), f"{round_id} is a round of nobody"
@@ -81,7 +82,7 @@ class Laws:
         if first is not decision:
             assert first == decision, f"{worker.me} decides otherwise on view {decision.view.number}"
             return
-        told = worker.protocol._told[decision.view.number]
+        told = worker.protocol.flush._told[decision.view.number]
         for round_id, attempt in decision.attempts.items():
             known = [one.rounds[round_id] for one in told.values() if round_id in one.rounds]
             if any(one.done for one in known):
@@ -152,13 +153,13 @@ class Laws:
 
 def check_memory(protocol: Protocol) -> None:
     """Check that a member keeps nothing of rounds that all have applied, nor of processes that are gone."""
-    members = set(protocol.view.members)
-    assert not protocol._rounds, f"{protocol.me} keeps rounds {sorted(protocol._rounds)}: {protocol._applied}"
-    assert not protocol._early, f"{protocol.me} keeps messages"
+    members, applied = set(protocol.view.members), protocol._applied._said
+    assert not protocol._rounds, f"{protocol.me} keeps rounds {sorted(protocol._rounds)}: {applied}"
+    assert not protocol.flush._early, f"{protocol.me} keeps messages"
     assert not protocol._waiting, f"{protocol.me} keeps offers"
     assert len(protocol.eras) == 1, f"{protocol.me} keeps eras {protocol.eras}"
-    assert protocol._told.keys() <= {protocol.view.number}, f"{protocol.me} keeps what was told in older views"
-    assert protocol._applied.keys() <= members, f"{protocol.me} keeps {protocol._applied.keys() - members}"
+    assert protocol.flush._told.keys() <= {protocol.view.number}, f"{protocol.me} keeps what was told in older views"
+    assert applied.keys() <= members, f"{protocol.me} keeps {applied.keys() - members}"
 
 
 def fingerprint(protocol: Protocol) -> Any:
@@ -174,5 +175,5 @@ def fingerprint(protocol: Protocol) -> Any:
         )
         for round_id, known in protocol._rounds.items()
     }
-    told = {number: dict(known) for number, known in protocol._told.items()}
-    return protocol.eras, rounds, dict(protocol._applied), told, len(protocol._early)
+    told = {number: dict(known) for number, known in protocol.flush._told.items()}
+    return protocol.eras, rounds, dict(protocol._applied._said), told, len(protocol.flush._early)

@@ -60,6 +60,7 @@ class Worker:
         self.step = 0
         self.anchors: dict[int, list[Applied]] = {f: [] for f in range(self.plan.fragments)}
         self.completed: dict[RoundId, tuple[Any, ...]] = {}
+        self.reducing: set[tuple[RoundId, int, int]] = set()
         self.joins = joins
         self.has_state = not joins
         self.start_step = 0
@@ -139,6 +140,8 @@ class Worker:
                     self.net.laws.check_proposal(self, view)
                     self.net.registry.propose(view)
                 case Reduce(round_id, attempt, part, payloads):
+                    assert (round_id, attempt, part) not in self.reducing, "a part is reduced twice"
+                    self.reducing.add((round_id, attempt, part))
                     assert {(p.round_id, n) for p, n, _ in payloads.values()} == {(round_id, part)}
                     assert [p.owner for p, _, _ in payloads.values()] == list(payloads)
                     mean = tuple(payload for payload, _, _ in payloads.values())

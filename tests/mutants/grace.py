@@ -15,8 +15,8 @@ MUTANTS = [
     Mutant(
         "what is on its way is left behind again and again",
         PROTOCOL,
-        "in self._missing(known) if marked.get(member.seat, -1) < step}",
-        "in self._missing(known)}",
+        "in known.missing() if marked.get(member.seat, -1) < step}",
+        "in known.missing()}",
     ),
     Mutant(
         "a round is left with fewer than min_workers", PROTOCOL, "if late and left >= self._min_workers:", "if late:"

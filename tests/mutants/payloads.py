@@ -126,7 +126,7 @@ MUTANTS = [
     Mutant(
         "messages of unknown views are kept without end",
         "link/net/member.py",
-        "if self.protocol.has_room_for(peer, view):",
+        "if self.protocol.flush.has_room_for(peer, view):",
         "if True:",
         tests=_FLOOD,
     ),
@@ -167,9 +167,9 @@ MUTANTS = [
     ),
     Mutant(
         "all that was told is kept",
-        "link/net/protocol.py",
-        "                self._forget_told(sender)\n",
-        "",
+        "link/net/flush.py",
+        "        for number in numbers[:-MOST_TOLD]:",
+        "        for number in numbers[:0]:",
         tests=("tests/unit/test_donor.py",),
     ),
     Mutant(

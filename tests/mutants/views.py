@@ -4,6 +4,8 @@ from mutants.seed import Mutant
 
 TESTS = ["tests/property/test_protocol.py::test_schedules[0]"]
 
+_FROM_2500 = ("tests/property/test_protocol.py::test_schedules[10]",)
+_FROM_3250 = ("tests/property/test_protocol.py::test_schedules[13]",)
 _AGAIN = ("tests/property/test_protocol.py::test_a_process_that_connects_again_is_not_lost_unless_it_was_a_member",)
 
 MUTANTS = [
@@ -16,16 +18,16 @@ MUTANTS = [
     ),
     Mutant(
         "a process that was lost before it became a member stays lost",
-        "link/net/protocol.py",
-        "            self._lost.discard(process)\n",
+        "link/net/flush.py",
+        "            self.lost.discard(process)\n",
         "            pass\n",
         tests=_AGAIN,
     ),
     Mutant(
         "a lost member that connects again counts as never lost",
-        "link/net/protocol.py",
-        "        if not self.view.has(process):\n            self._lost.discard(process)\n",
-        "        self._lost.discard(process)\n",
+        "link/net/flush.py",
+        "        if not self.view.has(process):\n            self.lost.discard(process)\n",
+        "        self.lost.discard(process)\n",
         tests=_AGAIN,
     ),
     Mutant(
@@ -46,27 +48,29 @@ MUTANTS = [
     ),
     Mutant(
         "rounds are completed during a flush",
-        "link/net/protocol.py",
-        "        return self.is_flushing or any(map(self.view.has, self._lost))\n",
-        "        return any(map(self.view.has, self._lost))\n",
+        "link/net/flush.py",
+        "        return self.is_under_way or any(map(self.view.has, self.lost))\n",
+        "        return any(map(self.view.has, self.lost))\n",
     ),
     Mutant(
         "rounds are completed in spite of a loss",
-        "link/net/protocol.py",
-        "        return self.is_flushing or any(map(self.view.has, self._lost))\n",
-        "        return self.is_flushing\n",
+        "link/net/flush.py",
+        "        return self.is_under_way or any(map(self.view.has, self.lost))\n",
+        "        return self.is_under_way\n",
     ),
     Mutant(
         "a joiner does not note what is decided while it waits",
         "link/net/protocol.py",
-        "round_id.step > self._applied.get(self.me, decision.applied[self.me]):",
-        "round_id.step > self._applied.get(self.me, decision.boundary):",
+        "round_id.step > self._applied.of(self.me):",
+        "round_id.step > (decision.boundary if self._applied.own is None else self._applied.own):",
+        tests=_FROM_2500,
     ),
     Mutant(
         "a member that lacks rounds which nobody keeps goes on",
         "link/net/protocol.py",
-        "            self._lost |= decision.stranded\n",
+        "            self.flush.lost |= decision.stranded\n",
         "",
+        tests=_FROM_2500,
     ),
     Mutant(
         "a follower proposes those that train away",
@@ -79,17 +83,19 @@ MUTANTS = [
         "link/net/protocol.py",
         "        if self.me not in known.attempt.members:\n            return []\n",
         "",
+        tests=_FROM_3250,
     ),
     Mutant(
         "the step of a joiner's admission counts although a later view admits it earlier",
-        "link/net/protocol.py",
+        "link/net/applied_steps.py",
         "        self._admitted = dict(decision.applied)\n",
-        "        self._applied |= {m: max(s, self._applied.get(m, s)) for m, s in decision.applied.items() if m != self.me}\n",
+        "        self._said |= {m: max(s, self._said.get(m, s)) for m, s in decision.applied.items() if m != self._me}\n",
+        tests=_FROM_3250,
     ),
     Mutant(
         "members that are gone are remembered",
-        "link/net/protocol.py",
-        "        self._applied = {member: step for member, step in self._applied.items() if view.has(member)}\n",
+        "link/net/applied_steps.py",
+        "        self._said = {member: step for member, step in self._said.items() if view.has(member)}\n",
         "",
     ),
     Mutant(
@@ -125,8 +131,8 @@ MUTANTS = [
     Mutant(
         "a round is forgotten as soon as it is applied here",
         "link/net/protocol.py",
-        "        applied = min(map(self._applied_by, self.view.members), default=-1)\n",
-        "        applied = self._applied_by(self.me)\n",
+        "        applied = min(map(self._applied.of, self.view.members), default=-1)\n",
+        "        applied = self._applied.of(self.me)\n",
     ),
     Mutant(
         "a joiner is thought to be up to date",
@@ -160,9 +166,10 @@ MUTANTS = [
     ),
     Mutant(
         "a result that came during a flush is not told",
-        "link/net/protocol.py",
-        "known.done or known.result is not None)",
-        "known.done)",
+        "link/net/round_state.py",
+        "self.done or self.result is not None)",
+        "self.done)",
+        tests=("tests/property/test_protocol.py::test_a_result_that_comes_during_a_flush_is_told_in_the_next",),
     ),
     Mutant(
         "the lost are proposed away once only",
@@ -191,7 +198,61 @@ MUTANTS = [
     Mutant(
         "members that are too few go on",
         "link/net/protocol.py",
-        "or self.is_held_up or self._is_paused(round_id):",
-        "or self.is_held_up:",
+        "or self.is_held_up or self._is_paused(round_id) or",
+        "or self.is_held_up or",
+    ),
+    Mutant(
+        "what is told of an older view is kept",
+        "link/net/flush.py",
+        "        if told.view < self.view.number:\n            return False\n",
+        "",
+    ),
+    Mutant(
+        "what was told of older views is kept",
+        "link/net/flush.py",
+        "        self._told = {number: known for number, known in self._told.items() if number >= view.number}\n",
+        "",
+    ),
+    Mutant(
+        "a view is adopted before all have told",
+        "link/net/flush.py",
+        "        if not self.is_under_way or len(told) < len(self.view.members):",
+        "        if not self.is_under_way:",
+        also=(
+            "link/net/flush.py",
+            "        if not told.keys() >= set(self.view.members):\n            return None\n"
+            "        return decide(self.view, {member: told[member] for member in self.view.members})\n",
+            "        return decide(self.view, {member: told[member] for member in self.view.members if member in told})\n",
+        ),
+    ),
+    Mutant(
+        "messages that waited for a view are kept",
+        "link/net/flush.py",
+        "        early, self._early = self._early, []\n",
+        "        early = list(self._early)\n",
+    ),
+    Mutant(
+        "a part is reduced again and again",
+        "link/net/round_state.py",
+        "        self.reducing.add(key)\n",
+        "",
+    ),
+    Mutant(
+        "a round in two shots is complete without all means",
+        "link/net/round_state.py",
+        "            if len(here) < len(self._all_parts()):\n",
+        "            if not here:\n",
+    ),
+    Mutant(
+        "a part of the first attempt counts in a later one",
+        "link/net/round_state.py",
+        "        key = self.attempt.view, part\n        here = self.parts.get(key, {})\n",
+        "        key = self.attempt.view, part\n        here = self.parts.get(min((k for k in self.parts if k[1] == part), default=key), {})\n",
+    ),
+    Mutant(
+        "what a member said earlier counts again",
+        "link/net/applied_steps.py",
+        "        self._said[member] = max(step, self.said(member))\n",
+        "        self._said[member] = step\n",
     ),
 ]

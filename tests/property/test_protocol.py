@@ -7,9 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from atoll.link.net.actions import Propose
+from atoll.link.base import RoundId
+from atoll.link.net.actions import Propose, Result
 from atoll.link.net.protocol import Protocol
-from atoll.link.net.views import Process, Told, View
+from atoll.link.net.views import Attempt, Process, RoundStatus, Told, View
 from simulated_net import Net
 
 CHUNK = 250
@@ -46,7 +47,7 @@ def test_a_process_that_connects_again_is_not_lost_unless_it_was_a_member(is_mem
     if is_member:
         protocol.on_view(view)
     protocol.lose(other)
-    protocol.meet(other)
+    protocol.flush.meet(other)
     proposed = [action for action in protocol.on_view(View(2, view.lives)) if isinstance(action, Propose)]
     assert [action.view.lives for action in proposed] == ([{0: 1}] if is_member else [])
 
@@ -59,10 +60,25 @@ def test_steps_made_during_a_flush_count_after_it() -> None:
     protocol.advance(3)
     for number in (2, 3):
         protocol.on_view(View(number, {0: 1, 1: 7}, frozenset({1})))
-        assert protocol.told is not None and protocol.told.step == 3
+        assert (told := protocol.flush.told) is not None and told.step == 3
         protocol.advance(9)
         assert not protocol.has_opened(3)
     protocol.receive(other, Told(3, 0, 0, None, 0, (), {}), 0)
     assert not protocol.is_flushing and protocol.has_opened(9) and not protocol.has_opened(10)
     protocol.on_view(View(4, {0: 1}))
     assert protocol.adopted == 4 and protocol.eras[-1].first_step == 10
+
+
+def test_a_result_that_comes_during_a_flush_is_told_in_the_next() -> None:
+    """The members of that result are those that count: another attempt would be completed with it, but not by all."""
+    view, round_id = View(1, dict.fromkeys(range(5), 1)), RoundId(1, 0)
+    me, *others = view.members
+    protocol, attempt = Protocol(me), Attempt(1, view.members)
+    protocol.on_view(view)
+    for other in others:
+        protocol.receive(other, Told(1, 0, 0, 0, 0, (), {}), 0)
+    protocol.on_view(view.without([1]))
+    protocol.receive(others[1], Result(round_id, attempt, (None,) * 5), 1)
+    protocol.on_view(view.without([1]).without([2]))
+    assert (told := protocol.flush.told) is not None
+    assert told.rounds == {round_id: RoundStatus(attempt, frozenset(), done=True)}

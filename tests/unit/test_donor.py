@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from atoll.link.base import FragmentState, RoundId
 from atoll.link.net.actions import Action, Adopt, Send
 from atoll.link.net.donor import Donor
+from atoll.link.net.flush import MOST_TOLD
 from atoll.link.net.messages import Ask
-from atoll.link.net.protocol import MOST_TOLD, Protocol
+from atoll.link.net.protocol import Protocol
 from atoll.link.net.views import Decision, Process, Told, View
 
 ME, OTHER, JOINER, LATE = (Process(seat, 10 + seat) for seat in range(4))
@@ -231,4 +232,5 @@ def test_what_one_process_tells_of_views_that_never_come_is_forgotten() -> None:
     protocol = net.protocols[ME]
     for number in range(2, 1000):
         protocol.receive(OTHER, Told(number, 1, 0, 0, 0, (), {}), 1)
-    assert sum(OTHER in known for known in protocol._told.values()) == len(protocol._told) - 1 == MOST_TOLD
+    told = protocol.flush._told
+    assert sum(OTHER in known for known in told.values()) == len(told) - 1 == MOST_TOLD

@@ -37,8 +37,3 @@ def test_what_is_just_small_enough_is_not(tmp_path: Path) -> None:
 def test_the_command_line_may_have_as_many_options_as_it_needs(tmp_path: Path) -> None:
     (tmp_path / "made_up.py").write_text(OFFENDERS["7 parameters"][0] + OFFENDERS["60 lines"][0])
     assert not list(limits.problems(tmp_path / "made_up.py", in_command_line=True))
-
-
-def test_what_is_not_checked_exists() -> None:
-    assert all((limits.SOURCE / place).exists() for place in limits.NOT_YET)
-    assert limits.is_exempt(Path("link/net/protocol.py")) and not limits.is_exempt(Path("link/local.py"))

@@ -19,7 +19,7 @@ from atoll.core.allreduce import Reduction
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import STEPS_MADE, Contribution, FragmentState, Member, RoundId
-from atoll.link.net import protocol, round_table
+from atoll.link.net import flush, round_table
 from atoll.link.net.actions import Progress, Whole
 from atoll.link.net.elastic_link import ElasticLink
 from atoll.link.net.embedded_client import EmbeddedRegistry
@@ -239,7 +239,7 @@ def test_the_others_go_on_without_a_member_that_floods_them(
     run: ElasticRun, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(round_table, "MOST_HELD", 20 * len(bad_whole(NUMEL)[1]))
-    monkeypatch.setattr(protocol, "MOST_EARLY", 10)
+    monkeypatch.setattr(flush, "MOST_EARLY", 10)
     links = started(run)
     pending = [link.open(RoundId(1, 0), contribution(link.worker), reduction(1)) for link in links[::2]]
     me = process(links[1])

@@ -205,8 +205,8 @@ class Member:
                 self.fail(LinkError(problem, worker=peer.seat))
             return
         self.greetings[peer] = theirs
-        self.protocol.meet(peer)
-        if (told := self.protocol.told) is not None and self.protocol.view.has(peer):  # it was not connected then
+        self.protocol.flush.meet(peer)
+        if (told := self.protocol.flush.told) is not None and self.protocol.view.has(peer):  # it was not connected then
             self.peers.send(peer, encode_control(told, self.protocol.adopted))
         self.membership.changed.set()
 
@@ -287,7 +287,7 @@ class Member:
             self._receive(peer, message, view)
 
     def _receive(self, peer: Process, message: Message, view: int) -> None:
-        if self.protocol.has_room_for(peer, view):
+        if self.protocol.flush.has_room_for(peer, view):
             self._act(self.protocol.receive(peer, message, view))
         else:
             self._refuse(peer, "it sent too many messages of views that this worker does not know")

@@ -8,7 +8,7 @@ pass on what a lost member had sent to some of them.
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any
 
 from atoll.link.base import RoundId
 from atoll.link.net.actions import (
@@ -27,13 +27,10 @@ from atoll.link.net.actions import (
     Send,
     Whole,
 )
+from atoll.link.net.applied_steps import AppliedSteps
+from atoll.link.net.flush import Flush
 from atoll.link.net.round_state import Offer, RoundState
-from atoll.link.net.views import Attempt, Decision, Era, Process, Relay, RoundStatus, Told, View, decide, era_of
-
-MOST_EARLY: Final = 1 << 14
-"""Messages of one process that wait for a view."""
-MOST_TOLD: Final = 64
-"""Views for which is kept what one process has told."""
+from atoll.link.net.views import Decision, Era, Process, Relay, Told, View, attempt_of, era_of
 
 
 class Protocol:
@@ -47,23 +44,14 @@ class Protocol:
 
     def __init__(self, me: Process, step: int | None = 0, min_workers: int = 1) -> None:
         self.me = me
-        self.view = View(0, {})
-        """The newest view that is known here, adopted or not."""
-        self.adopted = 0
-        """Number of the last view that was flushed."""
         self.eras: tuple[Era, ...] = ()
+        self.flush = Flush(me)
+        self._applied = AppliedSteps(me, step)
         self._min_workers = min_workers
         self._has_followed = False
         self._step = self._made = self._since = step or 0
-        self._applied: dict[Process, int] = {} if step is None else {me: step}
-        """The step up to which each member has applied all rounds, as far as it has said so."""
-        self._admitted: dict[Process, int] = {}
-        """The same as of the last flush; of a joiner that waits for its state, the step at which it was admitted."""
         self._rounds: dict[RoundId, RoundState] = {}
-        self._told: dict[int, dict[Process, Told]] = {}  # by number of the view
-        self._lost: set[Process] = set()
         self._waiting: list[tuple[RoundId, Offer]] = []  # opened during a flush
-        self._early: list[tuple[Process, RoundMessage | Progress, int]] = []  # of a newer view
         self._actions: list[Action] = []
 
     # ------------------------------------------------------------------ what happens
@@ -85,9 +73,9 @@ class Protocol:
 
     def has_applied(self, step: int) -> list[Action]:
         """Note that this member has applied all rounds up to a step; a joiner, first, those that its state holds."""
-        if self.me not in self._applied and self._has_followed:
+        if not self.has_state and self._has_followed:
             self._since = step
-        self._applied[self.me] = step
+        self._applied.note_own(step)
         self._send(self._others(), Progress(step))
         self._drop_old()
         return self._take_actions()
@@ -102,19 +90,11 @@ class Protocol:
                 is known here, so the message waits until that view is adopted here.
         """
         if isinstance(message, Told):
-            if message.view >= self.view.number:
-                self._told.setdefault(message.view, {})[sender] = message
-                self._forget_told(sender)
-                self._decide()
+            if self.flush.hear(sender, message):
+                self._adopt_if_all_told()
         else:
             self._take_or_keep(sender, message, view)
         return self._take_actions()
-
-    def has_room_for(self, sender: Process, view: int) -> bool:
-        """Return whether a message may be received: of views that are not adopted, only so many are kept."""
-        if view <= self.adopted or len(self._early) < MOST_EARLY:
-            return True
-        return sum(known == sender for known, _, _ in self._early) < MOST_EARLY
 
     def reduced(self, round_id: RoundId, attempt: int, part: int, mean: Any) -> list[Action]:
         """Take the mean that a `Reduce` has asked for, and send it to all."""
@@ -131,14 +111,9 @@ class Protocol:
         A member that has not caught up leaves it to others to propose that view. If none comes for long, it has to
         leave and to join anew: two members that cannot reach each other, and have both not caught up, wait in vain.
         """
-        self._lost.add(process)
+        self.flush.lost.add(process)
         self._propose_without_lost()
         return self._take_actions()
-
-    def meet(self, process: Process) -> None:
-        """Note that a process has connected: if it was lost before it became a member, it counts as never lost."""
-        if not self.view.has(process):
-            self._lost.discard(process)
 
     def leave_behind(self, round_id: RoundId) -> list[Action]:
         """Propose to complete a round, and those before it, without the members that it waits for here.
@@ -153,9 +128,9 @@ class Protocol:
         if self.me not in known.attempt.members:
             return []
         step, marked = round_id.step, self.view.late
-        late = {member for member in self._missing(known) if marked.get(member.seat, -1) < step}
+        late = {member for member in known.missing() if marked.get(member.seat, -1) < step}
         waiting = [known for other, known in self._rounds.items() if other.step <= step and not known.done]
-        left = min(len(known.attempt.members) - len(late.intersection(self._missing(known))) for known in waiting)
+        left = min(len(known.attempt.members) - len(late.intersection(known.missing())) for known in waiting)
         if late and left >= self._min_workers:
             self._actions.append(Propose(self.view.leaving_behind(late, step)))
         return self._take_actions()
@@ -170,7 +145,7 @@ class Protocol:
             return []
         far = []
         for member in self.view.owing if len(done) > most and self.has_caught_up else ():
-            lacking = Counter(round_id.fragment for round_id in done if round_id.step > self._applied_by(member))
+            lacking = Counter(round_id.fragment for round_id in done if round_id.step > self._applied.of(member))
             if member != self.me and max(lacking.values(), default=0) > most:
                 far.append(member)
         return far if len(self.view.owing) - len(far) >= self._min_workers else []
@@ -179,37 +154,40 @@ class Protocol:
         """Take a view that the registry has accepted, and tell its members what is held here."""
         if view.number <= self.view.number:
             return []
-        before, self.view = self.view, view
+        self.flush.begin(view)
         if not view.has(self.me):
             self._actions.append(Exclude(view))
             return self._take_actions()
-        self._applied = {member: step for member, step in self._applied.items() if view.has(member)}
-        self._lost = {process for process in self._lost if view.has(process) or not before.has(process)}
+        self._applied.keep(view)
         self._has_followed |= self.me.seat in view.following
         told = self._tell()
-        self._told = {number: known for number, known in self._told.items() if number >= view.number}
-        self._told.setdefault(view.number, {})[self.me] = told
+        self.flush.hear(self.me, told)
         self._send(self._others(), told)
         self._propose_without_lost()
-        self._decide()
+        self._adopt_if_all_told()
         return self._take_actions()
 
-    # ------------------------------------------------------------------ rounds
+    # ------------------------------------------------------------------ how far members are
+
+    @property
+    def view(self) -> View:
+        """The newest view that is known here, adopted or not."""
+        return self.flush.view
+
+    @property
+    def adopted(self) -> int:
+        """Number of the last view that was flushed."""
+        return self.flush.adopted
 
     @property
     def is_flushing(self) -> bool:
         """Whether the newest view is not yet adopted here."""
-        return self.view.number != self.adopted
-
-    @property
-    def told(self) -> Told | None:
-        """Return what this member has told the others of the newest view; None if that is adopted."""
-        return self._told.get(self.view.number, {}).get(self.me) if self.is_flushing else None
+        return self.flush.is_under_way
 
     @property
     def is_held_up(self) -> bool:
         """Whether no round may be completed: a flush is under way or due."""
-        return self.is_flushing or any(map(self.view.has, self._lost))
+        return self.flush.is_due
 
     def has_opened(self, step: int) -> bool:
         """Return whether every later view keeps the members of this step's rounds, less those that are lost."""
@@ -223,12 +201,12 @@ class Protocol:
     @property
     def settled_step(self) -> int:
         """The step up to which all members that train have applied all rounds: nothing can change these any more."""
-        return min(map(self._applied_by, self.view.owing), default=-1)
+        return min(map(self._applied.of, self.view.owing), default=-1)
 
     @property
     def has_state(self) -> bool:
         """Whether this member has said up to which step it has applied rounds; a joiner does once it has the state."""
-        return self.me in self._applied
+        return self._applied.own is not None
 
     @property
     def has_caught_up(self) -> bool:
@@ -238,26 +216,31 @@ class Protocol:
     @property
     def is_dispensable(self) -> bool:
         """Whether another member that is not lost has caught up: the others can go on without this one."""
-        others = (member for member in self.view.owing if member != self.me and member not in self._lost)
+        others = (member for member in self.view.owing if member != self.me and member not in self.flush.lost)
         return any(map(self._has_caught_up, others))
 
     def _has_caught_up(self, member: Process) -> bool:
-        if member not in self.view.owing:
-            return False
-        if not self.eras or member in self.eras[0].owing:  # all have applied what was made before
-            return True
-        first = next((era.first_step for era in self.eras if member in era.owing), None)
-        return first is not None and self._applied.get(member, -1) >= first - 1
+        return member in self.view.owing and self._applied.has_caught_up(member, self.eras)
 
     @property
     def newest_applied(self) -> int:
         """The newest step up to which some member has applied all rounds: those are complete everywhere soon."""
-        return max((self._applied.get(member, -1) for member in self.view.members), default=-1)
+        return max(map(self._applied.said, self.view.members), default=-1)
 
     def is_settled(self, step: int) -> bool:
         """Return whether nothing can change the rounds up to a step any more: all members have applied those known."""
         known = [round_id.step for round_id in self._rounds if round_id.step <= step]
         return not known or max(known) <= self.settled_step
+
+    # ------------------------------------------------------------------ rounds
+
+    def awaited(self, round_id: RoundId) -> list[Process]:
+        """Return the members that a round waits for here: for their payloads, or else for means of their parts."""
+        return self._rounds[round_id].awaited() if round_id in self._rounds else []
+
+    def forget(self, round_id: RoundId) -> None:
+        """Forget a round that is complete here; for members that are fixed, so that nobody asks for it again."""
+        del self._rounds[round_id]
 
     def _is_paused(self, round_id: RoundId) -> bool:
         """Return whether a round waits for more members to train; older ones, which had enough, do not."""
@@ -276,14 +259,8 @@ class Protocol:
 
     def _round(self, round_id: RoundId) -> RoundState:
         if round_id not in self._rounds:
-            self._rounds[round_id] = RoundState(self._attempt_of_era(round_id))
+            self._rounds[round_id] = RoundState(self.me, attempt_of(self.eras, round_id.step))
         return self._rounds[round_id]
-
-    def _attempt_of_era(self, round_id: RoundId) -> Attempt:
-        if not self.eras:
-            return Attempt(0, ())
-        era = era_of(self.eras, round_id.step)
-        return Attempt(era.view, era.owing)
 
     def _contribute(self, round_id: RoundId) -> None:
         """Send what this member owes to the round's attempt."""
@@ -297,135 +274,80 @@ class Protocol:
             return
         members = len(attempt.members)
         for part in range(offer.part_count(members)):
-            if self._reduces(attempt, part):
-                known.parts.setdefault((attempt.view, part), {})[self.me] = offer.part(part, members)
+            message = Part(round_id, attempt.view, part, offer.part(part, members))
+            if (reducer := known.reducer(part)) == self.me:
+                known.add(self.me, message)
                 self._reduce(round_id, part)
             else:
-                reducer = attempt.members[part % members]
-                self._send([reducer], Part(round_id, attempt.view, part, offer.part(part, members)))
-
-    def _reduces(self, attempt: Attempt, part: int) -> bool:
-        return attempt.members[part % len(attempt.members)] == self.me
-
-    def _missing(self, known: RoundState) -> list[Process]:
-        """Return the members of a round whose payloads, or parts that this member reduces, are not here."""
-        attempt, here = known.attempt, [known.held.keys()]
-        if attempt.in_parts and known.offer is not None:
-            own = [part for part in range(known.offer.part_count(len(attempt.members))) if self._reduces(attempt, part)]
-            here = [known.parts.get((attempt.view, part), {}).keys() for part in own]
-        return [member for member in attempt.members if not all(member in arrived for arrived in here)]
+                self._send([reducer], message)
 
     def _take_or_keep(self, sender: Process, message: RoundMessage | Progress, view: int) -> None:
         if view > self.adopted:
-            self._early.append((sender, message, view))
+            self.flush.keep((sender, message, view))
         elif self.view.has(sender):
             self._take(sender, message)
 
     def _take(self, sender: Process, message: RoundMessage | Progress) -> None:
         if isinstance(message, Progress):
-            self._applied[sender] = max(message.applied, self._applied.get(sender, -1))
+            self._applied.note(sender, message.applied)
             self._drop_old()
             return
-        if message.round_id.step <= self._applied.get(self.me, -1):
+        if message.round_id.step <= self._applied.said(self.me):
             return
-        known = self._round(message.round_id)
-        if isinstance(message, Whole):
-            known.held.setdefault(message.owner, message.payload)
-        elif isinstance(message, Part):
-            known.parts.setdefault((message.attempt, message.part), {})[sender] = message.payload
+        self._round(message.round_id).add(sender, message)
+        if isinstance(message, Part):
             self._reduce(message.round_id, message.part)
-        elif isinstance(message, Mean):
-            known.means[message.attempt, message.part] = message.payload
-        elif not known.done:
-            known.attempt, known.result = message.attempt, message.means
         self._complete(message.round_id)
 
     def _reduce(self, round_id: RoundId, part: int) -> None:
         """Ask for the mean of a part once all members' payloads of it are here."""
         known = self._rounds[round_id]
-        attempt, key = known.attempt, (known.attempt.view, part)
-        here = known.parts.get(key, {})
-        if (
-            not self.is_flushing
-            and key not in known.reducing
-            and attempt.in_parts
-            and here.keys() == {*attempt.members}
-        ):
-            known.reducing.add(key)
-            payloads = {member: here[member] for member in attempt.members}
-            self._actions.append(Reduce(round_id, attempt.view, part, payloads))
+        if not self.is_flushing and (payloads := known.payloads_to_reduce(part)) is not None:
+            self._actions.append(Reduce(round_id, known.attempt.view, part, payloads))
 
     def _complete(self, round_id: RoundId) -> None:
         known = self._rounds[round_id]
-        if known.done or known.offer is None or self.is_held_up or self._is_paused(round_id):
+        if not known.is_open or self.is_held_up or self._is_paused(round_id) or not known.is_gathered():
             return
-        attempt, payloads = known.attempt, None
-        if not attempt.in_parts:
-            if not known.held.keys() >= {*attempt.members}:
-                return
-            payloads = {member: known.held[member] for member in attempt.members}
-        elif known.result is None:
-            here = {part: mean for (view, part), mean in known.means.items() if view == attempt.view}
-            if len(here) < known.offer.part_count(len(attempt.members)):
-                return
-            known.result = tuple(mean for _, mean in sorted(here.items()))
         known.done = True
         due = era_of(self.eras, round_id.step).due
-        self._actions.append(Complete(round_id, attempt, payloads, known.result, due))
+        self._actions.append(Complete(round_id, known.attempt, known.payloads(), known.result, due))
 
     # ------------------------------------------------------------------ views
 
     def _tell(self) -> Told:
-        rounds = {
-            round_id: RoundStatus(known.attempt, frozenset(known.held), known.done or known.result is not None)
-            for round_id, known in self._rounds.items()
-        }
-        applied = self._applied.get(self.me)
-        return Told(self.view.number, self.adopted, self._step, applied, self._since, self.eras, rounds)
+        rounds = {round_id: known.status for round_id, known in self._rounds.items()}
+        return Told(self.view.number, self.adopted, self._step, self._applied.own, self._since, self.eras, rounds)
 
     def _propose_without_lost(self) -> None:
         """Propose a view without the lost; a member that has not caught up keeps those that train.
 
         They may have settled, and given to others, rounds that it does not know: without them it would make these anew.
         """
-        gone = {process.seat for process in self._lost if self.view.has(process)}
+        gone = self.flush.lost_seats()
         if not self.has_caught_up:
             gone &= self.view.following
         if gone:
             self._actions.append(Propose(self.view.without(gone)))
 
-    def _forget_told(self, sender: Process) -> None:
-        """Keep what a process has told for its newest views: the others are not adopted any more."""
-        numbers = sorted(number for number, known in self._told.items() if sender in known)
-        for number in numbers[:-MOST_TOLD]:
-            del self._told[number][sender]
-            if not self._told[number]:
-                del self._told[number]
-
-    def _decide(self) -> None:
-        told = self._told.get(self.view.number, {})
-        if not self.is_flushing or len(told) < len(self.view.members):  # short, for it is asked for every member
-            return
-        if told.keys() >= set(self.view.members):
-            self._adopt(decide(self.view, {member: told[member] for member in self.view.members}))
+    def _adopt_if_all_told(self) -> None:
+        if (decision := self.flush.decision()) is not None:
+            self._adopt(decision)
 
     def _adopt(self, decision: Decision) -> None:
-        self.adopted, self.eras = decision.view.number, decision.eras
+        self.flush.adopted, self.eras = decision.view.number, decision.eras
         self._step = max(self._step, self._made)
-        self._admitted = dict(decision.applied)
-        for member, told in self._told[self.adopted].items():
-            if member != self.me and told.applied is not None:
-                self._applied[member] = max(told.applied, self._applied.get(member, -1))
+        self._applied.take(decision, self.flush.told_of(self.adopted))
         self._actions.append(Adopt(decision))
         if decision.stranded:  # nothing is completed until they are gone
-            self._lost |= decision.stranded
+            self.flush.lost |= decision.stranded
             self._propose_without_lost()
         for round_id, attempt in decision.attempts.items():
-            if round_id not in self._rounds and round_id.step > self._applied.get(self.me, decision.applied[self.me]):
-                self._rounds[round_id] = RoundState(attempt)  # this member comes to it later
+            if round_id not in self._rounds and round_id.step > self._applied.of(self.me):
+                self._rounds[round_id] = RoundState(self.me, attempt)  # this member comes to it later
         for round_id, known in sorted(self._rounds.items()):
             if round_id.step > decision.boundary:  # of members that have adopted the view already, or of a lost one
-                known.attempt = self._attempt_of_era(round_id)
+                known.attempt = attempt_of(self.eras, round_id.step)
                 known.held = {owner: payload for owner, payload in known.held.items() if self.view.has(owner)}
             elif not known.done:
                 before, known.attempt = known.attempt, decision.attempts.get(round_id, known.attempt)
@@ -434,8 +356,7 @@ class Protocol:
         for relay in decision.relays:
             if relay.holder == self.me:
                 self._relay(relay)
-        early, self._early = self._early, []
-        for sender, message, view in early:
+        for sender, message, view in self.flush.take_early():
             self._take_or_keep(sender, message, view)
         self._open_waiting()
         self._drop_old()
@@ -465,34 +386,13 @@ class Protocol:
     def _send(self, receivers: Iterable[Process], message: Message) -> None:
         self._actions += [Send(receiver, message, self.adopted) for receiver in receivers]
 
-    def awaited(self, round_id: RoundId) -> list[Process]:
-        """Return the members that a round waits for here: for their payloads, or else for means of their parts."""
-        known = self._rounds.get(round_id)
-        if known is None or known.done or known.offer is None:
-            return []
-        members, view = known.attempt.members, known.attempt.view
-        if not known.attempt.in_parts:
-            return [member for member in members if member not in known.held]
-        parts = range(known.offer.part_count(len(members)))
-        own = [known.parts.get((view, part), {}) for part in parts if self._reduces(known.attempt, part)]
-        lacking = [part for part in parts if (view, part) not in known.means]
-        late = [member for member in members if any(member not in arrived for arrived in own)]
-        return late or sorted({members[part % len(members)] for part in lacking})
-
-    def forget(self, round_id: RoundId) -> None:
-        """Forget a round that is complete here; for members that are fixed, so that nobody asks for it again."""
-        del self._rounds[round_id]
-
     def _drop_old(self) -> None:
         """Forget rounds that every member has applied, and the eras they were of."""
-        applied = min(map(self._applied_by, self.view.members), default=-1)
+        applied = min(map(self._applied.of, self.view.members), default=-1)
         for round_id in [known for known, state in self._rounds.items() if known.step <= applied and not state.is_open]:
             del self._rounds[round_id]
         while len(self.eras) > 1 and self.eras[1].first_step <= applied + 1:
             self.eras = self.eras[1:]
-
-    def _applied_by(self, member: Process) -> int:
-        return self._applied.get(member, self._admitted.get(member, -1))
 
     def _take_actions(self) -> list[Action]:
         actions, self._actions = self._actions, []

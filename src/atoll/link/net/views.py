@@ -171,6 +171,14 @@ def era_of(eras: Sequence[Era], step: int) -> Era:
     return next((era for era in reversed(eras) if era.first_step <= step), eras[0])
 
 
+def attempt_of(eras: Sequence[Era], step: int) -> Attempt:
+    """Return the first attempt at a round of a step, between the members of its era; nobody's before any view."""
+    if not eras:
+        return Attempt(0, ())
+    era = era_of(eras, step)
+    return Attempt(era.view, era.owing)
+
+
 def decide(view: View, told: Mapping[Process, Told]) -> Decision:
     """Decide on all rounds that are not over.
 
