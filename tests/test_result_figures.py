@@ -16,13 +16,14 @@ from papers_table import FIRST_TEXT, PRESET, RESULTS, costs_of_4_bits, load, tab
 ROOT = Path(__file__).resolve().parent.parent
 FRESH = load(RESULTS / "books-c6b298e9")
 FIRST = load(RESULTS / FIRST_TEXT)
-EIGHT, MUON, DATA_PARALLEL_MUON, TOP64 = (
+EIGHT, MUON, DATA_PARALLEL_MUON, TOP64, FASTER_TOP64 = (
     Row.parse(text).name
     for text in (
         "streaming-30,workers=8,batch=8,alpha=0.25,lr=0.6",
         "streaming-30,optimizer=muon,lr=0.7,m=0.6,inner=0.006",
         "data-parallel,workers=1,batch=64,optimizer=muon,inner=0.006",
         "streaming-30,codec=top64,feedback=0.95,outer=sgd,lr=1.0",
+        "streaming-30,codec=top64,feedback=0.95,outer=sgd,lr=3.0,alpha=0.0",
     )
 )
 
@@ -56,10 +57,11 @@ def test_tables_are_those_of_the_raw_metrics(folder: str) -> None:
     assert "\n".join(table(load(RESULTS / folder))) in page
 
 
-LOWER, RARE = "streaming-30-lr0.7-m0.6", "streaming-100"
+LOWER, RARE, FP32 = "streaming-30-lr0.7-m0.6", "streaming-100", "streaming-30-fp32"
+RARE_PRESET = PRESET.replace("streaming-30", RARE)
 LATE = {row: (above(row, step=1560), above(row, step=6240), above(row)) for row in ("diloco-30", "streaming-30")}
 TO_SAME = FRESH[MUON].gap(FRESH[DATA_PARALLEL_MUON]).removeprefix("+")
-SEEDS = [abs(above(row) - again(row)) for row in ("streaming-30", PRESET, LOWER)]
+SEEDS = [abs(above(row) - again(row)) for row in ("streaming-30", PRESET, LOWER, FP32)]
 SENTENCES = [
     "ends {:.2f} and {:.2f} % *below* data-parallel (two seeds) at a {:.0f}th of its bytes".format(
         -above(PRESET), -again(PRESET), times_fewer(PRESET, "data-parallel")
@@ -70,7 +72,7 @@ SENTENCES = [
     "with 0.8 and 0.5 it ends {:.2f} % above (one seed), with the preset's 0.4 and 0.9 {:.2f} %".format(
         above("eager-30-lr0.8-m0.5"), above("eager-30")
     ),
-    "both with alpha 0.5, cost {:.1f} % or more".format(min(above(RARE), above(f"{RARE}-lr0.8-m0.5"))),
+    f"the bytes are a third, and the preset ends {above(RARE_PRESET):.2f} % above (one seed)",
     f"so the same tokens in total, end {above(EIGHT):.1f} % above data-parallel (one seed)",
     f"tokens and steps of the other rows, end {above(EIGHT):.2f} % above data-parallel",
     "this model has {:.1f} % on BLiMP (guesses: 50 %) and {:.1f} % on LAMBADA".format(
@@ -78,19 +80,23 @@ SENTENCES = [
     ),
     f"0.6 ends {-above(PRESET):.2f} % below data-parallel, and {-again(PRESET):.2f} % below with another seed",
     "0.5 with 0.4 ends {:.2f} and {:.2f} % above".format(above("streaming-30"), again("streaming-30")),
-    "in fp32 ends {:.2f} % above data-parallel, in e3m0 {:.2f} %".format(
-        above("streaming-30-fp32"), above("streaming-30")
+    "in fp32 ends {:.2f} % above data-parallel, in e3m0 {:.2f} %; with another seed {:.2f} and {:.2f} %".format(
+        above(FP32), above("streaming-30"), again(FP32), again("streaming-30")
     ),
     *costs_of_4_bits(FRESH),
-    "trained with two seeds, these ended {:.2f}, {:.2f} and {:.2f} points apart".format(*SEEDS),
+    "trained with two seeds, these ended {:.2f}, {:.2f}, {:.2f} and {:.2f} points apart".format(*SEEDS),
     "DiLoCo-30 ends {:.2f} % above data-parallel".format(above("diloco-30")),
     "Streaming-30 ends {:.2f} % above data-parallel, at a {:.0f}th of data-parallel's payload bytes".format(
         above("streaming-30"), times_fewer("streaming-30", "data-parallel")
     ),
     "payload bytes, and {:.2f} % with another seed".format(again("streaming-30")),
     f"it ends {above(LOWER):.2f} % above, and {again(LOWER):.2f} % with another seed",
-    "with 0.8 and 0.5 they end {:.2f} % and {:.2f} % above, with 0.4 and 0.9 {:.2f} % and {:.2f} %".format(
-        above("eager-30-lr0.8-m0.5"), above(f"{RARE}-lr0.8-m0.5"), above("eager-30"), above(RARE)
+    (
+        "ends {:.2f} % above data-parallel with the preset's alpha 0.25 and 0.6, "
+        "and with alpha 0.5 {:.2f} % (0.4 and 0.9) or {:.2f} % (0.8 and 0.5)"
+    ).format(above(RARE_PRESET), above(RARE), above(f"{RARE}-lr0.8-m0.5")),
+    "ends {:.2f} % above with 0.8 and 0.5, {:.2f} % with 0.4 and 0.7, and {:.2f} % with the preset's".format(
+        above("eager-30-lr0.8-m0.5"), above("eager-30-lr0.4-m0.7"), above("eager-30")
     ),
     "has at +3.1 %, ends {:.2f} % above".format(above("streaming-eager-30")),
     "newest delta, ends {:.1f} % above".format(above("delayed-30")),
@@ -107,11 +113,12 @@ SENTENCES = [
         "ends {:.2f} % above data-parallel**, {:.2f} % above Streaming-30 in e3m0 with alpha 0.5, "
         "at an {:.0f}th of its bytes: {}"
     ).format(
-        above(TOP64),
-        above(TOP64, "streaming-30"),
-        times_fewer(TOP64, "streaming-30"),
-        bytes_text(mean(FRESH[TOP64].end.bytes_sent)),
+        above(FASTER_TOP64),
+        above(FASTER_TOP64, "streaming-30"),
+        times_fewer(FASTER_TOP64, "streaming-30"),
+        bytes_text(mean(FRESH[FASTER_TOP64].end.bytes_sent)),
     ),
+    f"SparseLoCo's own 1.0, and alpha 0.5, it ends {above(TOP64):.2f} % above",
     *costs_of_4_bits(FIRST),
 ]
 
@@ -138,7 +145,9 @@ def test_readme_and_algorithms_repeat_figures_of_the_raw_metrics() -> None:
     assert f"ended {-again(PRESET):.2f} to {-above(PRESET):.2f} % below data-parallel's held-out loss" in readme
     assert f"payloads of {bytes_text(sent[0])} a worker instead of {bytes_text(sent[1])}" in readme
     assert f"so the same tokens in total, ended {above(EIGHT):.1f} % above" in readme
-    assert f"[{above(TOP64):.2f} % of the loss](results.md" in words("docs/algorithms.md")
+    algorithms = words("docs/algorithms.md")
+    assert f"[{above(TOP64):.2f} % of the loss](results.md" in algorithms
+    assert f"`SGD(lr=3.0)` and alpha 0, {above(FASTER_TOP64):.2f} %." in algorithms
 
 
 def test_the_decision_on_defaults_has_figures_of_the_raw_metrics() -> None:
@@ -149,10 +158,11 @@ def test_the_decision_on_defaults_has_figures_of_the_raw_metrics() -> None:
         ("Eager, period 30", "eager-30"),
     ):
         cells = []
-        for row in (method, f"{method}-lr0.7-m0.6", f"{method}-lr0.8-m0.5"):
+        for row in (method, *(f"{method}-{pair}" for pair in ("lr0.4-m0.7", "lr0.7-m0.6", "lr0.8-m0.5"))):
             first = f"{above(row):+.2f} %" if row in FRESH else ""
             cells.append(f"{first}, seed 1: {again(row):+.2f} %" if f"{row}-seed1" in FRESH else first)
-        assert f"| {label} | {' | '.join(cells)} |".replace("|  |", "| |") in page
+        assert " ".join(f"| {label} | {' | '.join(cells)} |".split()) in page
+    assert f"period 100 ends {above(RARE_PRESET):.2f} % above" in page
 
 
 def test_the_decision_on_alpha_has_figures_of_the_raw_metrics_and_of_its_formula() -> None:
@@ -177,6 +187,28 @@ def test_the_decision_on_alpha_compares_rows_with_each_other() -> None:
     assert f"end {first[1:]} and {second[1:]} below alpha 0.5 with 0.4" in page and first[0] == second[0] == "-"
     assert f"as the seeds of any row differ ({max(SEEDS):.2f} points)" in page
     assert f"it ends {FRESH[PRESET].gap(FRESH['diloco-30'])[1:]} below `diloco-30`" in page
+
+
+def test_the_decision_on_alpha_has_the_figures_of_period_100() -> None:
+    found = "{:.2f} % above data-parallel with alpha 0.25 and 0.6 and 0.9; with alpha 0.5, "
+    figures = (found + "{:.2f} % (0.4 and 0.9) and {:.2f} %").format(
+        *map(above, (RARE_PRESET, RARE, f"{RARE}-lr0.8-m0.5"))
+    )
+    assert figures in words("docs/decisions/0040-alpha-of-streaming.md")
+
+
+def test_the_page_of_papers_has_figures_of_the_raw_metrics() -> None:
+    page = words("docs/papers.md")
+    assert f"Streaming-30: {above(FASTER_TOP64):.2f} % above data-parallel at an 18th" in page
+    assert f"Streaming-100 {above(RARE):+.2f} % (+1.4), with alpha 0.25 and 0.6 {above(RARE_PRESET):+.2f} %" in page
+    costs = [FRESH[f"streaming-30{seed}"].gap(FRESH[f"{FP32}{seed}"]) for seed in ("", "-seed1")]
+    assert f"4 bits cost {costs[0]} and {costs[1]} (two seeds)" in page
+    assert (
+        "Eager-30 {:+.2f} %, with outer 0.8 and 0.5 {:+.2f} %, with 0.4 and 0.7 {:+.2f} %".format(
+            above("eager-30"), above("eager-30-lr0.8-m0.5"), above("eager-30-lr0.4-m0.7")
+        )
+        in page
+    )
 
 
 def remaining(alpha: float, lr: float, momentum: float) -> float:
