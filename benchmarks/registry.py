@@ -5,9 +5,9 @@
 Without an argument: an embedded registry with mutual TLS, in this process.
 """
 
+import argparse
 import asyncio
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -61,4 +61,6 @@ async def main(url: str | None) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else None))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", nargs="?", help="etcd://HOST:PORT,HOST:PORT/NAME; left out: the embedded registry")
+    asyncio.run(main(parser.parse_args().url))

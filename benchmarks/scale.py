@@ -9,8 +9,8 @@ in flight; their payloads are not counted. All members decide alike (`tests/prop
 one of them decides, and the others take over the decision.
 """
 
+import argparse
 import heapq
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -206,12 +206,15 @@ def row(cost: Cost, note: str = "") -> str:
 
 def main() -> None:
     """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seats", nargs="*", type=int, default=[16, 64, 256, 1024], help="numbers of workers")
+    arguments = parser.parse_args()
     titles = ["workers", "connections of a worker", "messages of a view", "size of one", "sent by a worker"]
     titles += ["through the registry", "time to agree", "rounds held up"]
     print("| " + " | ".join(titles) + " |")
     print("|" + "---|" * len(titles))
     cost = None
-    for seats in [int(argument) for argument in sys.argv[1:]] or [16, 64, 256, 1024]:
+    for seats in arguments.seats:
         if cost is None or seats <= MOST_SEATS:
             cost = measured(seats)
             print(row(cost), flush=True)
