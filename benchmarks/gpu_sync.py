@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_sync.py kernels [--values 100000000]
     python benchmarks/gpu_sync.py rounds [--presets 35M 300M 1B] [--periods 3]
+    python benchmarks/gpu_sync.py memory [--presets 35M 300M 1B]
 
 kernels: bytes that each kernel must read and write, over the time it takes, as a share of the rate at which a vector of
 that length is copied in the same run (medians of many). Payloads lie where the loop puts them; that it copies a
@@ -15,9 +16,10 @@ kernels are in "added" too, for they run on the same GPU); the same with offload
 an observer, which looks at every round when the next one is applied. "host" is what outer.step() took of the training
 thread's time; "waited", of that, what it waited for rounds.
 Every outer.step() after which nothing is due runs with torch's synchronisation check set to raise an error, and one is
-profiled: the CUDA calls in it are named. Memory is the peak of a bare run, and of runs of one worker with the outer
-loop with and without offload, from before it is made, in processes of their own; evaluating and finish() are not in it.
-All at 1B need about 105 GiB of GPU memory.
+profiled: the CUDA calls in it are named.
+
+memory: the peak of a bare run, and of runs of one worker with the outer loop with and without offload, from before it
+is made, in processes of their own; evaluating and finish() are not in it. All at 1B need about 105 GiB of GPU memory.
 """
 
 import argparse
@@ -318,7 +320,7 @@ def below(event: Any) -> Iterator[Any]:
 
 
 def rounds(name: str, periods: int) -> dict[str, Any]:
-    """One preset: two processes that exchange, then three that do not, for their memory."""
+    """One preset: two processes that exchange."""
     print(f"{name}, {BATCHES[name]} x {SEQUENCE} tokens a step and worker", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         first, second = run(name, ["rounds", "rounds"], periods, folder)
@@ -335,14 +337,20 @@ def rounds(name: str, periods: int) -> dict[str, Any]:
                 f"with nothing due, CUDA calls of one: {', '.join(found['calls_of_a_quiet_step']) or 'none'}",
                 flush=True,
             )
-        unpaired = run(name, MODES, periods, folder)
+    return row
+
+
+def memory(name: str) -> dict[str, int]:
+    """One preset: the peaks of three processes that exchange with nobody."""
+    with tempfile.TemporaryDirectory() as folder:
+        unpaired = run(name, MODES, 0, folder)
     peaks = {mode: found["peak"] for mode, found in zip(MODES, unpaired, strict=True)}
     print(
-        f"  memory {peaks['bare'] / 2**30:.1f} GiB bare, {peaks['outer'] / peaks['bare'] - 1:+.1%} with the outer "
-        f"loop, {peaks['offload'] / peaks['bare'] - 1:+.1%} with offload",
+        f"{name}: memory {peaks['bare'] / 2**30:.1f} GiB bare, {peaks['outer'] / peaks['bare'] - 1:+.1%} with the "
+        f"outer loop, {peaks['offload'] / peaks['bare'] - 1:+.1%} with offload",
         flush=True,
     )
-    return {**row, "peaks": peaks}
+    return peaks
 
 
 def run(name: str, modes: Sequence[str], periods: int, folder: str) -> list[dict[str, Any]]:
@@ -359,7 +367,7 @@ def run(name: str, modes: Sequence[str], periods: int, folder: str) -> list[dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["kernels", "rounds", "all"], default="all")
+    parser.add_argument("what", nargs="?", choices=["kernels", "rounds", "memory", "all"], default="all")
     parser.add_argument("--values", type=int, default=100_000_000)
     parser.add_argument("--presets", nargs="+", choices=BATCHES, default=list(BATCHES))
     parser.add_argument("--periods", type=int, default=3)
@@ -379,9 +387,13 @@ def main() -> None:
     if arguments.what in ("kernels", "all"):
         kept["kernels"] = kernels(arguments.values)
         arguments.results.write_text(json.dumps(kept, indent=1) + "\n")
-    if arguments.what in ("rounds", "all"):
-        for name in arguments.presets:
-            kept["rounds"] = kept.get("rounds", {}) | {name: rounds(name, arguments.periods)}
+    for name in arguments.presets if arguments.what != "kernels" else ():
+        row = kept.setdefault("rounds", {}).setdefault(name, {})
+        if arguments.what in ("rounds", "all"):
+            row |= rounds(name, arguments.periods)
+            arguments.results.write_text(json.dumps(kept, indent=1) + "\n")
+        if arguments.what in ("memory", "all"):
+            row["peaks"] = memory(name)
             arguments.results.write_text(json.dumps(kept, indent=1) + "\n")
 
 
