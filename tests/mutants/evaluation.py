@@ -26,6 +26,8 @@ MUTANTS = [
     Mutant("scores begin the metrics anew", "evaluation/evaluate.py", "Jsonl(path, at=path.stat().st_size)", "Jsonl(path)"),
     Mutant("scores are written beside a training", "evaluation/evaluate.py", "        if (folder / RUN).is_file():  # training would", "        if False:  # training would"),
     Mutant("scores of an export are said to be recorded", "evaluation/evaluate.py", "None if metrics is None or failure else metrics.path", "folder / METRICS"),
+    Mutant("some scores are recorded on a full disk", "evaluation/evaluate.py", "        metrics.write(*scores)\n",
+           "        for score in scores:\n            metrics.write(score)\n"),
     Mutant("scores that were not recorded are no error", "cli/evaluate.py", "if found.failure is not None:", "if False:"),
     Mutant("the best is recorded as the last", "evaluation/evaluate.py", '"best" if best else "final"', '"final"'),
     Mutant("a model of NaNs is scored", "evaluation/evaluate.py", "if not all(parameter.isfinite().all() for parameter in model.parameters()):", "if False:"),

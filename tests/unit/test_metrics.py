@@ -230,6 +230,9 @@ def test_a_full_disk_is_one_clear_line_and_leaves_whole_lines(path: Path) -> Non
         file.write(END)
     assert str(caught.value) == f"{path} cannot be written: File too large"
     assert read(path) == [ROUND] and path.read_bytes().endswith(b"\n")
+    with files_no_longer_than(2 * path.stat().st_size + 40), pytest.raises(AtollError):
+        file.write(ROUND, END)  # there is room for the first, and neither is kept
+    assert read(path) == [ROUND]
     file.write(END)  # space was made
     file.close()
     assert read(path) == [ROUND, END]

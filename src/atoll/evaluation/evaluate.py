@@ -102,8 +102,7 @@ def evaluate(
 def _record(scores: Sequence[Scored], metrics: Jsonl) -> DataError | None:
     """Appends the scores to a run's metrics; returns an error instead of raising it, so that they are not lost."""
     try:
-        for score in scores:
-            metrics.write(score)
+        metrics.write(*scores)
     except AtollError as error:
         return DataError(f"the scores were not recorded: {error}; make room, then evaluate again", path=metrics.path)
     return None

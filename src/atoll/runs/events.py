@@ -286,7 +286,7 @@ class Jsonl:
     def __init__(self, path: str | Path, at: int | None = None) -> None:
         self.path = Path(path)
         with writing(self.path):
-            # Unbuffered, so that a line is one write(), and one that failed is not tried again by close().
+            # Unbuffered, so that events are one write(), and one that failed is not tried again by close().
             self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115
             whole = 0
             if end := min(at or 0, os.fstat(self._file.fileno()).st_size):
@@ -295,14 +295,16 @@ class Jsonl:
             self._file.truncate(whole)
             self.missing = (at or 0) - whole
 
-    def write(self, event: Event) -> None:
-        """Appends an event; after a failure the file ends in a whole line as before."""
+    def write(self, event: Event, *more: Event) -> None:
+        """Appends events, all or none: after a failure the file ends in a whole line as before."""
         with writing(self.path):
             before = os.fstat(self._file.fileno()).st_size
             try:
-                line = _line(event)
-                while line:  # once, but for a disk that fills up: it takes a part, and refuses the rest with the reason
-                    line = line[self._file.write(line) :]
+                lines = b"".join(map(_line, (event, *more)))
+                while (
+                    lines
+                ):  # once, but for a disk that fills up: it takes a part, and refuses the rest with the reason
+                    lines = lines[self._file.write(lines) :]
             except OSError:
                 with suppress(OSError):
                     self._file.truncate(before)
