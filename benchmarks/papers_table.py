@@ -28,8 +28,8 @@ TASKS = {"BLiMP": "blimp", "LAMBADA": "lambada_openai"}
 """Tasks of `atoll eval` by their heading: 67 sets of minimal pairs (guesses get 50 %); the last word of a passage."""
 FARTHEST = 3.0
 """Percent from data-parallel that the picture of gaps has room for; Delayed is beyond."""
-PRESET = Row.parse("streaming-30,alpha=0.25,lr=0.6").name
-"""The row of `atoll.Streaming(period=30)`; the picture shows it too."""
+PRESET, RARE_PRESET = (Row.parse(f"streaming-{period},alpha=0.25,lr=0.6").name for period in (30, 100))
+"""The rows of `atoll.Streaming(period=30)` and of `atoll.Streaming()`; the picture shows them too."""
 
 
 class Result(NamedTuple):
@@ -135,7 +135,8 @@ def costs_of_4_bits(results: Mapping[str, Result]) -> list[str]:
         pairs = zip(coarse.evals, exact.evals, strict=True)
         late = [100 * (one.loss / other.loss - 1) for one, other in pairs if one.tokens >= coarse.end.tokens / 4]
         found.append(
-            f"{name}: 4 bits cost {coarse.gap(exact)}; in the {len(late)} evaluations of the last three quarters "
+            f"{Row.named(name).text}: 4 bits cost {coarse.gap(exact)}; "
+            f"in the {len(late)} evaluations of the last three quarters "
             f"{min(late):+.2f} to {max(late):+.2f} %, {mean(late):+.2f} % on average"
         )
     return found
@@ -145,7 +146,7 @@ def picture(results: Mapping[str, Result]) -> Figure:
     """Draw held-out losses over tokens without the first fifth, and their gaps to data-parallel."""
     figure = Figure(figsize=(12.5, 4.2), layout="constrained")
     losses, gaps = figure.subplots(1, 2)
-    for name, result in ((name, result) for name, result in results.items() if name in {*METHODS, PRESET}):
+    for name, result in ((name, result) for name, result in results.items() if name in {*METHODS, PRESET, RARE_PRESET}):
         known = {event.tokens: event.loss for event in reference_of(name, results).evals}
         late = [event for event in result.evals if event.tokens >= result.end.tokens / 5]
         tokens = [event.tokens / 1e6 for event in late]
