@@ -8,6 +8,8 @@ _FROM_2500 = ("tests/property/test_protocol.py::test_schedules[10]",)
 _FROM_3250 = ("tests/property/test_protocol.py::test_schedules[13]",)
 _AGAIN = ("tests/property/test_protocol.py::test_a_process_that_connects_again_is_not_lost_unless_it_was_a_member",)
 
+_STATE = ("tests/unit/test_round_state.py",)
+
 MUTANTS = [
     Mutant(
         "steps made during a flush count at once",
@@ -196,6 +198,62 @@ MUTANTS = [
         "        if False:\n",
     ),
     Mutant(
+        "messages of views that never come are kept for ever",
+        "link/net/protocol.py",
+        "        self.flush.forget_early(step)\n",
+        "",
+        tests=("tests/property/test_protocol.py::test_messages_of_a_view_that_never_comes_go_with_their_rounds",),
+    ),
+    Mutant(
+        "a process that is no member adopts a view",
+        "link/net/flush.py",
+        "if not self.view.has(self._me) or not told.keys()",
+        "if not told.keys()",
+        tests=("tests/property/test_protocol.py::test_a_process_that_is_no_member_adopts_nothing",),
+    ),
+    Mutant(
+        "a payload that nobody holds is passed on",
+        "link/net/views.py",
+        "if holders and (lacking := receiving - holders):",
+        "if lacking := receiving - holders:",
+        tests=("tests/property/test_protocol.py::test_a_round_that_names_a_member_nobody_knows_does_not_stop_a_flush",),
+    ),
+    Mutant(
+        "any means complete a round",
+        "link/net/round_state.py",
+        "if any(key not in self.means for key in keys):",
+        "if len(self.means) < len(keys):",
+        tests=_STATE,
+    ),
+    Mutant(
+        "a part from outside holds a round up",
+        "link/net/round_state.py",
+        "not here.keys() >= {*self.attempt.members}",
+        "here.keys() != {*self.attempt.members}",
+        tests=_STATE,
+    ),
+    Mutant(
+        "a result changes a round of whole payloads",
+        "link/net/round_state.py",
+        "elif not self.done and message.attempt.in_parts:",
+        "elif not self.done:",
+        tests=_STATE,
+    ),
+    Mutant(
+        "rounds are told without eras",
+        "link/net/messages.py",
+        "if (header.adopted or rounds) and not eras:",
+        "if header.adopted and not eras:",
+        tests=("tests/unit/test_messages.py",),
+    ),
+    Mutant(
+        "messages of a fragment that is never opened are kept for ever",
+        "link/net/round_table.py",
+        "[one for one in kept if one[1].round_id.step > applied]",
+        "kept",
+        tests=("tests/unit/test_round_table.py",),
+    ),
+    Mutant(
         "members that are too few go on",
         "link/net/protocol.py",
         "or self.is_held_up or self._is_paused(round_id) or",
@@ -240,8 +298,8 @@ MUTANTS = [
     Mutant(
         "a round in two shots is complete without all means",
         "link/net/round_state.py",
-        "            if len(here) < len(self._all_parts()):\n",
-        "            if not here:\n",
+        "            if any(key not in self.means for key in keys):\n",
+        "            if all(key not in self.means for key in keys):\n",
     ),
     Mutant(
         "a part of the first attempt counts in a later one",

@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 
 from atoll.link.base import RoundId
-from atoll.link.net.actions import Propose, Result
+from atoll.link.net.actions import Progress, Propose, Result, Whole
 from atoll.link.net.protocol import Protocol
-from atoll.link.net.views import Attempt, Process, RoundStatus, Told, View
+from atoll.link.net.views import Attempt, Era, Process, RoundStatus, Told, View, decide
 from simulated_net import Net
 
 CHUNK = 250
@@ -82,3 +82,30 @@ def test_a_result_that_comes_during_a_flush_is_told_in_the_next() -> None:
     protocol.on_view(view.without([1]).without([2]))
     assert (told := protocol.flush.told) is not None
     assert told.rounds == {round_id: RoundStatus(attempt, frozenset(), done=True)}
+
+
+def test_messages_of_a_view_that_never_comes_go_with_their_rounds() -> None:
+    me, other = Process(0, 1), Process(1, 7)
+    protocol = Protocol(me)
+    protocol.on_view(View(1, {0: 1, 1: 7}))
+    protocol.receive(other, Told(1, 0, 0, 0, 0, (), {}), 0)
+    for step in range(1, 6):
+        protocol.receive(other, Whole(RoundId(step, 0), other, "payload"), 1_000)
+    protocol.receive(other, Progress(9), 1_000)
+    protocol.has_applied(3)
+    kept = [message for _, message, _ in protocol.flush._early]
+    assert kept == [*(Whole(RoundId(step, 0), other, "payload") for step in (4, 5)), Progress(9)]
+
+
+def test_a_process_that_is_no_member_adopts_nothing() -> None:
+    protocol = Protocol(Process(2, 1))
+    protocol.on_view(View(1, {0: 1}))
+    assert protocol.receive(Process(0, 1), Told(1, 0, 0, 0, 0, (), {}), 0) == [] and protocol.is_flushing
+
+
+def test_a_round_that_names_a_member_nobody_knows_does_not_stop_a_flush() -> None:
+    me, other, gone = Process(0, 1), Process(1, 7), Process(2, 3)
+    view, era = View(2, {0: 1, 1: 7}), Era(1, 1, (me, other), frozenset({me, other}), frozenset({0, 1}))
+    status = RoundStatus(Attempt(1, (me, gone)), frozenset(), done=True)
+    told = {me: Told(2, 1, 5, 0, 0, (era,), {}), other: Told(2, 1, 5, 0, 0, (era,), {RoundId(5, 0): status})}
+    assert decide(view, told).relays == ()

@@ -157,6 +157,16 @@ def test_what_comes_before_its_fragment_waits_for_it(made: Table) -> None:
     assert len(made.table.take_unchecked(2)) == 1
 
 
+def test_messages_of_a_fragment_that_is_never_opened_go_with_their_rounds(made: Table) -> None:
+    late = [(PEER, Whole(RoundId(step, 777), PEER, None), 1) for step in (1, 2, 3)]
+    for sender, message, view in late:
+        assert not made.table.check(sender, message, view)
+    made.table.drop(2)
+    assert made.table._unchecked == {777: late[2:]}
+    made.table.drop(3)
+    assert made.table._unchecked == {}
+
+
 def test_a_member_may_send_so_much_ahead_whatever_rounds_it_names(made: Table, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(round_table, "MOST_HELD", 20_000)
     assert not any(made.table.receive(PEER, RoundId(step, step % 7), 1000) for step in range(9))

@@ -78,7 +78,7 @@ class Flush:
         told = self.told_of(self.view.number)
         if not self.is_under_way or len(told) < len(self.view.members):  # short, for it is asked for every member
             return None
-        if not told.keys() >= set(self.view.members):
+        if not self.view.has(self._me) or not told.keys() >= set(self.view.members):
             return None
         return decide(self.view, {member: told[member] for member in self.view.members})
 
@@ -102,6 +102,10 @@ class Flush:
     def keep(self, early: EarlyMessage) -> None:
         """Keep a message until its view is adopted."""
         self._early.append(early)
+
+    def forget_early(self, applied: int) -> None:
+        """Forget messages of rounds up to a step, which this member has applied: nothing would come of them."""
+        self._early = [one for one in self._early if isinstance(one[1], Progress) or one[1].round_id.step > applied]
 
     def take_early(self) -> list[EarlyMessage]:
         """Return the messages that were kept, and keep them no longer."""

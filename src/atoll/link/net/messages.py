@@ -251,7 +251,7 @@ def decode_control(data: bytes) -> tuple[Progress | Told | Ask, int]:
         for one in header.rounds
     }
     eras = tuple(era.era() for era in header.eras)
-    if header.adopted and not eras:
+    if (header.adopted or rounds) and not eras:
         raise ValueError(f"words of a flush after view {header.adopted} without any era")
     told = Told(header.view, header.adopted, header.step, header.applied, header.since, eras, rounds)
     return told, header.adopted

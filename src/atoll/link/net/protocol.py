@@ -76,6 +76,7 @@ class Protocol:
         if not self.has_state and self._has_followed:
             self._since = step
         self._applied.note_own(step)
+        self.flush.forget_early(step)
         self._send(self._others(), Progress(step))
         self._drop_old()
         return self._take_actions()

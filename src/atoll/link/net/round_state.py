@@ -64,7 +64,7 @@ class RoundState:
             self.parts.setdefault((message.attempt, message.part), {})[sender] = message.payload
         elif isinstance(message, Mean):
             self.means[message.attempt, message.part] = message.payload
-        elif not self.done:
+        elif not self.done and message.attempt.in_parts:
             self.attempt, self.result = message.attempt, message.means
 
     def missing(self) -> list[Process]:
@@ -85,7 +85,7 @@ class RoundState:
         """Return all members' payloads of a part once they are here, in seat order; each part only once."""
         key = self.attempt.view, part
         here = self.parts.get(key, {})
-        if key in self.reducing or not self.attempt.in_parts or here.keys() != {*self.attempt.members}:
+        if key in self.reducing or not self.attempt.in_parts or not here.keys() >= {*self.attempt.members}:
             return None
         self.reducing.add(key)
         return {member: here[member] for member in self.attempt.members}
@@ -95,10 +95,10 @@ class RoundState:
         if not self.attempt.in_parts:
             return self.held.keys() >= {*self.attempt.members}
         if self.result is None:
-            here = {part: mean for (view, part), mean in self.means.items() if view == self.attempt.view}
-            if len(here) < len(self._all_parts()):
+            keys = [(self.attempt.view, part) for part in self._all_parts()]
+            if any(key not in self.means for key in keys):
                 return False
-            self.result = tuple(mean for _, mean in sorted(here.items()))
+            self.result = tuple(self.means[key] for key in keys)
         return True
 
     def payloads(self) -> dict[Process, Any] | None:

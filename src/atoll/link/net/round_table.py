@@ -62,6 +62,10 @@ class RoundTable:
         for round_id in [known for known in self.sent_bytes if known.step <= applied]:
             del self.sent_bytes[round_id]
         self._received.drop(applied)
+        for fragment, kept in list(self._unchecked.items()):
+            self._unchecked[fragment] = [one for one in kept if one[1].round_id.step > applied]
+            if not self._unchecked[fragment]:
+                del self._unchecked[fragment]
         return bool(old)
 
     def forget(self, round_id: RoundId) -> None:
@@ -206,6 +210,8 @@ def _check_mean(mean: PartMean, allowed: frozenset[int]) -> None:
 
 
 def _check_result(result: Result, reduction: Reduction) -> None:
+    if not result.attempt.in_parts:
+        raise ValueError(f"a result between {len(result.attempt.members)} members, whose rounds have none")
     count = reduction.part_count(len(result.attempt.members))
     if len(result.means) != count:
         raise ValueError(f"a result of {len(result.means)} parts where {count} were due")

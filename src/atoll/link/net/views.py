@@ -271,6 +271,6 @@ def _relays(
     relays = []
     for owner in (member for member in attempt.members if not view.has(member)):
         holders = {member for member, one in status.items() if owner in one.held}
-        if lacking := receiving - holders:
+        if holders and (lacking := receiving - holders):
             relays.append(Relay(round_id, owner, min(holders), lacking))
     return relays

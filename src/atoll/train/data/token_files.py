@@ -74,7 +74,7 @@ def prepare(settings: DataSection, *, workers: int = 1, on_progress: OnProgress 
         DataError: if the text cannot be read, or the tokens are damaged.
     """
     ready = _ready(settings)
-    folder = ready or Path(settings.cache).expanduser() / _key(settings)
+    folder = ready or Path(os.path.expanduser(settings.cache)) / _key(settings)
     if ready is None:
         meter = Meter(on_progress, "tokens", text_bytes(settings.source, settings.limit))
         build_once(folder, folder, meter, partial(_fill, settings=settings, meter=meter))
@@ -115,7 +115,7 @@ def _ready(settings: DataSection) -> Path | None:
     sources = [settings.source] if isinstance(settings.source, str) else settings.source
     if len(sources) != 1:
         return None
-    folder = Path(sources[0]).expanduser()
+    folder = Path(os.path.expanduser(sources[0]))
     return folder if all(os.path.isfile(folder / name) for name in (MANIFEST, "train.bin")) else None
 
 
@@ -128,7 +128,8 @@ def _check_ready(folder: Path, tokenizer: Tokenizer, settings: DataSection) -> N
         raise ConfigError(why, setting="data.tokenizer", value="bpe")
     if (given := _given_tokenizer(settings)) is not None and given.to_json() != tokenizer.to_json():
         why = f"data.tokenizer is {settings.tokenizer!r}, but the tokens in {folder} were made with another tokenizer"
-        why += f", that in {folder / FILE}: leave the setting out, or give the text instead"
+        why += f", that in {folder / FILE}: leave the setting out, or give the text instead; for a run that has begun, "
+        why += "put a copy of that file in the place of yours"
         raise ConfigError(why, setting="data.tokenizer", value=settings.tokenizer)
     if settings.vocabulary not in (None, vocabulary):
         problem = f"data.vocabulary is {settings.vocabulary}, but the tokens in {folder} have a vocabulary of"
@@ -152,7 +153,7 @@ def _tokenizer_identity(settings: DataSection) -> str:
         return f"bpe {settings.vocabulary or BPE_VOCABULARY}"
     if _given_tokenizer(settings) is None:
         return name
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     return f"file {sha256_of(path / FILE if path.is_dir() else path)}"
 
 
@@ -161,7 +162,7 @@ def _given_tokenizer(settings: DataSection) -> Tokenizer | None:
     name = settings.tokenizer
     if name in ("bytes", "bpe"):
         return None
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if not os.path.exists(path):
         allowed = "bytes, bpe or the path of a tokenizer.json"
         raise ConfigError(f"data.tokenizer must be {allowed}, got {name!r}: {missing(path)}")
