@@ -23,10 +23,16 @@ MUTANTS = [
         "given.vocabulary != tokenizer.vocabulary:",
     ),
     Mutant(
-        "a tokenizer beside a folder of tokens may be missing",
+        "settings that do not fit a folder of tokens are found late",
         "train/data/token_files.py",
-        "    else:\n        _given_tokenizer(settings)\n",
+        "    else:\n        _check_ready(ready, open_tokenizer(ready), settings)\n",
         "",
+    ),
+    Mutant(
+        "a plan takes the tokens of a folder for bytes",
+        "train/data/token_files.py",
+        "        return open_tokenizer(ready).vocabulary\n",
+        "        pass\n",
     ),
     Mutant(
         "a limit is passed over where tokens are there",
@@ -37,7 +43,7 @@ MUTANTS = [
     Mutant(
         "a folder of tokens is looked through for text",
         "train/data/token_files.py",
-        "    if _ready(settings) is None:\n",
+        "    if (ready := _ready(settings)) is None:\n",
         "    if True:\n",
     ),
     Mutant(

@@ -21,10 +21,11 @@ import pytest
 
 from atoll.errors import ConfigError, DataError
 from atoll.settings.run_settings import DataSection
+from atoll.settings.value_types import BPE_VOCABULARY
 from atoll.train.data import token_files as tokens_module
 from atoll.train.data.cache import MANIFEST
 from atoll.train.data.corpus import documents
-from atoll.train.data.token_files import TokenData, check_there, prepare
+from atoll.train.data.token_files import TokenData, check_there, known_vocabulary, prepare
 from atoll.train.data.tokenizer import FILE, Bytes, Ids, train_bpe
 from atoll.train.ranks.control import tokenizer_terms
 
@@ -106,8 +107,24 @@ def test_a_folder_of_tokens_keeps_its_own_tokenizer(corpus: str, tmp_path: Path)
     with pytest.raises(ConfigError, match="made with another tokenizer") as caught:
         made(str(one.folder), tmp_path, tokenizer=str(tmp_path / "other"))
     assert (caught.value.setting, caught.value.value) == ("data.tokenizer", str(tmp_path / "other"))
+    for name, why in {"other": "made with another tokenizer", "nowhere": r"data\.tokenizer must be"}.items():
+        with pytest.raises(ConfigError, match=why):
+            check_there(section(str(one.folder), tmp_path, tokenizer=str(tmp_path / name)))
+
+
+def test_the_vocabulary_is_known_without_reading_text(corpus: str, tmp_path: Path) -> None:
+    one = made(corpus, tmp_path, tokenizer="bpe", vocabulary=300)
+    missing = str(tmp_path / "no text")
+    assert known_vocabulary(section(missing, tmp_path)) == 256
+    assert known_vocabulary(section(missing, tmp_path, tokenizer="bpe")) == BPE_VOCABULARY
+    assert known_vocabulary(section(missing, tmp_path, tokenizer="bpe", vocabulary=400)) == 400
+    assert known_vocabulary(section(missing, tmp_path, tokenizer=str(one.folder))) == 300
+    assert known_vocabulary(section(str(one.folder), tmp_path)) == 300  # whatever data.tokenizer is by default
+
+
+def test_a_user_that_does_not_exist_is_no_tokenizer(corpus: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.tokenizer must be"):
-        check_there(section(str(one.folder), tmp_path, tokenizer=str(tmp_path / "nowhere")))
+        made(corpus, tmp_path, tokenizer="~nobody-of-this-name/tokenizer.json")
 
 
 def test_tokens_that_are_there_but_damaged_are_refused(corpus: str, tmp_path: Path) -> None:

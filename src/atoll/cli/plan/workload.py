@@ -89,11 +89,12 @@ def _run_file_workload(options: PlanOptions, run: Path) -> Workload:
     overrides += [] if options.workers is None else [f"sync.workers={_parse_workers(options.workers)}"]
     overrides += [] if period is None else [f"sync.period={period}"]
     config = load(run, overrides)
-    vocabulary = _vocabulary(config)
-    model, context = _empty_model(config, vocabulary)
 
     from atoll.core.fragments import find_blocks
+    from atoll.train.data.token_files import known_vocabulary
 
+    vocabulary = known_vocabulary(config.data)
+    model, context = _empty_model(config, vocabulary)
     blocks = find_blocks(model)
     _check_layers(len(blocks))
     sizes = {name: p.numel() for name, p in model.named_parameters()}
@@ -148,22 +149,6 @@ def _turned_off(config: RunConfig, given: dict[str, str | int]) -> tuple[str, ..
             continue
         return off
     return None
-
-
-def _vocabulary(config: RunConfig) -> int:
-    """Return the size of the tokenizer's vocabulary, as far as it is known without the text."""
-    from atoll.settings.value_types import BPE_VOCABULARY
-    from atoll.train.data.tokenizer import Bytes, open_tokenizer
-
-    match config.data.tokenizer:
-        case "bytes":
-            return Bytes.vocabulary
-        case "bpe":
-            return config.data.vocabulary or BPE_VOCABULARY
-        case path:
-            if not Path(path).expanduser().exists():
-                raise ConfigError(f"data.tokenizer: there is no file {path}")
-            return open_tokenizer(Path(path).expanduser()).vocabulary
 
 
 def _empty_model(config: RunConfig, vocabulary: int) -> tuple[Any, int]:

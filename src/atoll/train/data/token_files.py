@@ -97,11 +97,20 @@ def prepare(settings: DataSection, *, workers: int = 1, on_progress: OnProgress 
 
 
 def check_there(settings: DataSection) -> None:
-    """Refuse a source or a tokenizer that does not exist, as `prepare` does, without reading text."""
-    if _ready(settings) is None:
+    """Refuse a source or a tokenizer that does not exist or does not fit, as `prepare` does, without reading text."""
+    if (ready := _ready(settings)) is None:
         _key(settings)
     else:
-        _given_tokenizer(settings)
+        _check_ready(ready, open_tokenizer(ready), settings)
+
+
+def known_vocabulary(settings: DataSection) -> int:
+    """Return the size of the vocabulary as far as it is known without reading text: a BPE may come out smaller."""
+    if (ready := _ready(settings)) is not None:
+        return open_tokenizer(ready).vocabulary
+    if (given := _given_tokenizer(settings)) is not None:
+        return given.vocabulary
+    return Bytes.vocabulary if settings.tokenizer == "bytes" else settings.vocabulary or BPE_VOCABULARY
 
 
 def _key(settings: DataSection) -> str:
