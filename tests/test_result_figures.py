@@ -135,6 +135,14 @@ def test_the_row_of_eager_has_its_settings() -> None:
     assert outer == Nesterov(trained["sync.outer_lr"], trained["sync.outer_momentum"])
 
 
+def test_the_pairs_of_eager_change_places_as_the_page_says() -> None:
+    pairs = ("eager-30-lr0.8-m0.5", "eager-30-lr0.4-m0.7")
+    higher, lower = ([above(row, step=step) for step in range(780, 6241, 390)] for row in pairs)
+    assert all(one > other for one, other in zip(higher, lower, strict=True))
+    assert abs(above(pairs[0]) - above(pairs[1])) < max(SEEDS)
+    assert "0.8 and 0.5 was above 0.4 and 0.7 from a tenth to four fifths of the steps" in words("docs/results.md")
+
+
 def test_period_100_sends_a_third_of_the_bytes() -> None:
     assert round(times_fewer(RARE_PRESET, PRESET), 1) == 3.3
 
