@@ -1,4 +1,4 @@
-"""Defines the rows of papers.py, and shows their losses beside data-parallel's as a table and a picture."""
+"""Shows the losses of papers.py's rows beside data-parallel's, as a table and a picture."""
 
 import json
 import math

@@ -3,7 +3,7 @@
 from mutants.seed import Mutant
 
 TESTS = ["tests/unit/test_batches.py"]
-TOKENS = ("tests/unit/test_tokens.py",)
+TOKENS = ("tests/unit/test_token_files.py",)
 CORPUS = ("tests/unit/test_corpus.py",)
 TOKENIZER = ("tests/unit/test_tokenizer.py",)
 CLUSTERS = ("tests/unit/test_clusters.py",)

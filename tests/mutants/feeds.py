@@ -37,7 +37,7 @@ MUTANTS = [
         ELASTIC,
         "            peers.traffic = self._member.peers.traffic\n",
         "            pass\n",
-        tests=("tests/unit/test_elastic.py::test_an_excluded_worker_joins_again",),
+        tests=("tests/unit/test_elastic_link.py::test_an_excluded_worker_joins_again",),
     ),
     Mutant("lines are told with every step", LINE_LOG, "now_s + EVERY_S", "now_s"),
     Mutant("the last bytes of a run are not told", LINE_LOG, " or isinstance(event, End)\n", "\n"),

@@ -4,16 +4,16 @@ from mutants.seed import Mutant
 
 TESTS = ["tests/unit/test_local.py"]
 SHAPED = ("tests/unit/test_shaped.py", "tests/property/test_shaped_property.py")
-MEETING = ("tests/unit/test_meeting.py",)
+MEETING = ("tests/unit/test_rendezvous.py",)
 BLAME = (
-    "tests/unit/test_meeting.py::test_all_name_the_same_worker",
-    "tests/unit/test_meeting.py::test_who_says_that_it_has_left_is_the_root_and_not_one_that_has_said_nothing_yet",
-    "tests/unit/test_meeting.py::test_what_a_worker_says_of_itself_counts_for_more_than_that_it_was_late",
-    "tests/unit/test_meeting.py::test_what_is_no_report_is_passed_over",
+    "tests/unit/test_rendezvous.py::test_all_name_the_same_worker",
+    "tests/unit/test_rendezvous.py::test_who_says_that_it_has_left_is_the_root_and_not_one_that_has_said_nothing_yet",
+    "tests/unit/test_rendezvous.py::test_what_a_worker_says_of_itself_counts_for_more_than_that_it_was_late",
+    "tests/unit/test_rendezvous.py::test_what_is_no_report_is_passed_over",
 )
 FIXED = ("tests/unit/test_fixed_member.py",)
-DIFFERS = ("tests/unit/test_dist.py::test_a_worker_of_another_run_is_refused_and_all_say_how_it_differs",)
-LEAVES = ("tests/unit/test_dist.py::test_a_worker_that_leaves_says_why_and_training_stops_at_the_next_step",)
+DIFFERS = ("tests/unit/test_fixed_link.py::test_a_worker_of_another_run_is_refused_and_all_say_how_it_differs",)
+LEAVES = ("tests/unit/test_fixed_link.py::test_a_worker_that_leaves_says_why_and_training_stops_at_the_next_step",)
 
 MUTANTS = [
     # in one process
@@ -39,7 +39,7 @@ MUTANTS = [
     Mutant("a worker may join twice", "link/local.py", "            if worker in self.terms:\n",
            "            if False:\n"),
     Mutant("only what all have is compared", "link/base.py", "for key in {**mine, **theirs} if",
-           "for key in mine if key in theirs and", tests=("tests/unit/test_meeting.py", "tests/unit/test_local.py")),
+           "for key in mine if key in theirs and", tests=("tests/unit/test_rendezvous.py", "tests/unit/test_local.py")),
     # behind an emulated line
     Mutant("resent packets take no time", "link/shaped.py", " / (1 - self._shape.loss)\n", "\n", tests=SHAPED),
     Mutant("rounds pass a line side by side", "link/shaped.py", "begin_s = max(at_s, self._free_s)", "begin_s = at_s",
@@ -88,7 +88,7 @@ MUTANTS = [
            "        if not self.attempt.in_parts:\n            return self.missing()\n", tests=FIXED),
     Mutant("nobody is told why a worker leaves", "link/net/fixed_link.py",
            '                    rendezvous.try_publish("failure", report._asdict(), _FAREWELL_S)\n',
-           "                    pass\n", tests=("tests/unit/test_dist.py::test_a_worker_that_leaves_before_it_has_come_is_not_waited_for",)),
+           "                    pass\n", tests=("tests/unit/test_fixed_link.py::test_a_worker_that_leaves_before_it_has_come_is_not_waited_for",)),
     Mutant("the messenger is blamed", "link/net/root_cause.py", "root = mine.worker if mine.worker in silent else min(silent)",
            "root = mine.worker", tests=BLAME),
     Mutant("who has left by itself is not the root", "link/net/root_cause.py", "    if left:\n", "    if False:\n", tests=BLAME),

@@ -87,7 +87,7 @@ MUTANTS = [
         MEMBER,
         "            if is_stuck() and protocol.is_dispensable:\n",
         "            if False:\n",
-        tests=_in("elastic", "test_of_two_that_have_just_joined_and_lose_each_other_one_leaves"),
+        tests=_in("elastic_link", "test_of_two_that_have_just_joined_and_lose_each_other_one_leaves"),
     ),
     Mutant(
         "a joiner is given a state that holds the last exchange",
@@ -122,7 +122,7 @@ MUTANTS = [
         DEPARTURE,
         "    if excluded is not None:\n",
         "    if False:\n",
-        tests=_in("elastic", "test_one_that_is_excluded_after_its_last_round_does_not_end_well"),
+        tests=_in("elastic_link", "test_one_that_is_excluded_after_its_last_round_does_not_end_well"),
     ),
     Mutant(
         "states are given before they are settled",
@@ -289,7 +289,7 @@ MUTANTS = [
         MEMBER,
         "            self._check_and_receive(peer, message, view)\n\n    def adv",
         "            pass\n\n    def adv",
-        tests=_in("elastic", "test_a_worker_joins_a_run_that_is_under_way"),
+        tests=_in("elastic_link", "test_a_worker_joins_a_run_that_is_under_way"),
     ),
     Mutant(
         "rounds opened after a failure wait for ever",

@@ -3,7 +3,7 @@
 from mutants.seed import Mutant
 
 TESTS = [
-    "tests/unit/test_outer.py",
+    "tests/unit/test_outer_step.py",
     "tests/unit/test_laws.py",
 ]
 

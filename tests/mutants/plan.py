@@ -9,7 +9,7 @@ RECOMMEND = ("tests/unit/test_recommend.py", "tests/property/test_recommend_prop
 LAWS = ("tests/unit/test_scaling_laws.py",)
 STEADY = ("tests/unit/test_steady_waiting.py",)
 OUTLOOK = ("tests/unit/test_forecast.py",)
-PAPER = ("tests/unit/test_paper.py",)
+PAPER = ("tests/unit/test_bandwidth_tables.py",)
 TESTS = list(COST)
 
 MUTANTS = [

@@ -5,7 +5,7 @@ from mutants.seed import Mutant
 TESTS = ["tests/unit/test_report.py"]
 
 _FROZEN = "tests/browser/test_frozen.py"
-_WAITS = ("tests/unit/test_parts.py::test_a_worker_waits_for_one_round_after_the_other",)
+_WAITS = ("tests/unit/test_worker_folders.py::test_a_worker_waits_for_one_round_after_the_other",)
 
 MUTANTS = [
     Mutant("the best of many are not told", "report/words.py", "if len(others) <= _MOST_SENTENCES:", "if others:"),

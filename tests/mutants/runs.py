@@ -3,7 +3,7 @@
 from mutants.seed import Mutant
 
 RUN = "tests/unit/test_run.py"
-KEPT = ("tests/unit/test_run_kept.py",)
+KEPT = ("tests/unit/test_resumed_settings.py",)
 RESUMED = (f"{RUN}::test_interrupted_and_resumed_is_the_same_run[diloco]",)
 SAID = (f"{RUN}::test_a_run_says_what_it_was_and_what_happened", "tests/unit/test_trainer_oracle.py")
 REFUSED = (
@@ -49,7 +49,7 @@ REPORT = tuple(
     )
 )
 PARTS = tuple(
-    f"tests/unit/test_parts.py::test_{name}"
+    f"tests/unit/test_worker_folders.py::test_{name}"
     for name in (
         "the_folders_of_workers_are_one_run",
         "workers_that_stopped_at_different_steps",
@@ -57,7 +57,7 @@ PARTS = tuple(
         "the_parts_of_a_run_merge_to_the_whole",
     )
 )
-TESTS = ["tests/unit/test_tally.py"]
+TESTS = ["tests/unit/test_running_totals.py"]
 
 MUTANTS = [
     # counts

@@ -4,7 +4,7 @@ from mutants.seed import Mutant
 
 LAUNCH = "tests/unit/test_launch.py"
 COMPARE = "tests/unit/test_compare.py"
-VISIBLE = "tests/unit/test_visible.py"
+VISIBLE = "tests/unit/test_printable.py"
 TESTS = [LAUNCH]
 KILLED = (f"{LAUNCH}::test_killed_itself_it_leaves_nobody_behind_and_workers_save",)
 NO_TEAM = (f"{LAUNCH}::test_those_that_are_no_team_run_one_after_another_whatever_becomes_of_each",)

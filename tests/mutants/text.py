@@ -2,7 +2,7 @@
 
 from mutants.seed import Mutant
 
-TESTS = ["tests/unit/test_tokens.py"]
+TESTS = ["tests/unit/test_token_files.py"]
 MUTANTS = [
     Mutant(
         "tokens of another vocabulary are taken",

@@ -43,5 +43,5 @@ MUTANTS = [
     Mutant("bytes are read as any BPE", TOKENIZER, "inner.get_vocab() == _byte_vocabulary():", "False:", tests=BYTES),
     Mutant("any 256 tokens are bytes", TOKENIZER, "inner.get_vocab() == _byte_vocabulary():", "True:", tests=BYTES),
     Mutant("bytes are known by the file of this version", "train/ranks/control.py", "isinstance(data.tokenizer, Bytes)", "False",
-           tests=("tests/unit/test_tokens.py::test_workers_whose_tokens_are_bytes_agree_whichever_version_cached_them",)),
+           tests=("tests/unit/test_token_files.py::test_workers_whose_tokens_are_bytes_agree_whichever_version_cached_them",)),
 ]  # fmt: skip

@@ -278,7 +278,7 @@ MUTANTS = [
         "        if not self.is_under_way:",
         also=(
             "link/net/flush.py",
-            "        if not told.keys() >= set(self.view.members):\n            return None\n"
+            "        if not self.view.has(self._me) or not told.keys() >= set(self.view.members):\n            return None\n"
             "        return decide(self.view, {member: told[member] for member in self.view.members})\n",
             "        return decide(self.view, {member: told[member] for member in self.view.members if member in told})\n",
         ),

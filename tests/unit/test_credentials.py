@@ -66,7 +66,10 @@ def serve() -> Iterator[Serve]:
         gate, seen = Gate(RUN, revoked), list[Bearer]()
 
         def answer(_: bytes, context: grpc.ServicerContext) -> bytes:
-            seen.append(gate.admit(context, *roles))
+            try:
+                seen.append(gate.peer(context.auth_context(), roles))
+            except PeerRefusedError as refused:
+                context.abort(refused.code, str(refused))
             return seen[-1].host_name.encode()
 
         handlers = {"ask": grpc.unary_unary_rpc_method_handler(answer)}

@@ -12,7 +12,7 @@ import torch
 
 import sites
 from atoll.errors import ConfigError, LinkError
-from atoll.link.net import bandwidth as probe
+from atoll.link.net import bandwidth
 from atoll.settings.config import parse
 from atoll.train.model.decoder import Decoder, Loss
 from atoll.train.step.step_time import probe_step
@@ -71,7 +71,7 @@ def start_server(port: int) -> tuple[threading.Thread, list[str]]:
         said.append(line)
         ready.set()
 
-    thread = threading.Thread(target=probe.serve, args=("127.0.0.1", port, tell), daemon=True)
+    thread = threading.Thread(target=bandwidth.serve, args=("127.0.0.1", port, tell), daemon=True)
     thread.start()
     assert ready.wait(10)
     return thread, said
@@ -80,7 +80,7 @@ def start_server(port: int) -> tuple[threading.Thread, list[str]]:
 def test_a_fast_line_is_measured_and_the_server_ends() -> None:
     port = free_port()
     thread, said = start_server(port)
-    speed = probe.measure("127.0.0.1", port, seconds=0.3)
+    speed = bandwidth.measure("127.0.0.1", port, seconds=0.3)
     thread.join(10)
     assert not thread.is_alive() and "has measured" in said[-1]
     assert min(speed.up_bits_per_s, speed.down_bits_per_s) > 0 and 0 < speed.latency_s < 10
@@ -98,7 +98,7 @@ def test_a_line_that_halts_is_measured_all_the_same() -> None:
     thread = threading.Thread(target=send)
     thread.start()
     with ours:
-        assert 8 * 1000 / 10 < probe._receive_all(ours) < 8 * 1000 / 0.19
+        assert 8 * 1000 / 10 < bandwidth._receive_all(ours) < 8 * 1000 / 0.19
     thread.join()
 
 
@@ -108,7 +108,7 @@ def test_a_stranger_is_sent_away_and_the_server_goes_on() -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=10) as line:
         line.sendall(b"hello\n")
         assert line.recv(100) == b""
-    probe.measure("127.0.0.1", port, seconds=0.1)
+    bandwidth.measure("127.0.0.1", port, seconds=0.1)
     thread.join(10)
     assert not thread.is_alive() and any("did not ask" in line for line in said)
 
@@ -125,29 +125,29 @@ def test_something_else_that_answers_is_no_server() -> None:
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         with pytest.raises(LinkError, match="another service answers there"):
-            probe.measure("127.0.0.1", listening.getsockname()[1], seconds=0.1)
+            bandwidth.measure("127.0.0.1", listening.getsockname()[1], seconds=0.1)
         thread.join(10)
 
 
 def test_nobody_there_is_said_with_what_to_do() -> None:
     with pytest.raises(LinkError, match="--serve` running"):
-        probe.measure("127.0.0.1", free_port(), seconds=0.1)
+        bandwidth.measure("127.0.0.1", free_port(), seconds=0.1)
 
 
 def test_a_port_that_is_taken_is_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening, pytest.raises(LinkError, match="cannot listen"):
-        probe.serve("127.0.0.1", listening.getsockname()[1])
+        bandwidth.serve("127.0.0.1", listening.getsockname()[1])
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", "host:0", "host:70000", "host:x", ":29600"])
 def test_a_wrong_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="probe-link must be"):
-        probe.parse_end(text, serving=False)
+        bandwidth.parse_end(text, serving=False)
 
 
 def test_a_server_may_leave_out_its_host() -> None:
-    assert probe.parse_end(":29600", serving=True) == ("", 29600)
-    assert probe.parse_end("[::1]:29600", serving=False) == ("::1", 29600)
+    assert bandwidth.parse_end(":29600", serving=True) == ("", 29600)
+    assert bandwidth.parse_end("[::1]:29600", serving=False) == ("::1", 29600)
 
 
 @pytest.mark.processes

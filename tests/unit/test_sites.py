@@ -1,3 +1,5 @@
+"""Lines between sites (benchmarks/sites.py) carry their rate, can be cut, and leave nothing behind."""
+
 import os
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""Computes inner products of the vectors behind payloads, straight from the payloads: what `applied.Products` sums up.
+"""Computes inner products of the vectors behind payloads from these alone, as `outer.stats.Products` sums them up.
 
 In fp64, like there, but in another order: to a relative 1e-12 of the members' lengths.
 """

@@ -102,14 +102,6 @@ class Gate:
             self._refuse(bearer, f"{only} do this; start it with such a bundle", _FORBIDDEN)
         return bearer
 
-    def admit(self, context: grpc.ServicerContext, *roles: Role) -> Bearer:
-        """Return the peer of a call, or end the call with one line that says why; not for grpc.aio."""
-        try:
-            return self.peer(context.auth_context(), roles)
-        except PeerRefusedError as refused:
-            context.abort(refused.code, str(refused))
-            raise
-
     def _certificate(self, auth_context: Mapping[str, Iterable[bytes]]) -> Certificate:
         shown = list(auth_context.get("x509_pem_cert", ()))
         try:

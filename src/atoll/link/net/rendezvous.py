@@ -283,10 +283,6 @@ class Rendezvous:
             "can reach it, through any firewall"
         )
 
-    def poll_one(self, key: str, seat: Seat) -> Any | None:
-        """Return what another process has published, or None; never waits long."""
-        return self.poll(key, [seat]).get(seat)
-
     def poll(self, key: str, seats: Iterable[Seat], within_s: float = 0.0, ask_s: float = ASK_S) -> dict[Seat, Any]:
         """Return what others have published, or publish within some seconds; ends early once all have.
 

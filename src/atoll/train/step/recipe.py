@@ -1,7 +1,7 @@
 """Fills in what a run file leaves out, by the recipe of the scaling-laws paper (arXiv 2503.09799).
 
 AdamW with a cosine to 5 % of the peak, weight decay 1 / steps, 20 tokens per parameter. Its fits start at 35 million
-parameters; for smaller models its learning rate would grow without bound and is capped (`plan.laws`).
+parameters; for smaller models its learning rate would grow without bound and is capped (`plan.scaling_laws`).
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Workers of a run on one machine share its cores."""
+"""Workers of a run on one machine share its cpu_threads."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 
 from atoll.link.seat import Seat
 from atoll.settings.config import RunConfig, parse
-from atoll.train.ranks import cpu_threads as cores
+from atoll.train.ranks import cpu_threads
 from atoll.train.ranks.control import ControlPlane
 
 
@@ -24,7 +24,7 @@ class Gathering:
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What torch was told, on a machine with eight cores."""
+    """What torch was told, on a machine with eight cpu_threads."""
     told: list[int] = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(torch, "set_num_threads", told.append)
@@ -32,11 +32,11 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def share(link: Any, config: RunConfig | None = None, **environment: str) -> str | None:
-    return cores.share_cores(ControlPlane(link=link), config or parse({}), environment)
+    return cpu_threads.share_cores(ControlPlane(link=link), config or parse({}), environment)
 
 
 def test_workers_on_one_machine_divide_its_cores_and_say_so(threads: list[int]) -> None:
-    here = cores.machine_id()
+    here = cpu_threads.machine_id()
     said = share(Gathering(here, "elsewhere"))
     assert threads == [4]
     assert said is not None
@@ -47,7 +47,7 @@ def test_workers_on_one_machine_divide_its_cores_and_say_so(threads: list[int]) 
 
 
 def test_what_the_user_has_set_stays_and_a_machine_of_ones_own_is_not_divided(threads: list[int]) -> None:
-    here = cores.machine_id()
+    here = cpu_threads.machine_id()
     assert share(Gathering(here), OMP_NUM_THREADS="8") is None
     assert share(Gathering(here), parse({"threads": 8})) is None
     assert share(Gathering("elsewhere")) is None

@@ -23,8 +23,7 @@ from atoll.core.allreduce import Reduction
 from atoll.core.codec import Codec
 from atoll.errors import ConfigError, LinkError
 from atoll.link.base import Contribution, Link, Member, RoundId
-from atoll.link.net import fixed_link as dist
-from atoll.link.net import member, messages
+from atoll.link.net import fixed_link, member, messages
 from atoll.link.net.actions import Mean, RoundMessage
 from atoll.link.net.fixed_link import NetLink
 from atoll.link.net.meeting_point import SayReply, SayRequest
@@ -637,9 +636,9 @@ def stranger(me: Me, odd: str) -> None:
             case "start":
                 next(model.parameters()).data[7] += 1e-7
             case "atoll version":
-                pytest.MonkeyPatch().setattr(dist, "__version__", "99.0")
+                pytest.MonkeyPatch().setattr(fixed_link, "__version__", "99.0")
             case "wire version":
-                pytest.MonkeyPatch().setattr(dist, "WIRE_FORMAT", "99")
+                pytest.MonkeyPatch().setattr(fixed_link, "WIRE_FORMAT", "99")
     link = me.link()
     loop = OuterLoop(model, sync, link)
     me.say("ready")

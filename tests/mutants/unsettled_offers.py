@@ -2,7 +2,7 @@
 
 from mutants.seed import Mutant
 
-LATE = "tests/unit/test_late.py"
+LATE = "tests/unit/test_unsettled_offers.py"
 TESTS = [
     f"{LATE}::test_who_is_left_out_anyway_is_asked_at_once",
     f"{LATE}::test_a_round_is_opened_before_its_offer_is_known",
