@@ -150,6 +150,12 @@ def test_jitter_and_loss_are_within_their_bounds_and_repeat(jitter_s: float, siz
     assert shaken == carry(Shape(latency_s=0.1, jitter_s=jitter_s, seed=seed), sent)
 
 
+@pytest.mark.parametrize("loss", [0.0, 0.02, 0.5])
+def test_resent_packets_use_up_the_rate(loss: float) -> None:
+    sent = LineClock(Shape(bits_per_s=8e3, loss=loss)).carry(1.0, 500, 1, random.Random(0))
+    assert sent.free_s == pytest.approx(1 + 0.5 / (1 - loss))
+
+
 @pytest.mark.parametrize("loss", [0.02, 0.5])
 @pytest.mark.parametrize("packets", [1, 40])
 def test_losses_come_as_often_as_packets_are_drawn_one_by_one(loss: float, packets: int) -> None:
