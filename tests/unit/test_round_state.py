@@ -34,9 +34,9 @@ def test_a_mean_of_no_part_of_the_round_does_not_complete_it() -> None:
     state = opened()
     for part in (0, 1, 2, 3, 7):
         state.add(FIVE.members[part % 5], Mean(ROUND, FIVE.view, part, part))
-    assert not state.is_gathered() and state.awaited() == [*FIVE.members]
+    assert not state.gather() and state.awaited() == [*FIVE.members]
     state.add(FIVE.members[4], Mean(ROUND, FIVE.view, 4, 4))
-    assert state.is_gathered() and state.result == (0, 1, 2, 3, 4)
+    assert state.gather() and state.result == (0, 1, 2, 3, 4)
 
 
 def test_a_part_of_a_process_outside_the_round_is_not_reduced_and_holds_nothing_up() -> None:
@@ -53,13 +53,13 @@ def test_a_result_for_members_whose_payloads_travel_whole_is_not_taken() -> None
     state.add(FIVE.members[1], Result(ROUND, Attempt(1, (ME,)), ("mean",)))
     assert state.attempt == FIVE and state.result is None
     state.add(FIVE.members[1], Result(ROUND, FIVE, tuple("means")))
-    assert state.is_gathered() and state.payloads() is None
+    assert state.gather() and state.payloads() is None
 
 
 def test_whole_payloads_complete_a_round_of_few_members() -> None:
     two = Attempt(1, FIVE.members[:2])
     state = opened(two)
     state.add(ME, Whole(ROUND, ME, "mine"))
-    assert not state.is_gathered() and state.awaited() == state.missing() == [two.members[1]]
+    assert not state.gather() and state.awaited() == state.missing() == [two.members[1]]
     state.add(two.members[1], Whole(ROUND, two.members[1], "other"))
-    assert state.is_gathered() and state.payloads() == {ME: "mine", two.members[1]: "other"}
+    assert state.gather() and state.payloads() == {ME: "mine", two.members[1]: "other"}

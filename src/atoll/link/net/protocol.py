@@ -45,7 +45,7 @@ class Protocol:
     def __init__(self, me: Process, step: int | None = 0, min_workers: int = 1) -> None:
         self.me = me
         self.eras: tuple[Era, ...] = ()
-        self.flush = Flush(me)
+        self.flush = Flush(me)  # the driver asks it what was told, and tells it who has connected
         self._applied = AppliedSteps(me, step)
         self._min_workers = min_workers
         self._has_followed = False
@@ -124,7 +124,7 @@ class Protocol:
         they have opened the round, and what they have sent is on its way.
         """
         known = self._rounds.get(round_id)
-        if known is None or known.done or known.offer is None or self.is_held_up:
+        if known is None or not known.is_open or self.is_held_up:
             return []
         if self.me not in known.attempt.members:
             return []
@@ -168,7 +168,7 @@ class Protocol:
         self._adopt_if_all_told()
         return self._take_actions()
 
-    # ------------------------------------------------------------------ how far members are
+    # ------------------------------------------------------------------ what is known
 
     @property
     def view(self) -> View:
@@ -308,7 +308,7 @@ class Protocol:
 
     def _complete(self, round_id: RoundId) -> None:
         known = self._rounds[round_id]
-        if not known.is_open or self.is_held_up or self._is_paused(round_id) or not known.is_gathered():
+        if not known.is_open or self.is_held_up or self._is_paused(round_id) or not known.gather():
             return
         known.done = True
         due = era_of(self.eras, round_id.step).due

@@ -48,7 +48,7 @@ class RoundState:
 
     @property
     def status(self) -> RoundStatus:
-        """What this member tells of the round in a flush."""
+        """Return what this member tells the others of the round in a flush."""
         return RoundStatus(self.attempt, frozenset(self.held), self.done or self.result is not None)
 
     def reducer(self, part: int) -> Process:
@@ -90,8 +90,8 @@ class RoundState:
         self.reducing.add(key)
         return {member: here[member] for member in self.attempt.members}
 
-    def is_gathered(self) -> bool:
-        """Return whether all that completes an open round is here; note the result of a round in two shots."""
+    def gather(self) -> bool:
+        """Gather the means of an open round into its result; return whether all that completes the round is here."""
         if not self.attempt.in_parts:
             return self.held.keys() >= {*self.attempt.members}
         if self.result is None:
